@@ -14,21 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TokenizersBackend,
-)
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, TokenizersBackend
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -56,15 +42,23 @@ from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, 
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
-from lineartime.weights.folder import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
-from lineartime.weights.placed import run_methods_on_device
+from lineartime.weights.device_map import run_methods_on_device
+from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
 
-class LineartimeConfig(PreTrainedConfig):
+class WithoutCopyOfCode:
+    """A class of which transformers saves no copy beside the weights: a saved folder imports this package instead."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: a class that is registered is copied."""
+
+
+class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
     """The fields of `ModelConfig` and of transformers; bos and eos are the end-of-document token by default, and pad
-    the id behind the vocabulary, in a masked model the end-of-document token: see `weights.folder.padding_token`.
+    the id behind the vocabulary, in a masked model the end-of-document token: see `padding_token`.
 
     Raises UsageError as `ModelConfig` does."""
 
@@ -93,10 +87,6 @@ class LineartimeConfig(PreTrainedConfig):
             self.pad_token_id = pad
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers would save a copy of this module beside the weights."""
-
-    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Load as `PreTrainedConfig` does. Raises CheckpointError for a config.json of a local folder that a manifest
         does not match, and names the file where `ModelConfig` refuses a value."""
@@ -112,7 +102,7 @@ class LineartimeConfig(PreTrainedConfig):
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
 
 
-class LineartimeTokenizer(TokenizersBackend):
+class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
     """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding goes left.
 
     Unlike in `Tokenizer`, "[MASK]" in a text is the mask token if the checkpoint has one."""
@@ -141,10 +131,6 @@ class LineartimeTokenizer(TokenizersBackend):
         tokenizer.init_kwargs.setdefault("padding_side", cls.padding_side)  # saved, for a plain class to read
         tokenizer.add_bos_token = kwargs.get("add_bos_token", True)
         return tokenizer
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoTokenizer") -> None:
-        """Nothing, as in `LineartimeConfig`."""
 
 
 class Reshaped(ConversionOps):
@@ -258,7 +244,7 @@ class LineartimeCache(Cache):
         self.forget_past()
 
 
-class LineartimeModel(PreTrainedModel):
+class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
     """`LanguageModel` up to its last norm.
 
     Checkpoints have the names of `LanguageModel`. In this class "model." precedes them: transformers adds it when it
@@ -290,9 +276,8 @@ class LineartimeModel(PreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
-                output_hidden_states: bool | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+                past_key_values: LineartimeCache | None = None, inputs_embeds: Tensor | None = None,
+                position_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
         attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the padding token is
@@ -300,45 +285,49 @@ class LineartimeModel(PreTrainedModel):
         position_ids: the positions that the mask gives, or positions that begin at 0 with each document of a packed
         row, which only say where documents begin. output_hidden_states: whether to return the input of every block
         and the last states too. Raises UsageError for other positions and for an unknown argument."""
-        x_BTD, cache, states = self.hidden(input_ids, attention_mask, past_key_values, use_cache, inputs_embeds,
-                                           position_ids, output_hidden_states, **kwargs)
+        x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids,
+                                              cache=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
 
-    def hidden(self, ids_BT: Tensor | None, mask: Tensor | None, cache: LineartimeCache | None = None,
-               use_cache: bool | None = None, embeds_BTD: Tensor | None = None, position_ids: Tensor | None = None,
+    def hidden(self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None,
+               position_ids: Tensor | None, *, cache: LineartimeCache | None = None, use_cache: bool | None = None,
                output_hidden_states: bool | None = None,
-               **kwargs: Any) -> tuple[Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
-        """The hidden states, the cache, and the states of all blocks if asked for: computed in parallel without a
-        cache, by decoding with one."""
+               **kwargs: Any) -> tuple[Tensor, Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
+        """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache, and the
+        states of all blocks if asked for. Computed in parallel without a cache, by decoding with one."""
         if cache is None and use_cache:
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
                 "use a LineartimeCache")
-        require((ids_BT is None) != (embeds_BTD is None), "tokens or vectors", "input_ids, inputs_embeds",
+        require((input_ids is None) != (inputs_embeds is None), "tokens or vectors", "input_ids, inputs_embeds",
                 "give one of them")
-        n_past = 0 if cache is None else cache.n_columns
-        if ids_BT is None:
-            assert embeds_BTD is not None
-            ids_BT = ids_of_vectors(embeds_BTD)
-        n_rows, n_new = ids_BT.shape
+        if input_ids is not None:
+            ids_BT = input_ids
+        else:  # -2 stands for a vector: it is no token, and no padding either
+            assert inputs_embeds is not None
+            ids_BT = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
+
+        # The mask covers the new tokens, or those that the cache has seen too.
+        (n_rows, n_new), n_past = ids_BT.shape, 0 if cache is None else cache.n_columns
+        mask = attention_mask
         require(mask is None or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                 f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
                 "one number per row and token")
-        valid_BT = self.valid_tokens(ids_BT, mask)
+        valid_BT = ids_BT != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
         # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
         ids_BT = ids_BT.masked_fill((ids_BT == self.padding) | ~valid_BT, self.config.end_of_document or 0)
-        seq_lens_B = ids_BT.new_zeros(n_rows) if cache is None or cache.state is None else cache.state.seq_lens_B
-        segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, seq_lens_B, cache)
-        refuse_arguments(kwargs, allowed=redundant_arguments(kwargs, n_past, n_new, position_ids))
+        segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
+        refuse_arguments(kwargs, n_past, n_new, position_ids)
+
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
             x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if valid_BT.all() else valid_BT,
-                                      embeds_BTD=embeds_BTD, collected=collected)
+                                      embeds_BTD=inputs_embeds, collected=collected)
         else:
-            x_BTD = cache.extend(self.model, ids_BT, valid_BT, embeds_BTD, collected)
+            x_BTD = cache.extend(self.model, ids_BT, valid_BT, inputs_embeds, collected)
         x_BTD = x_BTD.to(self.model.embed.weight.device)  # the head's, if layers are on several
-        return x_BTD, cache, None if collected is None else (*collected, x_BTD)
+        return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     @property
     def padding(self) -> int:
@@ -346,17 +335,15 @@ class LineartimeModel(PreTrainedModel):
         pad = self.config.pad_token_id
         return pad if pad is not None and pad >= self.config.vocab_size else -1
 
-    def valid_tokens(self, ids_BT: Tensor, mask: Tensor | None) -> Tensor:
-        """True for columns that are tokens: those of the mask's last columns, without a mask all but padding."""
-        return ids_BT != self.padding if mask is None else mask[:, mask.shape[1] - ids_BT.shape[1] :].bool()
-
-    def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor, seq_lens_B: Tensor,
-                  cache: LineartimeCache | None) -> Tensor | None:
+    def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor,
+                    cache: LineartimeCache | None) -> Tensor | None:
         """Segment ids of documents that begin where positions are 0 again, and at end-of-document tokens; None if
         positions say no more than the mask. Raises UsageError for positions that this model does not take."""
         if position_ids is None:
             return None
-        position_BT, expected_BT = position_ids.expand_as(ids_BT), seq_lens_B[:, None] + valid_BT.cumsum(1) - 1
+        position_BT, expected_BT = position_ids.expand_as(ids_BT), valid_BT.cumsum(1) - 1
+        if cache is not None and cache.state is not None:
+            expected_BT = expected_BT + cache.state.seq_lens_B[:, None]
         if ((position_BT == expected_BT) | ~valid_BT).all():
             return None
         begins_BT = valid_BT & (position_BT == 0)
@@ -368,10 +355,6 @@ class LineartimeModel(PreTrainedModel):
         if self.config.end_of_document is not None:
             begins_BT = begins_BT | (valid_BT & (ids_BT == self.config.end_of_document))
         return begins_BT.cumsum(1)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing, as in `LineartimeConfig`."""
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -386,7 +369,7 @@ class LineartimeModel(PreTrainedModel):
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
         not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`; UsageError as `weights.placed.run_methods_on_device` does."""
+        missing in `LanguageModel`; UsageError as `weights.device_map.run_methods_on_device` does."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -462,26 +445,23 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                past_key_values: LineartimeCache | None = None, use_cache: bool | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
-                output_hidden_states: bool | None = None, labels: Tensor | None = None,
-                logits_to_keep: int | Tensor = 0, num_items_in_batch: Tensor | int | None = None,
-                **kwargs: Any) -> CausalLMOutputWithPast:
+                past_key_values: LineartimeCache | None = None, inputs_embeds: Tensor | None = None,
+                position_ids: Tensor | None = None, labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
         """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
 
         labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding is ignored
         too, whatever its id, and so is what stands behind it, which nothing predicts. The loss is the mean in nats, or
         the sum over `num_items_in_batch`, and 0 without labels to learn. In training the logits, which would take most
         of the memory, are returned only for a `logits_to_keep` other than 0."""
-        x_BTD, cache, states = self.hidden(input_ids, attention_mask, past_key_values, use_cache, inputs_embeds,
-                                           position_ids, output_hidden_states, **kwargs)
+        x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids,
+                                                     cache=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
         if labels is not None:
-            valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
             learned_BT = valid_BT[:, 1:] & valid_BT[:, :-1] & (labels[:, 1:] != self.padding)
-            loss = mean_loss(self.model, x_BTD[:, :-1], labels[:, 1:].masked_fill(~learned_BT, -100),
-                             num_items_in_batch)
+            loss = token_loss(self.model, x_BTD[:, :-1], labels[:, 1:].masked_fill(~learned_BT, -100),
+                              num_items_in_batch)
         if labels is None or not self.training or kept != slice(0, None):
             logits_BTV = self.model.logits(x_BTD[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states)
@@ -539,20 +519,17 @@ class LineartimeForMaskedLM(LineartimeModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
-                output_hidden_states: bool | None = None, labels: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
 
         labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is their mean in nats, or
         their sum over `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned,
         which would take most of the memory."""
-        x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
-                                       output_hidden_states=output_hidden_states, **kwargs)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
-            valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
-            loss = mean_loss(self.model, x_BTD, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
+            loss = token_loss(self.model, x_BTD, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
         if labels is None or not self.training:
             logits_BTV = self.model.logits(x_BTD)
         return MaskedLMOutput(loss=loss, logits=logits_BTV, hidden_states=states)
@@ -568,26 +545,25 @@ class LineartimeForQuestionAnswering(LineartimeModel):
     _trunk = SpanModel
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, start_positions: Tensor | None = None,
-                end_positions: Tensor | None = None, **kwargs: Any) -> QuestionAnsweringModelOutput:
-        """start_logits and end_logits, `[B, T]`; padding (attention_mask 0) has the least value of the dtype.
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                start_positions: Tensor | None = None, end_positions: Tensor | None = None,
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
+                **kwargs: Any) -> QuestionAnsweringModelOutput:
+        """start_logits and end_logits, `[B, T]`; padding has the least value of the dtype.
 
         start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
         loss is the mean of their losses in nats. Positions outside the row and in its padding are ignored; if all are,
         the loss is 0."""
         require((start_positions is None) == (end_positions is None), "an answer has two ends",
                 "start_positions, end_positions", "give both or none")
-        x_BTD, _, states = self.hidden(input_ids, attention_mask, **kwargs)
-        assert isinstance(self.model, SpanModel)
-        logits_BT2 = self.model.span_head(x_BTD)
-        if attention_mask is not None:
-            logits_BT2 = logits_BT2.masked_fill(attention_mask[..., None] == 0, torch.finfo(logits_BT2.dtype).min)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
+        logits_BT2 = self.model.logits(x_BTD)
+        logits_BT2 = logits_BT2.masked_fill(~valid_BT[..., None], torch.finfo(logits_BT2.dtype).min)
         start_BT, end_BT = logits_BT2.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            valid_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            start_loss = position_loss(start_BT, start_positions, valid_BT)
-            loss = (start_loss + position_loss(end_BT, end_positions, valid_BT)) / 2
+            loss = (position_loss(start_BT, start_positions, valid_BT)
+                    + position_loss(end_BT, end_positions, valid_BT)) / 2
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT, hidden_states=states)
 
 
@@ -599,38 +575,35 @@ class LineartimeForSequenceClassification(LineartimeModel):
 
     def __init__(self, config: LineartimeConfig):
         super().__init__(config)
-        self.score = class_head(config)
+        self.score = torch.nn.Linear(config.d_model, config.num_labels)
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
-                output_hidden_states: bool | None = None, num_items_in_batch: Tensor | int | None = None,
-                **kwargs: Any) -> SequenceClassifierOutput:
+                inputs_embeds: Tensor | None = None, labels: Tensor | None = None, position_ids: Tensor | None = None,
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
         labels: classes or numbers `[B]`, or `[B, num_labels]`, 1 for each class of several, or numbers. Without
         `problem_type` whole numbers are classes, and others several. The loss is the mean in nats, or of the squared
         error, or the sum over `num_items_in_batch`."""
-        x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds,
-                                       output_hidden_states=output_hidden_states, **kwargs)
-        valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
         scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
         logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
         if labels is not None:
-            # As transformers does: without a problem_type the labels' number and type decide which loss it is.
-            wide_BL, kind = at_least_float32(logits_BL), self.config.problem_type
-            n_labels: Tensor | int = labels.numel()
-            if kind is None and wide_BL.shape[1] > 1 and labels.is_floating_point():
-                kind = "multi_label_classification"
-            if kind == "multi_label_classification":
-                total = F.binary_cross_entropy_with_logits(wide_BL, labels.to(wide_BL.dtype), reduction="sum")
-            elif kind == "regression" or (kind is None and wide_BL.shape[1] == 1):
-                total = F.mse_loss(wide_BL, labels.to(wide_BL.dtype).view_as(wide_BL), reduction="sum")
-            else:
-                total, n_labels = F.cross_entropy(wide_BL, labels.view(-1), reduction="sum"), (labels != -100).sum()
-            loss = mean_per_label(total, n_labels, num_items_in_batch)
+            loss = self.loss_of_rows(at_least_float32(logits_BL), labels, num_items_in_batch)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
+
+    def loss_of_rows(self, logits_BL: Tensor, labels: Tensor, n_items: Tensor | int | None) -> Tensor:
+        """The loss that transformers takes: without a problem_type the labels' number and type decide which it is."""
+        kind = self.config.problem_type or (
+            "regression" if logits_BL.shape[1] == 1 else
+            "multi_label_classification" if labels.is_floating_point() else "single_label_classification")
+        if kind == "single_label_classification":
+            return class_loss(logits_BL, labels, n_items)
+        measure = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        total = measure(logits_BL, labels.to(logits_BL.dtype).view_as(logits_BL), reduction="sum")
+        return mean_per_label(total, labels.numel(), n_items)
 
 
 class LineartimeForTokenClassification(LineartimeModel):
@@ -638,48 +611,38 @@ class LineartimeForTokenClassification(LineartimeModel):
 
     def __init__(self, config: LineartimeConfig):
         super().__init__(config)
-        self.score = class_head(config)
+        self.score = torch.nn.Linear(config.d_model, config.num_labels)
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
-                labels: Tensor | None = None, output_hidden_states: bool | None = None,
+                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
         """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
         labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is their mean in nats,
         or their sum over `num_items_in_batch`, and 0 without labels."""
-        x_BTD, _, states = self.hidden(input_ids, attention_mask, embeds_BTD=inputs_embeds, position_ids=position_ids,
-                                       output_hidden_states=output_hidden_states, **kwargs)
-        logits_BTL = self.score(x_BTD)
-        loss = None
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
+        logits_BTL, loss = self.score(x_BTD), None
         if labels is not None:
-            valid_BT = self.valid_tokens(ids_of_vectors(x_BTD) if input_ids is None else input_ids, attention_mask)
-            labels = labels.masked_fill(~valid_BT, -100)
-            total = F.cross_entropy(at_least_float32(logits_BTL).flatten(0, 1), labels.flatten(), reduction="sum")
-            loss = mean_per_label(total, (labels != -100).sum(), num_items_in_batch)
+            loss = class_loss(logits_BTL, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)
 
 
-def ids_of_vectors(x_BTD: Tensor) -> Tensor:
-    """Ids that stand for vectors: -2, which is no token and not `LineartimeModel.padding` either."""
-    return torch.full(x_BTD.shape[:2], -2, device=x_BTD.device)
-
-
-def class_head(config: LineartimeConfig) -> torch.nn.Linear:
-    return torch.nn.Linear(config.d_model, config.num_labels)
-
-
 def position_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:
-    """-ln p of the places, the mean over those in a row's tokens (valid_BT is not 0); 0 without one."""
+    """-ln p of the places, the mean over those where a row has a token; 0 without one."""
     inside_B = (place_B >= 0) & (place_B < logits_BT.shape[1])
-    known_B = inside_B & (valid_BT.gather(1, torch.where(inside_B, place_B, 0)[:, None])[:, 0] != 0)
-    total = F.cross_entropy(at_least_float32(logits_BT), torch.where(known_B, place_B, -100), reduction="sum")
-    return total / known_B.sum().clamp(min=1)
+    known_B = inside_B & valid_BT.gather(1, torch.where(inside_B, place_B, 0)[:, None])[:, 0]
+    return class_loss(logits_BT, torch.where(known_B, place_B, -100), None)
 
 
-def mean_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """The mean of `LanguageModel.losses` over labels other than -100, or their sum over `n_items`; 0 without labels."""
+def class_loss(logits: Tensor, labels: Tensor, n_items: Tensor | int | None) -> Tensor:
+    """-ln p of the labels other than -100 for logits `[..., L]`: see `mean_per_label`."""
+    total = F.cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), reduction="sum")
+    return mean_per_label(total, (labels != -100).sum(), n_items)
+
+
+def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
+    """`LanguageModel.losses` of the labels other than -100, without the logits of others: see `mean_per_label`."""
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()
@@ -691,41 +654,30 @@ def mean_per_label(total: Tensor, n_labels: Tensor | int, n_items: Tensor | int 
     return total / torch.as_tensor(n_labels if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
-def refuse_arguments(arguments: dict[str, Any], allowed: set[str]) -> None:
-    """Raise UsageError for an argument that this model would ignore. transformers passes some as None or False."""
-    for name, value in arguments.items():
-        require(name in allowed or value is None or value is False, "this model takes no such argument", name,
-                "leave it out")
-
-
-def redundant_arguments(arguments: dict[str, Any], n_past: int, n_new: int, position_ids: Tensor | None) -> set[str]:
-    """The names of arguments that repeat what the model knows already, so that it may ignore them."""
+def refuse_arguments(arguments: dict[str, Any], n_past: int, n_new: int, position_ids: Tensor | None) -> None:
+    """Raise UsageError for an argument that this model would ignore, unless it says what the model knows already."""
+    given = {name: value for name, value in arguments.items() if value is not None and value is not False}
+    if not given:
+        return
     # `generate` with stop_strings passes its tokenizer on. Older versions of transformers number the columns.
-    names = {"tokenizer"}
-    columns = arguments.get("cache_position")
-    if columns is not None and columns.tolist() == [*range(n_past, n_past + n_new)]:
-        names.add("cache_position")
+    known = {"tokenizer": True, "cache_position": [*range(n_past, n_past + n_new)]}
     # Collators that pack documents pass their bounds in several forms beside position_ids.
     if position_ids is not None:
-        begins = (position_ids.flatten() == 0).nonzero().flatten().tolist()
-        names |= {"max_length_q", "max_length_k"}
-        names |= {name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if arguments.get(name) is not None
-                  and arguments[name].tolist() == [*begins, position_ids.numel()]}
-        seq_idx = arguments.get("seq_idx")
-        if seq_idx is not None and torch.equal((position_ids == 0).cumsum(1) - 1, seq_idx.long()):
-            names.add("seq_idx")
-    return names
+        begins = position_ids == 0
+        bounds = [*begins.flatten().nonzero().flatten().tolist(), position_ids.numel()]
+        known |= {"max_length_q": True, "max_length_k": True, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
+                  "seq_idx": (begins.cumsum(1) - 1).tolist()}
+    for name, value in given.items():
+        require(name in known and (known[name] is True or value.tolist() == known[name]),
+                "this model takes no such argument", name, "leave it out")
 
 
 register_checkpoint_conversion_mapping(
     "lineartime", [WeightConverter("scalar", "scalar", operations=[Reshaped()])], overwrite=True)
-AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
-AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenizer, exist_ok=True)
-AutoModel.register(LineartimeConfig, LineartimeModel, exist_ok=True)
-AutoModelForCausalLM.register(LineartimeConfig, LineartimeForCausalLM, exist_ok=True)
-AutoModelForMaskedLM.register(LineartimeConfig, LineartimeForMaskedLM, exist_ok=True)
-AutoModelForSequenceClassification.register(LineartimeConfig, LineartimeForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(LineartimeConfig, LineartimeForTokenClassification, exist_ok=True)
+transformers.AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
+transformers.AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenizer, exist_ok=True)
+for auto_class in CLASSES.keys() - {"AutoConfig"}:
+    getattr(transformers, auto_class).register(LineartimeConfig, globals()[CLASSES[auto_class]], exist_ok=True)
 # Trainer shifts the labels of label smoothing for classes with these names only.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["lineartime"] = LineartimeForCausalLM.__name__
 # `transformers serve` looks for the class in transformers itself, as it was when the server imported it: transformers
@@ -733,4 +685,3 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["lineartime"] = LineartimeForCausalLM.__name__
 serving = sys.modules.get("transformers.cli.serving.model_manager")
 for seen in (transformers, getattr(serving, "transformers", transformers)):
     seen.LineartimeForCausalLM = LineartimeForCausalLM
-AutoModelForQuestionAnswering.register(LineartimeConfig, LineartimeForQuestionAnswering, exist_ok=True)

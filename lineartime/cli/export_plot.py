@@ -32,7 +32,7 @@ def export(
         if data is not None or about is not None or prompt:
             raise UsageError("options that do not go together", "export",
                              "its report is the card: leave out --data, --about and --prompt")
-        from lineartime.release.documents import export_documents
+        from lineartime.release.export import export_documents
 
         n_bytes = export_documents(folder, out, strict=strict)
         say(f"weights  {out / 'model.safetensors'} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "

@@ -46,8 +46,8 @@ from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE
 from lineartime.run_config import RunConfig
 from lineartime.settings import require
-from lineartime.weights.folder import tokenizer_files
 from lineartime.weights.transfer import copy_weights, load_step, with_context
+from lineartime.weights.transformers_files import tokenizer_files
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from lineartime.qa.spans import (
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.run_config import RunConfig
 from lineartime.settings import require
-from lineartime.weights.folder import tokenizer_files
 from lineartime.weights.transfer import copy_weights, is_flash, with_context
+from lineartime.weights.transformers_files import tokenizer_files
 
 CHUNK_SIZE = 128
 CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")

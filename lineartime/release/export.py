@@ -1,14 +1,16 @@
-"""Export a run to a folder for sharing: bfloat16 weights, configuration, tokenizer and a model card.
-
-The card's scores are of the exported bfloat16 weights, not of the float32 weights of training."""
+"""Export a run, or a model fine-tuned on documents, to a folder for sharing: weights, configuration, tokenizer and a
+model card. `load_model` and `transformers` open it, and of documents `sentence-transformers` too."""
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lineartime.atomic_io import remove_leftovers, written_aside
+from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
@@ -16,17 +18,18 @@ from lineartime.data.mixture import read_mixture
 from lineartime.data.run_settings import RUN_FILE
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
+from lineartime.documents.report import PICTURES, REPORT_FILE
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.load import is_exported, load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
-from lineartime.release.card import Card, Sample, model_card
+from lineartime.release.card import Card, Sample, front_matter, model_card
 from lineartime.release.provenance import provenance
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
-from lineartime.weights.folder import CODE, CODE_FILE, config_with_code, tokenizer_files
+from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, sentence_files, tokenizer_files
 
 logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
@@ -47,9 +50,8 @@ class Exported(NamedTuple):
 
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
            strict: bool = False, progress: Progress | None = None) -> Exported:
-    """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, `config.json`,
-    `tokenizer.json`, what `transformers` needs to open it without an import of ours (`weights.folder`), the card, and a
-    manifest of all but the card. `lineartime.load_model` opens it too.
+    """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, what `transformers`
+    reads, and a card with the scores of these rounded weights.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
     Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
@@ -85,22 +87,59 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
     text = [(manifest, each.weight) for manifest, each in zip(manifests, read_mixture(named), strict=True)]
-    texts = {CONFIG_FILE: config_with_code(model_config_json(model.config)), CODE_FILE: CODE,
-             **tokenizer_files(tokenizer)}
+    task = manifests[0].settings.get("task")
+    with new_folder(out, model, model_config_json(model.config), tokenizer, torch.bfloat16) as (aside, n_bytes):
+        card = Card(description, model.config, tokenizer.sha256, text, metrics, facts["step"], n_bytes, scores, sample,
+                    made)
+        (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
+    return Exported(scores, task, n_bytes)
+
+
+def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
+    """Write the best model of a folder of `lineartime finetune --task classify` or `embed` to the new folder `out`:
+    weights in float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the
+    bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
+    remove_leftovers(out)
+    require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
+    model, tokenizer, facts = load_model(folder, strict=strict)
+    config_json = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
+    does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
+    try:
+        pictures = {name: read_bytes(folder / name) for name in PICTURES if os.path.lexists(folder / name)}
+        report = read_bytes(folder / REPORT_FILE)
+    except OSError as e:
+        raise CheckpointError("cannot read", e.filename, e.strerror) from None
+    if not report.startswith(b"# "):
+        raise CheckpointError("damaged report", folder / REPORT_FILE,
+                              "take it from a copy, or fine-tune into another folder")
+    card = front_matter(model.config, does).encode() + report
+    sentences = {name: text.encode() for name, text in sentence_files(model.config.d_model).items()}
+    with new_folder(out, model, config_json, tokenizer, torch.float32) as (aside, n_bytes):
+        for name, content in {CARD_FILE: card, **pictures, **sentences}.items():
+            (aside / name).parent.mkdir(exist_ok=True)
+            (aside / name).write_bytes(content)
+    return n_bytes
+
+
+@contextmanager
+def new_folder(out: Path, model: LanguageModel, config_json: str, tokenizer: Tokenizer,
+               dtype: torch.dtype) -> Iterator[tuple[Path, int]]:
+    """Write a model's weights in `dtype`, what `transformers` reads beside them, and a manifest of all of these to a
+    folder that becomes `out` at the end of the block; yields the folder and the bytes of the weights. The block adds
+    what may be edited later. Raises ResourceError for the disk."""
+    texts = {CONFIG_FILE: config_with_code(config_json), CODE_FILE: CODE, **tokenizer_files(tokenizer)}
     files = {name: text.encode() for name, text in texts.items()}
     weights = dict(model.named_parameters())
-    like = {name: torch.empty_like(weight, dtype=torch.bfloat16, device="meta") for name, weight in weights.items()}
+    like = {name: torch.empty_like(weight, dtype=dtype, device="meta") for name, weight in weights.items()}
     try:
         with written_aside(out) as aside:
-            entry = write_tensors(aside / WEIGHTS_FILE, like, lambda name: weights[name].detach().bfloat16())
-            card = Card(description, model.config, tokenizer.sha256, text, metrics, facts["step"], entry["bytes"],
-                        scores, sample, made)
-            files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), CARD_FILE: model_card(card, about).encode()}
+            entry = write_tensors(aside / WEIGHTS_FILE, like, lambda name: weights[name].detach().to(dtype))
+            files[MANIFEST] = manifest_of(files, {WEIGHTS_FILE: entry})
             for name, content in files.items():
                 (aside / name).write_bytes(content)
+            yield aside, int(entry["bytes"])
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
-    return Exported(scores, manifests[0].settings.get("task"), entry["bytes"])
 
 
 def write_sample(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> Sample:

@@ -28,8 +28,8 @@ from lineartime.run_config import RunConfig
 from lineartime.runtime import available_bytes, peak_bytes
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
-from lineartime.weights.folder import tokenizer_files
-from lineartime.weights.start import check_shapes, find_weights, first_weights
+from lineartime.weights.transformers_files import tokenizer_files
+from lineartime.weights.warm_start import check_shapes, find_weights, first_weights
 
 logger = logging.getLogger(__name__)
 

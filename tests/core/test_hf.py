@@ -23,7 +23,7 @@ from lineartime.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.load import load_model
 from lineartime.model import LanguageModel, token_losses
-from lineartime.weights.folder import tokenizer_files
+from lineartime.weights.transformers_files import tokenizer_files
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_models import LONG_MEMORY
 

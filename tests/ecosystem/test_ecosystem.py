@@ -28,7 +28,7 @@ import lineartime
 import lineartime.hf  # registers the classes
 from lineartime.errors import UsageError
 from lineartime.model import token_losses
-from lineartime.release.documents import export_documents
+from lineartime.release.export import export_documents
 
 pytestmark = pytest.mark.ecosystem
 SMALL = str(lineartime.model_folder("small"))

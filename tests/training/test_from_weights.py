@@ -30,7 +30,7 @@ from lineartime.load import load_model
 from lineartime.run import read_metrics
 from lineartime.run_config import nearest_preset, run_config
 from lineartime.training import StopSignal, learning_rate_at
-from lineartime.weights.start import check_shapes
+from lineartime.weights.warm_start import check_shapes
 from marks import rest
 from ranks_here import RanksHere
 from tiny_runs import SETTINGS, assert_same, prepare_text, steps_saved, what_is_left

@@ -1,7 +1,7 @@
-"""Layers on several devices, or with weights that wait on a processor or on disk, as `device_map` of transformers asks.
+"""`device_map` of transformers: layers on several devices, or with weights that wait on a processor or on disk.
 
-accelerate hangs hooks on modules, which move weights and arguments where `forward` is called. A model calls a layer's
-`add` and `extend`, and layers read parameters of modules that they do not call."""
+accelerate puts hooks on modules that move weights and arguments when `forward` is called. Our models call a layer's
+`add` and `extend` instead, and layers read parameters of modules that they do not call."""
 
 import functools
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lineartime.errors import UsageError
-from lineartime.weights.placed import run_methods_on_device
+from lineartime.weights.device_map import run_methods_on_device
 from tiny_models import CONFIGS, FLASH, case_of, random_model
 
 IDS = torch.tensor([[3, 0, 5, 7, 2, 9, 1, 4, 8, 6], [0, 0, 2, 5, 5, 1, 12, 11, 3, 10]])

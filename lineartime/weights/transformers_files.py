@@ -1,6 +1,5 @@
-"""What `transformers` reads in a folder of ours besides configuration, tokenizer and weights: the file of one import by
-which `trust_remote_code=True` finds the classes, and the settings of the tokenizer. And what `sentence-transformers`
-reads."""
+"""Files by which `transformers` opens a folder of ours: one that imports the classes, for `trust_remote_code=True`, and
+the tokenizer with its settings. And those that `sentence-transformers` reads."""
 
 import json
 from typing import Any
