@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import verbs
-from lineartime.cli.examples import add_examples
-from lineartime.cli.verbs import main
+from lineartime.cli.verbs import add_verb, main
 from lineartime.distributed.ranks import launched
 from lineartime.errors import UsageError
 
@@ -30,8 +29,7 @@ EXAMPLES = {
 }
 PROGRAM = "python -m benchmarks"
 for name, verb in VERBS.items():
-    app.command(name)(verb)
-add_examples(app, PROGRAM, EXAMPLES)
+    add_verb(app, PROGRAM, name, verb, EXAMPLES[name])
 
 
 @app.callback()

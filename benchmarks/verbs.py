@@ -14,8 +14,8 @@ from benchmarks import ROOT, Row
 from benchmarks.append import append_json_lines
 from benchmarks.cells import CELLS, measure_call, named_calls, run_calls, shape_named, shaped_config
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
-from lineartime.cli.arguments import Device, Setting, ShippedModel, Strict, Task, numbers, pick_device, whole_numbers
 from lineartime.cli.evaluate import show_or_print
+from lineartime.cli.options import Device, ShippedModel, Strict, Task, numbers
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS
 from lineartime.data.pretrained import model_folder, named_folder, shipped_models
@@ -29,6 +29,7 @@ SPEED, RECALL = "speed", "recall"
 DEFAULT = ["flash", "transformer++"]
 """Who is measured where nobody is named."""
 
+Setting = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set any field of the models.")]
 Models = Annotated[list[str] | None, typer.Argument(help=f"Models: {', '.join(PRESETS)}.")]
 Labels = Annotated[list[str] | None, typer.Argument(
     help=f"Models ({', '.join(PRESETS)}, flash-pytorch), each with :compile, :checkpoint or "
@@ -61,7 +62,7 @@ def benchmark_decode(
     """Time per generated token after contexts of different lengths.
     Any --set applies to every model that has the field. Long contexts are not read, which would take minutes: their
     state is filled with random numbers."""
-    contexts = whole_numbers(lengths)
+    contexts = list(numbers(lengths, int))
     configs = {name: shaped_config(name, task, settings=settings or []) for name in models or DEFAULT}
     from benchmarks import decode
 
@@ -88,7 +89,7 @@ def benchmark_step(
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
     Any --set applies to every model that has the field."""
-    lengths, fields = whole_numbers(contexts), shape_named(shape)
+    lengths, fields = list(numbers(contexts, int)), shape_named(shape)
     from benchmarks import step
 
     chosen = step.step_cases(labels or DEFAULT, lengths, precision.split(","), tokens=tokens,
@@ -121,7 +122,7 @@ def benchmark_op(
     rows: Rows = None,
 ) -> None:
     """Forward and backward of one op, its implementations side by side, each checked against float64."""
-    lengths, fields = whole_numbers(contexts), shape_named(shape)
+    lengths, fields = list(numbers(contexts, int)), shape_named(shape)
     from benchmarks import op as ops
 
     config = shaped_config(model or ops.MODEL_OF.get(op, "flash"), task, fields, settings or [])
@@ -139,9 +140,11 @@ def benchmark_run(
 ) -> None:
     """Measure named cells, each by a call of its own; the same command goes on where it stopped.
     Calls are left out whose rows the file has from the same commit."""
-    calls, where = named_calls(names, cells or CELLS), ["--threads", str(threads), "--device", pick_device(device).type]
+    calls = named_calls(names, cells or CELLS)
     from benchmarks.measure import rows_of_commit
+    from lineartime.runtime import pick_device
 
+    where = ["--threads", str(threads), "--device", pick_device(device).type]
     call = partial(measure_call, rows=rows, more=where)
     rows.parent.mkdir(parents=True, exist_ok=True)
     done = {row["cell"] for row in rows_of_commit(rows) if row.get("cell")}
@@ -160,6 +163,8 @@ def show_and_keep(path: Path | None, rows: list[Row]) -> None:
 
 def place(threads: int, device: str | None) -> dict[str, Any]:
     """Where every benchmark measures, and who hears of it."""
+    from lineartime.runtime import pick_device
+
     return {"threads": threads, "device": pick_device(device).type, "progress": note}
 
 
@@ -197,6 +202,7 @@ def reproduce(
         raise DataError("no such folder of texts", texts)
     from benchmarks.paper import runner
     from benchmarks.paper.records import read_records
+    from lineartime.runtime import pick_device
     from lineartime.training import StopSignal
 
     path = rows or out / ("recall.jsonl" if names == [RECALL] else "rows.jsonl")
@@ -316,6 +322,7 @@ def recurrence(
     from benchmarks.recurrence import describe, measure_recurrence
     from lineartime.data.tokens import open_split
     from lineartime.evaluation import load_with_split
+    from lineartime.runtime import pick_device
 
     model, stream, facts = load_with_split(folder, data, split, strict=strict)
     picked = pick_device(device)

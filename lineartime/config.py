@@ -7,12 +7,12 @@ the command line refuses a wrong configuration at once.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lineartime.errors import CheckpointError
-from lineartime.settings import check_fields, replace_fields, require, require_name
+from lineartime.settings import Rule, check_fields, check_rules, replace_fields, require, require_name
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
@@ -34,6 +34,8 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 """What the numbers of settings must be, in words and as a test, and the fields for which it holds; None is always
 allowed where a field's type allows it."""
 
+EXACT_MASK = 'set document_mask = "exact"'
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -41,189 +43,165 @@ class ModelConfig:
 
     Raises UsageError for a wrong value, and for fields that do not go together."""
 
-    n_heads: int = 12
-    """Number of attention heads."""
-    attn_kernel: Literal["softmax", "relu2", "relu"] = "softmax"
-    """Attention kernel: softmax(q k / sqrt(head width)), relu(q k / n + b)^2, or the features relu(q) and relu(k)."""
-    attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic"
-    """Attention type: over the whole row; quadratic in a chunk and linear across chunks; Combiner's, over a chunk and
-    summaries of the other chunks; or Performer's."""
-    ffn: Literal["mlp", "glu", "gau"] = "mlp"
-    """FFN type. "gau": one GAU replaces attention and FFN."""
-    activation: Literal["gelu", "silu"] = "gelu"
-    """Activation of an MLP, a GLU or a GAU."""
-    norm: Literal["layer_norm", "scale_norm"] = "layer_norm"
-    """Norm before each layer and before the head."""
-    abs_pos: Literal["learned", "scaled_sin"] = "learned"
-    """Absolute position embedding."""
-    rel_pos: Literal["rope"] | None = None
-    """Relative position embedding."""
-    n_layers: int = 12
-    """GAU layers, or pairs of an attention layer and an FFN layer."""
-    d_model: int = 768
-    """Hidden size."""
-    expansion_factor: float = 4
-    """Expansion rate; a GLU takes two thirds of it (see `d_inner`)."""
-    chunk_size: int | None = None
-    """Tokens per chunk of mixed chunk or rowmajor-axial attention; None for the other attention types."""
+    n_heads: Annotated[int, "Number of attention heads."] = 12
+    attn_kernel: Annotated[Literal["softmax", "relu2", "relu"], "Attention kernel: softmax(q k / sqrt(head width)), "
+                           "relu(q k / n + b)^2, or the features relu(q) and relu(k)."] = "softmax"
+    attn_type: Annotated[Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"], "Attention type: over the "
+                         "whole row; quadratic in a chunk and linear across chunks; Combiner's, over a chunk and "
+                         "summaries of the other chunks; or Performer's."] = "quadratic"
+    ffn: Annotated[Literal["mlp", "glu", "gau"], 'FFN type. "gau": one GAU replaces attention and FFN.'] = "mlp"
+    activation: Annotated[Literal["gelu", "silu"], "Activation of an MLP, a GLU or a GAU."] = "gelu"
+    norm: Annotated[Literal["layer_norm", "scale_norm"], "Norm before each layer and before the head."] = "layer_norm"
+    abs_pos: Annotated[Literal["learned", "scaled_sin"], "Absolute position embedding."] = "learned"
+    rel_pos: Annotated[Literal["rope"] | None, "Relative position embedding."] = None
+    n_layers: Annotated[int, "GAU layers, or pairs of an attention layer and an FFN layer."] = 12
+    d_model: Annotated[int, "Hidden size."] = 768
+    expansion_factor: Annotated[float, "Expansion rate; a GLU takes two thirds of it (see `d_inner`)."] = 4
+    chunk_size: Annotated[int | None, "Tokens per chunk of mixed chunk or rowmajor-axial attention; None for the other "
+                          "attention types."] = None
 
-    query_key_dim: int = 128
-    """Width of a GAU's queries and keys, the paper's s."""
-    vocab_size: int = 32_000
-    """Tokens of the vocabulary."""
-    context: int = 512
-    """Tokens per training row: the size of a learned position table, and n of relu(q k / n + b)^2 without chunks."""
-    attn_scale_len: int | None = None
-    """n of relu(q k / n + b)^2 without chunks; None: `context`. n does not depend on the length of the input."""
-    causal: bool = True
-    """Whether a token sees only those before it; otherwise the model fills in masks."""
-    end_of_document: int | None = None
-    """Token that starts a new document in a packed row; None: every row is one document."""
-    document_mask: Literal["exact", "paper"] = "exact"
-    """"exact": no token sees another document. "paper": the chunk-range mask of the paper's listing, which leaks."""
-    chunk_pooling: Literal["mean", "sum", "attention", "fixed", "written"] = "mean"
-    """How the linear half combines chunks: the listing's mean, the main text's sum, or Appendix A's learned weights.
-    Beyond the paper: the sum divided by `linear_divisor`, or by the sum of the gates of `linear_gate` (at least 1)."""
-    chunk_parts: Literal["both", "local", "global"] = "both"
-    """Both halves of mixed chunk attention, or one alone (the paper's LocalOnly and GlobalOnly)."""
-    overlap: bool = False
-    """Local attention also sees the previous chunk, and in a bidirectional model the next one (Section 3.2)."""
-    gate: bool = False
-    """The output of attention is gated (Eq. 3). A GAU without the gate projects [u, A v] instead (Table 1)."""
-    prefix_sum: Literal["scan", "matmul", "blocks"] | None = None
-    """How causal linear attention sums k v over earlier tokens: as Performer, as Performer-Matmul, or block by block,
-    which is the fastest."""
-    first_to_all: bool = False
-    """The first token of each chunk also attends to the whole document by softmax (Table 4)."""
-    cls_softmax: bool = False
-    """The attention kernel of the first token of a row, [CLS], is softmax (Section 4.3)."""
-    init_std: float = 0.02
-    """Standard deviation of the initial weight matrices and embeddings. The paper's 0.02 is for widths of 512 to 1,024;
-    0.02 (768 / d_model)^1/2 suits a narrow model."""
+    query_key_dim: Annotated[int, "Width of a GAU's queries and keys, the paper's s."] = 128
+    vocab_size: Annotated[int, "Tokens of the vocabulary."] = 32_000
+    context: Annotated[int, "Tokens per training row: the size of a learned position table, and n of relu(q k / n + "
+                       "b)^2 without chunks."] = 512
+    attn_scale_len: Annotated[int | None, "n of relu(q k / n + b)^2 without chunks; None: `context`. n does not depend "
+                              "on the length of the input."] = None
+    causal: Annotated[bool, "Whether a token sees only those before it; otherwise the model fills in masks."] = True
+    end_of_document: Annotated[int | None, "Token that starts a new document in a packed row; None: every row is one "
+                               "document."] = None
+    document_mask: Annotated[Literal["exact", "paper"], '"exact": no token sees another document. "paper": the '
+                             "chunk-range mask of the paper's listing, which leaks."] = "exact"
+    chunk_pooling: Annotated[Literal["mean", "sum", "attention", "fixed", "written"], "How the linear half combines "
+                             "chunks: the listing's mean, the main text's sum, or Appendix A's learned weights. Beyond "
+                             "the paper: the sum divided by `linear_divisor`, or by the sum of the gates of "
+                             "`linear_gate` (at least 1)."] = "mean"
+    chunk_parts: Annotated[Literal["both", "local", "global"], "Both halves of mixed chunk attention, or one alone "
+                           "(the paper's LocalOnly and GlobalOnly)."] = "both"
+    overlap: Annotated[bool, "Local attention also sees the previous chunk, and in a bidirectional model the next one "
+                       "(Section 3.2)."] = False
+    gate: Annotated[bool, "The output of attention is gated (Eq. 3). A GAU without the gate projects [u, A v] instead "
+                    "(Table 1)."] = False
+    prefix_sum: Annotated[Literal["scan", "matmul", "blocks"] | None, "How causal linear attention sums k v over "
+                          "earlier tokens: as Performer, as Performer-Matmul, or block by block, which is the "
+                          "fastest."] = None
+    first_to_all: Annotated[bool, "The first token of each chunk also attends to the whole document by softmax (Table "
+                            "4)."] = False
+    cls_softmax: Annotated[bool, "The attention kernel of the first token of a row, [CLS], is softmax (Section "
+                           "4.3)."] = False
+    init_std: Annotated[float, "Standard deviation of the initial weight matrices and embeddings. The paper's 0.02 is "
+                        "for widths of 512 to 1,024; 0.02 (768 / d_model)^1/2 suits a narrow model."] = 0.02
 
-    rope_base: float = 10_000
-    """Base of the frequencies of RoPE. This field and those below are beyond the paper."""
-    key_conv: int = 0
-    """Tokens in the window of a depthwise convolution of z, or of a Transformer's keys, that keys are made from: a
-    token and those before it, or when not causal those around it. With chunks the linear half's keys alone. 0: none."""
-    local_key_conv: bool = False
-    """The local half's keys are made from this convolution too."""
-    linear_scale_init: float | None = None
-    """Initial value of the scales of the linear half's queries and keys; None: the paper's normal(0, 0.02)."""
-    local_scale_init: float | None = None
-    """The same for the scales of a GAU's other queries and keys."""
-    linear_rope: bool = True
-    """Whether RoPE turns the linear half's queries and keys."""
-    linear_gate: bool = False
-    """Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + b) of what the key
-    is made from."""
-    linear_norm: bool = False
-    """What is read from the linear half is divided by its root mean square and has a learned gain."""
-    linear_divisor: float | None = None
-    """Divisor of the linear half with chunk_pooling "fixed"."""
-    keys_start_as_queries: bool = False
-    """The key projection of a Transformer's attention starts equal to that of the queries."""
+    rope_base: Annotated[float, "Base of the frequencies of RoPE. This field and those below are beyond the "
+                         "paper."] = 10_000
+    key_conv: Annotated[int, "Tokens in the window of a depthwise convolution of z, or of a Transformer's keys, that "
+                        "keys are made from: a token and those before it, or when not causal those around it. With "
+                        "chunks the linear half's keys alone. 0: none."] = 0
+    local_key_conv: Annotated[bool, "The local half's keys are made from this convolution too."] = False
+    linear_scale_init: Annotated[float | None, "Initial value of the scales of the linear half's queries and keys; "
+                                 "None: the paper's normal(0, 0.02)."] = None
+    local_scale_init: Annotated[float | None, "The same for the scales of a GAU's other queries and keys."] = None
+    linear_rope: Annotated[bool, "Whether RoPE turns the linear half's queries and keys."] = True
+    linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + "
+                           "b) of what the key is made from."] = False
+    linear_norm: Annotated[bool, "What is read from the linear half is divided by its root mean square and has a "
+                           "learned gain."] = False
+    linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
+    keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
+                                     "the queries."] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_bounds(self)
-        self._check_chunks()
-        self._check_kernel()
-        self._check_memory()
-        if self.first_to_all or self.cls_softmax:
-            require(not self.causal and self.ffn == "gau" and self.n_heads == 1,
-                    "first_to_all and cls_softmax are for bidirectional GAU layers with one head",
-                    f"causal = {self.causal}, ffn = {self.ffn}, n_heads = {self.n_heads}", "set causal = false")
-            require(not self.cls_softmax or self.attn_kernel == "relu2", "cls_softmax takes the place of relu2",
-                    f"attn_kernel = {self.attn_kernel}")
-        require(self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width",
-                f"d_model = {self.d_model}")
-        if self.end_of_document is not None:
-            require(0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
-                    f"{self.end_of_document} of {self.vocab_size}")
+        for rules in (self._chunk_rules, self._kernel_rules, self._memory_rules, self._other_rules):
+            check_rules(self, rules())
 
-    def _check_chunks(self) -> None:
-        """Raise UsageError if fields about chunks contradict each other."""
+    def _chunk_rules(self) -> Iterator[Rule]:
+        """What must hold for fields about chunks."""
         if self.attn_type in ("mixed_chunk", "rowmajor_axial"):
-            require(self.chunk_size is not None and self.chunk_size >= 1, "this attention needs a chunk size",
-                    f"attn_type = {self.attn_type}, chunk_size = {self.chunk_size}", "try chunk_size = 256")
+            yield (self.chunk_size is not None and self.chunk_size >= 1, "this attention needs a chunk size",
+                   "attn_type chunk_size", "try chunk_size = 256")
         else:
-            require(self.chunk_size is None, "chunk_size is for attention in chunks",
-                    f"attn_type = {self.attn_type}", "leave it out")
+            yield self.chunk_size is None, "chunk_size is for attention in chunks", "attn_type", "leave it out"
         if self.attn_type != "mixed_chunk":
-            for name, default in (("chunk_parts", "both"), ("chunk_pooling", "mean"), ("document_mask", "exact"),
-                                  ("overlap", False), ("first_to_all", False)):
-                require(getattr(self, name) == default, f"{name} is for mixed chunk attention",
-                        f"{name} = {getattr(self, name)}, attn_type = {self.attn_type}", "leave it out")
-        require(self.document_mask == "exact" or self.chunk_pooling == "mean",
-                "the paper's document mask goes with chunk_pooling = mean alone",
-                f"chunk_pooling = {self.chunk_pooling}", 'set document_mask = "exact"')
-        require(self.document_mask == "exact" or not self.overlap, "the paper's document mask does not go with overlap",
-                f"document_mask = {self.document_mask}", 'set document_mask = "exact"')
-        require(not self.overlap or self.chunk_parts != "global", "there is no local part to overlap",
-                f"chunk_parts = {self.chunk_parts}", "leave overlap out")
+            for name in ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all"):
+                yield (getattr(self, name) == getattr(ModelConfig, name), f"{name} is for mixed chunk attention",
+                       f"{name} attn_type", "leave it out")
+        if self.document_mask == "paper":
+            yield (self.chunk_pooling == "mean", "the paper's document mask goes with chunk_pooling = mean alone",
+                   "chunk_pooling", EXACT_MASK)
+            yield not self.overlap, "the paper's document mask does not go with overlap", "document_mask", EXACT_MASK
+        yield (not self.overlap or self.chunk_parts != "global", "there is no local part to overlap", "chunk_parts",
+               "leave overlap out")
         if self.chunk_pooling == "attention":
-            require(self.ffn == "gau" and self.n_heads == 1 and self.chunk_parts != "local",
-                    "learned chunk weights are for GAU layers with one head and a linear part",
-                    f"ffn = {self.ffn}, n_heads = {self.n_heads}, chunk_parts = {self.chunk_parts}")
-            require(self.end_of_document is None, "learned chunk weights are for unpacked rows",
-                    f"end_of_document = {self.end_of_document}", "set end_of_document = none: a row is one document")
+            yield (self.ffn == "gau" and self.n_heads == 1 and self.chunk_parts != "local",
+                   "learned chunk weights are for GAU layers with one head and a linear part",
+                   "ffn n_heads chunk_parts", None)
+            yield (self.end_of_document is None, "learned chunk weights are for unpacked rows", "end_of_document",
+                   "set end_of_document = none: a row is one document")
 
-    def _check_kernel(self) -> None:
-        """Raise UsageError if attention type, kernel and heads contradict each other."""
+    def _kernel_rules(self) -> Iterator[Rule]:
+        """What must hold for attention type, kernel and heads."""
         kernels = {"rowmajor_axial": ("softmax",), "linear": ("relu",)}.get(self.attn_type, ("softmax", "relu2"))
-        require(self.attn_kernel in kernels, f"{self.attn_type} attention does not take this kernel",
-                f"attn_kernel = {self.attn_kernel}", f"set attn_kernel = {' or '.join(kernels)}")
-        require((self.prefix_sum is not None) == (self.attn_type == "linear"), "prefix_sum is for linear attention",
-                f"prefix_sum = {self.prefix_sum}, attn_type = {self.attn_type}",
-                "set it to scan" if self.attn_type == "linear" else "leave it out")
+        yield (self.attn_kernel in kernels, f"{self.attn_type} attention does not take this kernel", "attn_kernel",
+               f"set attn_kernel = {' or '.join(kernels)}")
+        is_linear = self.attn_type == "linear"
+        yield ((self.prefix_sum is not None) == is_linear, "prefix_sum is for linear attention", "prefix_sum attn_type",
+               "set it to scan" if is_linear else "leave it out")
         if self.ffn == "gau":
-            require(self.attn_type in ("quadratic", "mixed_chunk"), "a GAU's attention is quadratic or mixed_chunk",
-                    f"attn_type = {self.attn_type}")
-            require(self.rel_pos == "rope", "a GAU needs rel_pos = rope", f"rel_pos = {self.rel_pos}")
+            yield (self.attn_type in ("quadratic", "mixed_chunk"), "a GAU's attention is quadratic or mixed_chunk",
+                   "attn_type", None)
+            yield self.rel_pos == "rope", "a GAU needs rel_pos = rope", "rel_pos", None
             for name, width in (("query_key_dim", self.query_key_dim), ("the inner width", self.d_inner)):
-                require(width % self.n_heads == 0, f"{name} must be a multiple of n_heads",
-                        f"{width}, n_heads = {self.n_heads}")
+                yield (width % self.n_heads == 0, f"{name} must be a multiple of n_heads",
+                       f"{width}, n_heads = {self.n_heads}", None)
         else:
-            require(self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads",
-                    f"d_model = {self.d_model}, n_heads = {self.n_heads}")
-        require(self.rel_pos is None or self.qk_width % 2 == 0, "RoPE needs an even width",
-                f"queries and keys are {self.qk_width} wide")
+            yield self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads", "d_model n_heads", None
+        yield (self.rel_pos is None or self.qk_width % 2 == 0, "RoPE needs an even width",
+               f"queries and keys are {self.qk_width} wide", None)
 
-    def _check_memory(self) -> None:
-        """Raise UsageError for an option beyond the paper in a model that has no place for it."""
-        require(self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
-                f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
+    def _memory_rules(self) -> Iterator[Rule]:
+        """What must hold for options beyond the paper, so that the model has a place for them."""
+        yield (self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
+               f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
         for name in ("linear_scale_init", "linear_rope", "linear_gate", "linear_norm", "linear_divisor"):
-            require(getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
-                    f"{name} is for the linear half of mixed chunk attention",
-                    f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
-        require(self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out",
-                f"rel_pos = {self.rel_pos}", "leave linear_rope out")
-        require((self.chunk_pooling == "fixed") == (self.linear_divisor is not None),
-                'chunk_pooling "fixed" and linear_divisor need each other',
-                f"chunk_pooling = {self.chunk_pooling}, linear_divisor = {self.linear_divisor}")
-        require(self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
-                f"linear_gate = {self.linear_gate}", "set linear_gate = true")
-        require(not self.local_key_conv or (self.key_conv > 0 and self.attn_type == "mixed_chunk"
-                                            and self.chunk_parts != "global"),
-                "local_key_conv is for the local half of mixed chunk attention, with key_conv",
-                f"key_conv = {self.key_conv}, attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}")
-        require(self.local_scale_init is None or (self.ffn == "gau" and self.chunk_parts != "global"),
-                "local_scale_init is for a GAU with local attention", f"ffn = {self.ffn}, "
-                f"chunk_parts = {self.chunk_parts}", "leave it out")
-        require(not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer",
-                f"ffn = {self.ffn}", "leave it out: a GAU makes queries and keys from one base")
+            yield (getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
+                   f"{name} is for the linear half of mixed chunk attention", "attn_type chunk_parts", "leave it out")
+        yield (self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out", "rel_pos",
+               "leave linear_rope out")
+        yield ((self.chunk_pooling == "fixed") == (self.linear_divisor is not None),
+               'chunk_pooling "fixed" and linear_divisor need each other', "chunk_pooling linear_divisor", None)
+        yield (self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
+               "linear_gate", "set linear_gate = true")
+        has_local_half = self.attn_type == "mixed_chunk" and self.chunk_parts != "global"
+        yield (not self.local_key_conv or (self.key_conv > 0 and has_local_half),
+               "local_key_conv is for the local half of mixed chunk attention, with key_conv",
+               "key_conv attn_type chunk_parts", None)
+        yield (self.local_scale_init is None or (self.ffn == "gau" and self.chunk_parts != "global"),
+               "local_scale_init is for a GAU with local attention", "ffn chunk_parts", "leave it out")
+        yield (not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer", "ffn",
+               "leave it out: a GAU makes queries and keys from one base")
         if self.key_conv:
-            require(self.key_conv >= 2, "key_conv is 0 or at least 2", f"key_conv = {self.key_conv}")
-            require(self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,
-                    "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
-                    f"attn_type = {self.attn_type}, chunk_parts = {self.chunk_parts}", "leave it out")
-            require(self.causal or self.key_conv % 2 == 1, "a window around a token is odd",
-                    f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
-        require(self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm),
-                "the paper's document mask is the listing's alone", f"document_mask = {self.document_mask}",
-                'set document_mask = "exact"')
+            yield self.key_conv >= 2, "key_conv is 0 or at least 2", "key_conv", None
+            yield (self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,
+                   "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
+                   "attn_type chunk_parts", "leave it out")
+            yield (self.causal or self.key_conv % 2 == 1, "a window around a token is odd",
+                   f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
+        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm),
+               "the paper's document mask is the listing's alone", "document_mask", EXACT_MASK)
+
+    def _other_rules(self) -> Iterator[Rule]:
+        """What must hold for the first tokens, the width and the end of a document."""
+        if self.first_to_all or self.cls_softmax:
+            yield (not self.causal and self.ffn == "gau" and self.n_heads == 1,
+                   "first_to_all and cls_softmax are for bidirectional GAU layers with one head", "causal ffn n_heads",
+                   "set causal = false")
+            yield (not self.cls_softmax or self.attn_kernel == "relu2", "cls_softmax takes the place of relu2",
+                   "attn_kernel", None)
+        yield (self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width", "d_model", None)
+        if self.end_of_document is not None:
+            yield (0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
+                   f"{self.end_of_document} of {self.vocab_size}", None)
 
     @property
     def d_inner(self) -> int:
@@ -397,86 +375,76 @@ class TrainConfig:
 
     Raises UsageError for a wrong value, and for fields that do not go together."""
 
-    tokens_per_step: int = 2**18
-    """Tokens per batch."""
-    steps: int = 125_000
-    """Number of steps."""
-    warmup_steps: int = 10_000
-    """Steps until the peak learning rate. Settings that do not name it take a fifth of the run if that is less."""
-    learning_rate: float = 7e-4
-    """Peak learning rate."""
-    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
-    """What the learning rate does after the warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine":
-    it falls so along half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of the steps
-    falls linearly to zero."""
-    decay_share: float = 0.2
-    """The part of the steps in which "wsd" lets the rate fall."""
-    adam_epsilon: float = 1e-6
-    """Added to the root of the second moment."""
-    adam_beta1: float = 0.9
-    """Decay of the first moment."""
-    adam_beta2: float = 0.999
-    """Decay of the second moment."""
-    weight_decay: float = 0.01
-    """Decay of matrices and embeddings, times the learning rate; other parameters do not decay."""
-    clip: float | None = 0.1
-    """Largest norm of a gradient; None: no clipping, as in the table for the vanilla Transformer."""
-    clip_scope: Literal["local", "global"] = "local"
-    """"local": the gradient of each micro-batch is clipped before averaging, as in the paper.
-    "global": the averaged gradient is clipped."""
+    tokens_per_step: Annotated[int, "Tokens per batch."] = 2**18
+    steps: Annotated[int, "Number of steps."] = 125_000
+    warmup_steps: Annotated[int, "Steps until the peak learning rate. Settings that do not name it take a fifth of the "
+                            "run if that is less."] = 10_000
+    learning_rate: Annotated[float, "Peak learning rate."] = 7e-4
+    schedule: Annotated[Literal["linear", "cosine", "wsd", "constant"], "What the learning rate does after the "
+                        'warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine": it falls so along '
+                        'half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of the '
+                        "steps falls linearly to zero."] = "linear"
+    decay_share: Annotated[float, 'The part of the steps in which "wsd" lets the rate fall.'] = 0.2
+    adam_epsilon: Annotated[float, "Added to the root of the second moment."] = 1e-6
+    adam_beta1: Annotated[float, "Decay of the first moment."] = 0.9
+    adam_beta2: Annotated[float, "Decay of the second moment."] = 0.999
+    weight_decay: Annotated[float, "Decay of matrices and embeddings, times the learning rate; other parameters do not "
+                            "decay."] = 0.01
+    clip: Annotated[float | None, "Largest norm of a gradient; None: no clipping, as in the table for the vanilla "
+                    "Transformer."] = 0.1
+    clip_scope: Annotated[Literal["local", "global"], '"local": the gradient of each micro-batch is clipped before '
+                          'averaging, as in the paper. "global": the averaged gradient is clipped.'] = "local"
 
-    micro_batch_tokens: int = 4096
-    """Tokens per forward and backward pass, and the unit of local clipping (in the paper 2^18 / 64 cores)."""
-    seed: int = 0
-    """Of the initial weights and of the order of the rows."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """"bfloat16": autocast; parameters and optimizer state stay in float32."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
-    compile: bool = False
-    """Compile the model with `torch.compile`."""
-    shard: bool = False
-    """Parameters, gradients and moments are sharded over the processes of `torchrun`; without it, the moments alone.
-    Initial values differ from those of an unsharded run."""
-    context_parallel: int = 1
-    """Ranks of `torchrun` that share each row: consecutive ranks hold consecutive parts of it, of whole chunks."""
-    window_tokens: int | None = None
-    """Tokens of a row that are differentiated at once, whole chunks: the memory of activations is that of a window, and
-    the layers are computed once more. The gradient is that of whole rows. None: whole rows."""
-    eval_every: int = 500
-    """Steps between held-out evaluations."""
-    eval_tokens: int = 100_000
-    """Held-out tokens per evaluation during training; for the final evaluation see `last_eval_tokens`."""
-    save_every: int = 500
-    """Steps between checkpoints."""
-    keep: int = 2
-    """Number of newest checkpoints kept."""
+    micro_batch_tokens: Annotated[int, "Tokens per forward and backward pass, and the unit of local clipping (in the "
+                                  "paper 2^18 / 64 cores)."] = 4096
+    seed: Annotated[int, "Of the initial weights and of the order of the rows."] = 0
+    precision: Annotated[Literal["float32", "bfloat16"], '"bfloat16": autocast; parameters and optimizer state stay in '
+                         "float32."] = "float32"
+    activation_checkpointing: Annotated[bool, "Recompute each layer in the backward pass instead of keeping its "
+                                        "activations."] = False
+    compile: Annotated[bool, "Compile the model with `torch.compile`."] = False
+    shard: Annotated[bool, "Parameters, gradients and moments are sharded over the processes of `torchrun`; without "
+                     "it, the moments alone. Initial values differ from those of an unsharded run."] = False
+    context_parallel: Annotated[int, "Ranks of `torchrun` that share each row: consecutive ranks hold consecutive "
+                                "parts of it, of whole chunks."] = 1
+    window_tokens: Annotated[int | None, "Tokens of a row that are differentiated at once, whole chunks: the memory of "
+                             "activations is that of a window, and the layers are computed once more. The gradient is "
+                             "that of whole rows. None: whole rows."] = None
+    eval_every: Annotated[int, "Steps between held-out evaluations."] = 500
+    eval_tokens: Annotated[int, "Held-out tokens per evaluation during training; for the final evaluation see "
+                           "`last_eval_tokens`."] = 100_000
+    save_every: Annotated[int, "Steps between checkpoints."] = 500
+    keep: Annotated[int, "Number of newest checkpoints kept."] = 2
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_bounds(self)
-        require(self.warmup_steps <= self.steps, "warm-up is longer than the run",
-                f"warmup_steps = {self.warmup_steps}, steps = {self.steps}", "lower warmup_steps")
-        require(self.schedule == "wsd" or self.decay_share == TrainConfig.decay_share,
-                'decay_share is for schedule "wsd"', f"schedule = {self.schedule}", "leave it out")
-        require(0 < self.decay_share <= 1, "decay_share is a share of the steps", f"decay_share = {self.decay_share}",
-                "it lies above 0, up to 1")
-        require(self.schedule != "wsd" or self.warmup_steps <= self.decay_from, "the warm-up reaches into the decay",
-                f"warmup_steps = {self.warmup_steps}, the decay begins at step {self.decay_from}",
-                "lower warmup_steps or decay_share")
-        require(not self.shard or self.clip is None or self.clip_scope == "global",
-                "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
-                "set clip_scope = global")
-        require(not self.shard or self.context_parallel.bit_count() == 1,
-                "1, 2, 4, ... ranks can share a row of a sharded model",
-                f"context_parallel = {self.context_parallel}", "choose a power of 2, or set shard = false")
-        for name, given in (("shard", self.shard), ("activation_checkpointing", self.activation_checkpointing),
-                            ("context_parallel", self.context_parallel > 1)):
-            require(self.window_tokens is None or not given, f"window_tokens does not go with {name}",
-                    f"{name} = {getattr(self, name)}", "leave one out")
-        require(self.tokens_per_step % self.micro_batch_tokens == 0,
-                "tokens_per_step must be a multiple of micro_batch_tokens",
-                f"{self.tokens_per_step} and {self.micro_batch_tokens}")
+        check_rules(self, self._rules())
+
+    def _rules(self) -> Iterator[Rule]:
+        """What must hold for fields that go together."""
+        yield (self.warmup_steps <= self.steps, "warm-up is longer than the run", "warmup_steps steps",
+               "lower warmup_steps")
+        yield (self.schedule == "wsd" or self.decay_share == TrainConfig.decay_share,
+               'decay_share is for schedule "wsd"', "schedule", "leave it out")
+        yield (0 < self.decay_share <= 1, "decay_share is a share of the steps", "decay_share",
+               "it lies above 0, up to 1")
+        yield (self.schedule != "wsd" or self.warmup_steps <= self.decay_from, "the warm-up reaches into the decay",
+               f"warmup_steps = {self.warmup_steps}, the decay begins at step {self.decay_from}",
+               "lower warmup_steps or decay_share")
+        if self.shard:
+            yield (self.clip is None or self.clip_scope == "global",
+                   "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
+                   "set clip_scope = global")
+            yield (self.context_parallel.bit_count() == 1, "1, 2, 4, ... ranks can share a row of a sharded model",
+                   "context_parallel", "choose a power of 2, or set shard = false")
+        if self.window_tokens is not None:
+            for name in ("shard", "activation_checkpointing", "context_parallel"):
+                yield (getattr(self, name) == getattr(TrainConfig, name), f"window_tokens does not go with {name}",
+                       name, "leave one out")
+        yield (self.tokens_per_step % self.micro_batch_tokens == 0,
+               "tokens_per_step must be a multiple of micro_batch_tokens",
+               f"{self.tokens_per_step} and {self.micro_batch_tokens}", None)
 
     @property
     def decay_from(self) -> int:

@@ -13,6 +13,15 @@ TaskName = Literal["questions", "classify", "embed"]
 Labels = Literal["one", "several", "number"]
 """What a document's label is: one of the classes, any number of them, or a number."""
 
+TextField = Annotated[str, "Field or column that holds the text.", "--text-field"]
+PairField = Annotated[str | None, "Field or column of a second text, if a document is a pair of texts.", "--pair-field"]
+MaxTokens = Annotated[int | None, "Cut documents to so many tokens; by default each is read whole, however long."]
+Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the "
+                     "questions' folder."]
+Stride = Annotated[int | None, "Tokens from one window of a document to the next; by default three quarters of the "
+                   "context."]
+MaxAnswerTokens = Annotated[int, "Most tokens of an answer."]
+
 LEARNING_RATES: dict[str, tuple[float, ...]] = {"questions": (1e-4, 7e-5, 5e-5), "classify": (1e-3, 3e-4, 1e-4),
                                                 "embed": (1e-3, 3e-4, 1e-4)}
 QUESTIONS_CONTEXT = 4096
@@ -26,44 +35,48 @@ MOST_EPOCHS = 10**6
 class Fields:
     """The names of a record's fields: JSON fields, or columns of a table."""
 
-    text: str = "text"
-    pair: str | None = None
-    """The second text of a pair; None: a document is one text."""
-    label: str = "label"
+    text: TextField = "text"
+    pair: PairField = None
+    label: Annotated[str, "For classify: field or column of the label.", "--label-field"] = "label"
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """The settings of a fine-tuning. Raises UsageError for wrong ones."""
+    """The settings of a fine-tuning. Raises UsageError for wrong ones.
 
-    run: Annotated[Path, "The pretrained model: a run, a checkpoint, an exported folder, or a shipped model."]
-    data: Annotated[tuple[Path | str, ...], "Questions, or documents, to train on."]
-    validation: Annotated[tuple[Path | str, ...], "Questions or documents that the learning rate is chosen on."]
+    `data` are questions, or documents for the other tasks."""
+
+    run: Annotated[Path | str, "The model to teach: a run, a checkpoint, an exported folder or `small`. For questions "
+                   "a model of masked language modelling.", "RUN"]
+    data: Annotated[tuple[Path | str, ...], "Questions to train on: SQuAD or TriviaQA JSON, TriviaQA parquet, or "
+                    "hub:rc.wikipedia/train; may be given again.", "--questions"]
+    validation: Annotated[tuple[Path | str, ...], "Questions or documents that the learning rate is chosen on; may be "
+                          "given again."]
     out: Annotated[Path, "Folder for the runs; unfinished runs there are continued."]
-    task: Annotated[TaskName, "What the model learns: to answer questions, to label documents, or to give texts "
-                    "vectors that are near for the two texts of a pair."] = "questions"
-    test: Annotated[tuple[Path | str, ...], "classify, embed: documents that the best model is scored on."] = ()
-    evidence: Annotated[Path | None, "questions: folder with wikipedia/ and web/ of TriviaQA; by default ../evidence "
-                        "beside the questions' folder."] = None
-    learning_rates: Annotated[tuple[float, ...] | None, "One run each; by default 1e-4,7e-5,5e-5, for other tasks than "
-                              "questions 1e-3,3e-4,1e-4."] = None
-    context: Annotated[int | None, "Tokens in a window; by default 4096, for other tasks than questions as in "
-                       "pretraining."] = None
+    task: Annotated[TaskName, "What the model learns: questions (find answers in documents), classify (label documents)"
+                    " or embed (give texts vectors that are near for the two texts of a pair)."] = "questions"
+    test: Annotated[tuple[Path | str, ...], "For classify and embed: documents that the best model is scored on; may "
+                    "be given again."] = ()
+    evidence: Evidence = None
+    learning_rates: Annotated[tuple[float, ...] | None, "Rates to try, each in a run of its own, with commas; by "
+                              "default 1e-4,7e-5,5e-5 for questions, else 1e-3,3e-4,1e-4."] = None
+    context: Annotated[int | None, "Tokens in a window; by default 4096 for questions, else as in pretraining."] = None
     epochs: Annotated[float, "How often each window, or document, is read."] = 5
-    labels: Annotated[Labels, "classify: one label a document, several, or a number."] = "one"
-    fields: Annotated[Fields, "classify, embed: the names of a record's fields."] = field(default_factory=Fields)
-    balance: Annotated[bool, "classify: every class counts the same, however many documents it has."] = False
-    patience: Annotated[int, "classify, embed: end a run after so many scorings without a better score or a lower "
-                        "loss."] = 3
-    max_tokens: Annotated[int | None, "classify, embed: cut documents to so many tokens; by default each is read "
-                          "whole."] = None
-    negatives: Annotated[float, "questions: share of the windows without an answer that is trained on."] = 0.25
-    stride: Annotated[int | None, "questions: tokens from one window of a document to the next; by default three "
-                      "quarters of the context."] = None
-    max_answer_tokens: Annotated[int, "questions: longest answer."] = 30
-    settings: Annotated[dict[str, Any], "Fields of TrainConfig; for questions also some of ModelConfig."
+    labels: Annotated[Labels, "For classify, what a document has: one label, several (a list, or text with `;`), or a "
+                      "number."] = "one"
+    fields: Annotated[Fields, "The names of a record's fields."] = field(default_factory=Fields)
+    balance: Annotated[bool, "For classify: every class counts the same, however many documents it has."] = False
+    patience: Annotated[int, "For classify and embed: end a run after so many scorings without a better score or a "
+                        "lower loss."] = 3
+    max_tokens: MaxTokens = None
+    negatives: Annotated[float, "For questions: share of the windows without an answer that is trained on."] = 0.25
+    stride: Stride = None
+    max_answer_tokens: MaxAnswerTokens = 30
+    settings: Annotated[dict[str, Any], "Set any field of the training, for questions also some of the model; "
+                        "`lineartime config` lists them. May be given again.", "--set NAME=VALUE"
                         ] = field(default_factory=dict)
-    strict: Annotated[bool, "Refuse a pretrained run whose newest checkpoint is damaged."] = False
+    strict: Annotated[bool, "Stop if the newest checkpoint of the run is damaged; without this the one before it is "
+                      "used, with a warning."] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.run, str) and self.run in shipped_models():

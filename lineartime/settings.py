@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Literal
 
 from lineartime.errors import UsageError
@@ -41,59 +42,60 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
     return dataclasses.replace(config, **fields)
 
 
+Rule = tuple[bool, str, str, str | None]
+"""Whether a rule holds, and what is said if not: what is wrong, where, and what to do. where: names of fields, which
+are said with their values, or any other text."""
+
+
+def check_rules(config: Any, rules: Iterable[Rule]) -> None:
+    """Raise UsageError for the first rule that the fields of a configuration break."""
+    for holds, what, where, todo in rules:
+        if not holds:
+            names = where.split()
+            if all(hasattr(config, name) for name in names):
+                where = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
+            raise UsageError(what, where, todo)
+
+
 def check_fields(config: Any) -> None:
     """Raise UsageError unless every field of a dataclass has its declared type, ints fit into 64 bits, and floats are
     finite. An int in a float field becomes a float."""
     for name, kind in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
+        value, choices = getattr(config, name), choices_of(kind)
         if isinstance(value, int) and not -2**63 <= value < 2**63:
             raise UsageError("wrong value", name, "the number is too large")
-        if isinstance(value, int) and not isinstance(value, bool) and float in _alternatives(kind):
+        if isinstance(value, int) and not isinstance(value, bool) and float in choices:
             object.__setattr__(config, name, float(value))
-        elif not _is_a(value, kind):
+        elif not any(value == each if isinstance(each, str) else type(value) is each for each in choices):
             raise UsageError("wrong value", f"{name} = {value!r}", f"it takes {describe_kind(kind)}")
         elif isinstance(value, float) and not math.isfinite(value):
             raise UsageError("wrong value", f"{name} = {value!r}", "it takes a finite number")
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    for alternative in _alternatives(kind):
-        if typing.get_origin(alternative) is Literal:
-            if value in typing.get_args(alternative):
-                return True
-        elif type(value) is alternative:
-            return True
-    return False
+def choices_of(kind: Any) -> list[Any]:
+    """What a field of a declared type takes: types, and the words of a `Literal`."""
+    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return [choice for each in alternatives
+            for choice in (typing.get_args(each) if typing.get_origin(each) is Literal else (each,))]
 
 
 def describe_kind(kind: Any) -> str:
     """What a field of a declared type takes, in words."""
-    words = []
-    for alternative in _alternatives(kind):
-        if typing.get_origin(alternative) is Literal:
-            words += [str(choice) for choice in typing.get_args(alternative)]
-        else:
-            words.append("none" if alternative is type(None) else
-                         {int: "a whole number", float: "a number", bool: "true or false"}[alternative])
-    return " or ".join(words)
+    words = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none"}
+    return " or ".join(words.get(each, each) for each in choices_of(kind))
 
 
 def parse_field(name: str, text: str, kind: Any) -> Any:
     """Parse the text of one field as its declared type; "none" is None if the field allows it. Raises UsageError."""
-    if text.lower() == "none" and type(None) in _alternatives(kind):
+    choices, word = choices_of(kind), text.lower()
+    if word == "none" and types.NoneType in choices:
         return None
-    if text.lower() in ("true", "false") and bool in _alternatives(kind):
-        return text.lower() == "true"
+    if word in ("true", "false") and bool in choices:
+        return word == "true"
     for number in (int, float):
-        if number in _alternatives(kind):
-            try:
+        if number in choices:
+            with suppress(ValueError):
                 return number(text)
-            except ValueError:
-                continue
-    if any(typing.get_origin(a) is Literal for a in _alternatives(kind)):
-        return text
+    if any(isinstance(each, str) for each in choices):
+        return text  # which word it is, the dataclass checks
     raise UsageError("wrong value", f"{name} = {text!r}", f"it takes {describe_kind(kind)}")

@@ -1,23 +1,18 @@
 """The verbs that say what there is: `lineartime models` and `lineartime config`, which do not import torch, and
 `lineartime info`."""
 
-import ast
 import textwrap
 import typing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from lineartime import config as configuration
-from lineartime.cli.arguments import Model, Setting, Size, Task, complete_from
+from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, source_of
 from lineartime.data.pretrained import shipped_models, weights_folder
-from lineartime.errors import UsageError
-from lineartime.run_config import SIZES, parse_setting, run_config
-from lineartime.settings import describe_kind, replace_fields
+from lineartime.run_config import SIZES, run_config
+from lineartime.settings import describe_kind, replace_fields, require
 
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
     "transformer": ("learned positions, GELU: for calibration", (7.6, 12.7, 55.3, 110.1)),
@@ -48,17 +43,17 @@ def models() -> None:
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
-    """Every field that --set takes: its value for a model, what it takes, what it is, and the paper's table that has
-    it. A value that is not the one of the paper's size has the paper's behind it."""
+    """List every field that --set takes: its value for a model, what it takes, what it is, and the paper's table that
+    has it. Where the value is not that of the size `paper`, that one stands behind it."""
     made, paper = (fields_of({"model": model, "size": each, "task": task}) for each in (size, "paper"))
-    lines = field_lines()
     for title, kind, names in (("The model", ModelConfig, MODEL_FIELDS), ("Training", TrainConfig, TRAIN_FIELDS)):
         say(f"{title}: {model}, {task}, size {size}\n")
-        kinds = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         for name in names:
+            field, text = typing.get_args(hints[name])
             other = "" if made[name] == paper[name] else f"  (paper: {in_words(paper[name])})"
-            say(f"{name} = {in_words(made[name])}{other}  [{describe_kind(kinds[name])}; {source_of(name)}]")
-            say(textwrap.fill(lines[name], 100, initial_indent="    ", subsequent_indent="    "))
+            say(f"{name} = {in_words(made[name])}{other}  [{describe_kind(field)}; {source_of(name)}]")
+            say(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
         say("")
     say("vocab_size and end_of_document are those of the data where they are not set")
     say(f"next     lineartime train {model} --size {size} --data DATA --out RUN --set NAME=VALUE")
@@ -74,63 +69,52 @@ def in_words(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
-def field_lines() -> dict[str, str]:
-    """What stands below each field of the configurations in their source, as one line."""
-    tree = ast.parse(Path(configuration.__file__).read_text(encoding="utf-8"))
-    lines = {}
-    for each in tree.body:
-        for field, text in zip(each.body, each.body[1:], strict=False) if isinstance(each, ast.ClassDef) else ():
-            if (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)):
-                lines[field.target.id] = " ".join(str(text.value.value).split())
-    return lines
-
-
 def info(
-    model: Annotated[str, typer.Argument(
-        metavar="MODEL|RUN|DATA", help=f"A model: {', '.join(PRESETS)}; a run, one of its checkpoints, an exported "
-        "folder, or a shipped model: small; or a folder made by `lineartime prepare`.",
-        autocompletion=complete_from(PRESETS))],
+    model: Annotated[str, f"A model: {', '.join(PRESETS)}; a run, one of its checkpoints, an exported folder, or the "
+                     "shipped model `small`; or a folder made by `lineartime prepare`.", "MODEL|RUN|DATA", PRESETS],
+    *,
     task: Task = "wiki40b",
-    settings: Setting = None,
-    verify: Annotated[bool, typer.Option(
-        "--verify", help="Read all files of prepared data and compare their SHA-256.")] = False,
-    processes: Annotated[int | None, typer.Option(
-        "--plan", min=1, max=2**16, metavar="N", help="Print the memory of each of N processes that train it.")] = None,
+    settings: Setting,
+    verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,
+    plan: Annotated[int | None, "Print how much memory each of N processes needs to train the model.", "--plan N"
+                    ] = None,
 ) -> None:
     """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or the memory
     that its training needs; or what prepared data hold."""
-    chosen = dict(parse_setting(text) for text in settings or [])
+    require(plan is None or 1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
     is_trained = model in shipped_models() or any((Path(model) / name).is_file() for name in (
         "run.json", "config.json"))
-    if model not in PRESETS and is_trained and not verify and processes is None:
+    if model not in PRESETS and is_trained and not verify and plan is None:
         from lineartime.data.run_settings import read_config
         from lineartime.info import print_description
 
-        print_description(replace_fields(read_config(weights_folder(model))[0], chosen), model)
+        print_description(replace_fields(read_config(weights_folder(model))[0], settings), model)
         return
     if model not in PRESETS and Path(model).is_dir():
-        if processes is not None:
-            raise UsageError("--plan takes the name of a model", model, f"give one of {', '.join(PRESETS)}")
-        from lineartime.data.tokens import read_manifest, verify_data
-
-        manifest = verify_data(Path(model)) if verify else read_manifest(Path(model))
-        say_counts(manifest)
-        say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
-        say(f"manifest    SHA-256 {manifest.sha256}")
-        size = sum(file["bytes"] for file in manifest.files.values())
-        say(f"files       {len(manifest.files):,}, {size:,} bytes, "
-            + ("verified by SHA-256" if verify else "not read; --verify compares their SHA-256"))
+        require(plan is None, "--plan takes the name of a model", model, f"give one of {', '.join(PRESETS)}")
+        say_data(Path(model), verify)
         return
-    if verify:
-        raise UsageError("--verify takes a folder of prepared data", model, "see `lineartime prepare`")
-    chosen = {"model": model, "task": task, **chosen}
-    if processes is not None:
+    require(not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
+    chosen = {"model": model, "task": task, **settings}
+    if plan is not None:
         from lineartime.plan import print_plan
 
-        print_plan(run_config({"data": "-", "out": "-", **chosen}), processes)
+        print_plan(run_config({"data": "-", "out": "-", **chosen}), plan)
         return
-    config = model_config(**chosen)
+    made = model_config(**chosen)
     from lineartime.info import print_description
 
-    print_description(config, f"{chosen['model']} ({chosen['task']})")
+    print_description(made, f"{chosen['model']} ({chosen['task']})")
+
+
+def say_data(folder: Path, verify: bool) -> None:
+    """Print what prepared data hold. verify: read all files and compare their SHA-256."""
+    from lineartime.data.tokens import read_manifest, verify_data
+
+    manifest = verify_data(folder) if verify else read_manifest(folder)
+    say_counts(manifest)
+    say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
+    say(f"manifest    SHA-256 {manifest.sha256}")
+    size = sum(file["bytes"] for file in manifest.files.values())
+    say(f"files       {len(manifest.files):,}, {size:,} bytes, "
+        + ("verified by SHA-256" if verify else "not read; --verify compares their SHA-256"))

@@ -5,28 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.cli.arguments import (
-    Device,
-    Evidence,
-    MaxAnswerTokens,
-    QuestionFiles,
-    ShippedModel,
-    Strict,
-    Stride,
-    pick_device,
-    whole_numbers,
-)
+from lineartime.cli.options import Device, Precision, ShippedModel, Strict, given_options
 from lineartime.cli.questions import evaluate_questions
 from lineartime.cli.terminal import Terminal, say, summary
 from lineartime.data.pretrained import model_folder, named_folder
 from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError, UsageError
+from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.settings import require, require_precision
 
-GO_WITH = {"contexts": ("document_tokens", "out"), "questions": ("score", "predictions", "evidence", "stride")}
+GO_WITH = {"--contexts": ("--document-tokens", "--out"),
+           "--questions": ("--score", "--predictions", "--evidence", "--stride")}
 """Options that need another one."""
-EXCLUDED = {"contexts": ("questions", "context", "batch_rows"), "questions": ("data",),
-            "score": ("run", "shipped", "predictions", "context", "stride", "batch_rows"), "run": ("shipped",)}
+EXCLUDED = {"--contexts": ("--questions", "--context", "--batch-rows"), "--questions": ("--data",), "RUN": ("--model",),
+            "--score": ("RUN", "--model", "--predictions", "--context", "--stride", "--batch-rows")}
 """Options that another one excludes."""
 
 
@@ -34,26 +26,27 @@ EXCLUDED = {"contexts": ("questions", "context", "batch_rows"), "questions": ("d
 class EvaluateOptions:
     """What `lineartime evaluate` takes. Raises UsageError for options that do not go together."""
 
-    run: Annotated[str | None, "A run, one of its checkpoints, an exported folder, or a shipped model: small.", "RUN"
+    run: Annotated[str | None, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "RUN"
                    ] = None
     data: Annotated[Path | None, "Folder made by `lineartime prepare`."] = None
-    split: Annotated[str, "train, validation or test."] = "validation"
+    split: Annotated[str, "Which part of the text: train, validation or test."] = "validation"
     context: Annotated[int | None, "Tokens in a row; by default as in training."] = None
-    contexts: Annotated[str | None, "Score the same tokens at each of these contexts, with commas: does the model use "
-                        "its context?"] = None
-    document_tokens: Annotated[int | None, "With --contexts: only the first so many tokens of each document, at least "
-                               "the longest context."] = None
-    out: Annotated[Path | None, "With --contexts: JSON file, which `lineartime plot` draws."] = None
-    batch_rows: Annotated[int | None, "Rows scored at once; changes nothing but speed and memory. By default 8, fewer "
-                          "from 16K on."] = None
-    precision: Annotated[str, "float32 or bfloat16."] = "float32"
+    contexts: Annotated[tuple[int, ...] | None, "Score the same tokens at each of these contexts, with commas, to see "
+                        "whether the model gains from more context."] = None
+    document_tokens: Annotated[int | None, "With --contexts: read only so many tokens of each document, at least the "
+                               "longest context."] = None
+    out: Annotated[Path | None, "With --contexts: JSON file for the scores, which `lineartime plot` draws."] = None
+    batch_rows: Annotated[int | None, "Rows scored at once; changes only speed and memory. By default 8, and fewer "
+                          "from 16K tokens on."] = None
+    precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
-    questions: QuestionFiles = None
+    questions: Annotated[tuple[Path, ...], "Score answers to these questions instead: SQuAD or TriviaQA JSON, TriviaQA "
+                         "parquet, or hub:rc.wikipedia/train; may be given again."] = ()
     evidence: Evidence = None
     stride: Stride = None
     max_answer_tokens: MaxAnswerTokens = 30
-    predictions: Annotated[Path | None, "File for the answers, {question id: answer}."] = None
-    score: Annotated[Path | None, "Score this file of answers; no run is needed."] = None
+    predictions: Annotated[Path | None, "With --questions: file for the answers, {question id: answer}."] = None
+    score: Annotated[Path | None, "With --questions: score the answers in this file; no run is needed."] = None
     shipped: ShippedModel = None
     strict: Strict = False
     device: Device = None
@@ -62,38 +55,26 @@ class EvaluateOptions:
         for name in ("batch_rows", "context", "document_tokens", "max_answer_tokens"):
             value = getattr(self, name)
             require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes whole numbers from 1")
-        given = [name for name, value in vars(self).items() if value is not None]
+        given = given_options(self)
         for name, others in GO_WITH.items():
             for other in others:
                 require(other not in given or name in given, "options that do not go together", "evaluate",
-                        f"{spelled(other)} goes with {spelled(name)}")
+                        f"{other} goes with {name}")
         for name, others in EXCLUDED.items():
             for other in others:
-                require(not {name, other} <= {*given}, "options that do not go together",
-                        f"{spelled(name)} and {spelled(other)}", "leave one out")
+                require(not {name, other} <= {*given}, "options that do not go together", f"{name} and {other}",
+                        "leave one out")
         for path in (self.out, self.predictions):
             if path is not None and not path.parent.is_dir():
                 raise ResourceError("cannot write", path, "there is no such folder")
         require_precision(self.precision)
 
-    @property
-    def folder(self) -> Path | None:
-        """The weights. Raises UsageError for a name that is none."""
-        if self.run is not None:
-            return named_folder(self.run)
-        return None if self.shipped is None else model_folder(self.shipped)
-
-
-def spelled(name: str) -> str:
-    """A field of `EvaluateOptions` as a person types it."""
-    return {"run": "RUN", "shipped": "--model"}.get(name, f"--{name.replace('_', '-')}")
-
 
 def evaluate(options: EvaluateOptions) -> None:
     """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
     With --questions: exact match and F1 of a fine-tuned model's answers."""
-    lengths = whole_numbers(options.contexts) if options.contexts is not None else []
-    folder = options.folder
+    folder = (named_folder(options.run) if options.run is not None else
+              model_folder(options.shipped) if options.shipped is not None else None)
     if options.questions:
         require(folder is not None or options.score is not None, "--questions scores either a run or a file of answers",
                 "evaluate", "give RUN, or --score FILE")
@@ -101,45 +82,43 @@ def evaluate(options: EvaluateOptions) -> None:
     elif folder is None or options.data is None:
         raise UsageError("evaluate needs a run and prepared text", "evaluate",
                          "give RUN --data DATA, or for a fine-tuned run --questions FILE")
-    elif lengths:
-        evaluate_contexts(folder, options.data, lengths, options)
     else:
-        evaluate_text(folder, options.data, options)
+        (evaluate_text if options.contexts is None else evaluate_contexts)(folder, options.data, options)
 
 
 def evaluate_text(run: Path, data: Path, options: EvaluateOptions) -> None:
     """Score a split and print the scores."""
     from lineartime.evaluation import evaluate, load_with_split
-
-    split, context = options.split, options.context
-    model, stream, facts = load_with_split(run, data, split, strict=options.strict)
-    picked = pick_device(options.device)
-    with connected(picked.type) as ranks, Terminal() as terminal:
-        result = evaluate(model.to(picked), stream, context=context, batch_rows=options.batch_rows,
-                          precision=options.precision, ranks=ranks,
-                          progress=terminal.counting("evaluating", stream.n_tokens))
-    if options.as_json:
-        print(json.dumps({**facts, "split": split, "context": context or model.config.context, **result.to_dict()}))
-        return
-    say(summary(split, result.to_dict(), stream.task))
-    unit = "nats per token" if result.n_read is None else "nats per masked token"
-    for first, last, loss in result.loss_by_position:
-        say(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}")
-
-
-def evaluate_contexts(run: Path, data: Path, contexts: list[int], options: EvaluateOptions) -> None:
-    """Score the same tokens at several contexts and print the losses."""
-    from lineartime.context_use import describe, measure_context_use
-    from lineartime.evaluation import load_with_split
+    from lineartime.runtime import pick_device
 
     model, stream, facts = load_with_split(run, data, options.split, strict=options.strict)
     picked = pick_device(options.device)
     with connected(picked.type) as ranks, Terminal() as terminal:
-        use = measure_context_use(model.to(picked), stream, contexts, document_tokens=options.document_tokens,
-                                  precision=options.precision, ranks=ranks, progress=terminal.counting("tokens read"))
-    scores = {**facts, "split": options.split, "trained_context": model.config.context, **use.to_dict()}
-    out = options.out
-    show_or_print(scores, describe(use), out, options.as_json)
+        result = evaluate(model.to(picked), stream, context=options.context, batch_rows=options.batch_rows,
+                          precision=options.precision, ranks=ranks,
+                          progress=terminal.counting("evaluating", stream.n_tokens))
+    scores, unit = result.to_dict(), "nats per token" if result.n_read is None else "nats per masked token"
+    lines = [summary(options.split, scores, stream.task),
+             *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
+               for first, last, loss in result.loss_by_position)]
+    facts |= {"split": options.split, "context": options.context or model.config.context}
+    show_or_print(facts | scores, lines, None, options.as_json)
+
+
+def evaluate_contexts(run: Path, data: Path, options: EvaluateOptions) -> None:
+    """Score the same tokens at several contexts and print the losses."""
+    from lineartime.context_use import describe, measure_context_use
+    from lineartime.evaluation import load_with_split
+    from lineartime.runtime import pick_device
+
+    model, stream, facts = load_with_split(run, data, options.split, strict=options.strict)
+    picked, out = pick_device(options.device), options.out
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        use = measure_context_use(model.to(picked), stream, options.contexts or (), ranks=ranks,
+                                  document_tokens=options.document_tokens, precision=options.precision,
+                                  progress=terminal.counting("tokens read"))
+    facts |= {"split": options.split, "trained_context": model.config.context}
+    show_or_print(facts | use.to_dict(), describe(use), out, options.as_json)
     if out is not None and not options.as_json:
         say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
 

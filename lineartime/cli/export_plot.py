@@ -3,29 +3,25 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from lineartime.atomic_io import read_json
-from lineartime.cli.arguments import Device, Strict, pick_device
+from lineartime.cli.options import Device, Strict
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
 
 
 def export(
-    run: Annotated[str, typer.Argument(
-        help="A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.")],
-    out: Annotated[Path, typer.Option(help="New folder for the model.")] = ...,  # type: ignore[assignment]
-    data: Annotated[Path | None, typer.Option(
-        help="Folder of the prepared text that the run was trained on; by default the run's.")] = None,
-    about: Annotated[Path | None, typer.Option(help="Markdown file that the model card begins with.")] = None,
-    prompt: Annotated[str, typer.Option(
-        help="Prompt of the card's sample; by default it begins a document.")] = "",
+    run: Annotated[str, "A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.", "RUN"],
+    out: Annotated[Path, "New folder for the model."],
+    data: Annotated[Path | None, "Prepared text that the card's scores are from; by default what the run was trained "
+                    "on."] = None,
+    about: Annotated[Path | None, "Markdown file with which the model card begins."] = None,
+    prompt: Annotated[str, "Prompt of the sample in the card; by default the sample begins a document."] = "",
     strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores.
-    A folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
+    Of a folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
     results_are_files()
     folder = named_folder(run)
     if is_of_documents(folder):
@@ -40,6 +36,7 @@ def export(
         return
     from lineartime.qa.questions import read_utf8
     from lineartime.release.export import export
+    from lineartime.runtime import pick_device
 
     text = read_utf8(about) if about is not None else ""
     with Terminal() as terminal:
@@ -61,9 +58,9 @@ def is_of_documents(folder: Path) -> bool:
 
 
 def plot(
-    runs: Annotated[list[str], typer.Argument(
-        help="A run, or several as LABEL=RUN, which are drawn side by side; or LABEL=FILE of `evaluate --contexts`.")],
-    out: Annotated[Path | None, typer.Option(help="PNG to write; needed for several runs, and for files.")] = None,
+    runs: Annotated[tuple[str, ...], "A run; or LABEL=RUN several times, to draw runs side by side; or LABEL=FILE with "
+                    "a file that `evaluate --contexts --out` wrote.", "RUNS"],
+    out: Annotated[Path | None, "PNG file to write; needed for several runs, and for files."] = None,
 ) -> None:
     """Draw a run's curves, or the curves of several runs in one picture, or what models gain from context."""
     split = [text.partition("=") for text in runs]

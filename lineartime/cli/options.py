@@ -1,7 +1,8 @@
-"""The options of a verb, made from the fields of a dataclass that Python callers use too.
+"""Options of the command line, made from the annotated parameters of a verb, and fields of a dataclass that it takes.
 
-A field is `name: Annotated[type, "help"] = default`, or `Annotated[type, "help", "--other-name METAVAR"]`, or for a
-positional argument `Annotated[type, "help", "METAVAR"]`. A field without a help text has no option.
+An option is `name: Annotated[type, "help"] = default`. Behind the help text may stand how it is spelled, if not
+`--name`: "--other-name METAVAR", or "METAVAR" for a positional argument; and the names that the shell completes. An
+option with an empty help text works and is not shown. A field without a help text has no option.
 
 Why typer, and neither tyro nor jsonargparse, which read dataclasses by themselves: a mistake there prints a box or a
 page of usage of many lines, and we promise one line; and typer completes names in the shell."""
@@ -9,66 +10,155 @@ page of usage of many lines, and we promise one line; and typer completes names 
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, ModelConfig, TrainConfig
+from lineartime.run_config import RUN_FIELDS, SIZES, parse_setting
+from lineartime.settings import describe_kind, require
+
+Model = Annotated[str, f"A model: {', '.join(PRESETS)}.", "MODEL", PRESETS]
+Size = Annotated[str, f"{', '.join(SIZES)}.", SIZES]
+Task = Annotated[str, "Take the model as the paper has it for c4, wiki40b or pg19.", TASKS]
+Setting = Annotated[dict[str, Any], "Set any field of the model or of its training; `lineartime config` lists them. "
+                    "May be given again; `none` switches a field off.", "--set NAME=VALUE"]
+Device = Annotated[str | None, "cpu or cuda; by default cuda if there is one."]
+Precision = Annotated[str, "float32 or bfloat16, which is faster and less exact."]
+Strict = Annotated[bool, "Stop if the newest checkpoint of a run is damaged; without this the one before it is used, "
+                   "with a warning."]
+RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it has not answered for so many seconds."]
+ShippedModel = Annotated[str | None, "", "--model NAME"]
+"""The older way to name a model that ships with the package; its name now stands wherever a run does."""
+
+Option = tuple[str, Any, Any]
+"""Name, annotation and default of a parameter or field; the default is `inspect.Parameter.empty` if it has none."""
+
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer takes it: a parameter whose type is a dataclass becomes an option for each of its fields. The
-    other parameters stay. The dataclass checks the values."""
-    parameters: list[inspect.Parameter] = []
-    settings: dict[str, tuple[type, dict[str, Any]]] = {}
-    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
-        if not dataclasses.is_dataclass(kind := parameter.annotation):
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-            continue
-        hints = typing.get_type_hints(kind, include_extras=True)
-        own = {field.name: hints[field.name] for field in dataclasses.fields(kind) if
-               typing.get_origin(hints[field.name]) is Annotated}
-        settings[parameter.name] = typing.cast("type", kind), own
-        parameters += [option(field, own[field.name]) for field in dataclasses.fields(kind) if field.name in own]
+    """The verb as typer takes it: every parameter becomes an option, and a dataclass an option for each of its fields.
+    The dataclass checks the values."""
+    taken = [(each.name, each.annotation, each.default)
+             for each in inspect.signature(verb, eval_str=True).parameters.values()]
 
     def call(**given: Any) -> None:
-        for name, (kind, own) in settings.items():
-            values = {field: given.pop(field) for field in own}
-            given[name] = kind(**{field: tuple(value or ()) if is_several(own[field]) else value
-                                  for field, value in values.items()})
-        verb(**given)
+        verb(**{name: value_of(name, annotation, given) for name, annotation, _ in taken})
 
     call.__name__, call.__doc__ = verb.__name__, verb.__doc__
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [shown for each in taken for shown in shell_parameters(each)])
     return call
 
 
-def option(field: "dataclasses.Field[Any]", annotation: Any) -> inspect.Parameter:
-    """The parameter that typer makes an option of, or a positional argument."""
-    kind, text, *spelled = typing.get_args(annotation)
-    if not isinstance(text, str):  # it is typer's own already
-        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-                                 annotation=annotation)
-    name, _, metavar = (spelled[0] if spelled else f"--{field.name.replace('_', '-')}").partition(" ")
-    choices = [choice for choice in typing.get_args(kind) if typing.get_origin(kind) is Literal]
-    more: dict[str, Any] = {"help": text}
-    if choices:
-        more["autocompletion"] = lambda start: [choice for choice in choices if choice.startswith(start)]
-    shown = (typer.Option(name, metavar=metavar or None, **more) if name.startswith("--") else
-             typer.Argument(metavar=name, **more))
-    default = None if is_several(annotation) else ... if field.default is dataclasses.MISSING else field.default
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default,
-                             annotation=Annotated[shell_type(kind), shown])
+def fields_of(kind: Any) -> Iterator[Option]:
+    """The options of a dataclass. One that may be given again need not be given: the dataclass refuses none."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        annotation = hints[field.name]
+        if kind_is(annotation, Annotated):
+            missing = () if kind_is(annotation.__origin__, tuple) else inspect.Parameter.empty
+            yield field.name, annotation, missing if field.default is dataclasses.MISSING else field.default
 
 
-def is_several(annotation: Any) -> bool:
-    """Whether an option may be given again."""
-    return typing.get_origin(typing.get_args(annotation)[0]) is tuple
+def kind_of(annotation: Any) -> Any:
+    """The type in an annotation."""
+    return annotation.__origin__ if kind_is(annotation, Annotated) else annotation
 
 
-def shell_type(kind: Any) -> Any:
-    """The type as typer has it: lists for tuples, and text for what is text or a path, or one of a few words."""
-    if typing.get_origin(kind) is tuple:
-        return list[shell_type(typing.get_args(kind)[0])] | None  # type: ignore[misc]
-    is_text = typing.get_origin(kind) is Literal or {str, Path} <= {*typing.get_args(kind)}
-    return str if is_text else kind
+def spelling(name: str, annotation: Any) -> tuple[str, str | None]:
+    """How a person types an option, and what stands for its value in its help."""
+    spelled = [word for word in annotation.__metadata__[1:] if isinstance(word, str)]
+    whole = spelled[0] if spelled else f"--{name.replace('_', '-')}"
+    first, _, metavar = whole.partition(" ")
+    return (first, metavar or None) if whole.startswith("--") else (whole, None)
+
+
+def shell_parameters(option: Option) -> Iterator[inspect.Parameter]:
+    """The parameters that typer makes options of, or a positional argument."""
+    name, annotation, default = option
+    kind = kind_of(annotation)
+    if dataclasses.is_dataclass(kind):
+        for field in fields_of(kind):
+            yield from shell_parameters(field)
+        return
+    text, *more = getattr(annotation, "__metadata__", [None])
+    if isinstance(text, str):  # else the annotation is typer's own already
+        first, metavar = spelling(name, annotation)
+        words = [typing.get_args(kind)] if kind_is(kind, Literal) else []
+        words += [each for each in more if not isinstance(each, str)]
+        complete = complete_setting if kind_is(kind, dict) else completion(words[0]) if words else None
+        how: dict[str, Any] = {"help": text, "hidden": not text, "autocompletion": complete}
+        shown = (typer.Option(first, metavar=metavar, **how) if first.startswith("--") else
+                 typer.Argument(metavar=first, **how))
+        annotation = Annotated[shell_form(kind)[0], shown]
+        default = None if default == () or kind_is(kind, dict) else default
+    yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def shell_form(kind: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The type that typer takes for one of ours, and what makes our value of typer's."""
+    inner = typing.get_args(kind)
+    if kind_is(kind, dict):  # --set, which may be given again
+        return list[str] | None, lambda texts: dict(parse_setting(text) for text in texts or [])
+    if kind_is(kind, tuple):  # what may be given again
+        return list[shell_form(inner[0])[0]] | None, lambda values: tuple(values or ())  # type: ignore[misc]
+    in_one = [typing.get_args(each)[0] for each in inner if kind_is(each, tuple)]
+    if in_one:  # `tuple[number, ...] | None`: numbers in one text, with commas
+        return str | None, lambda text: None if text is None else numbers(text, in_one[0])
+    is_text = kind_is(kind, Literal) or {str, Path} <= {*inner}  # one of a few words; a name or a path
+    return str if is_text else kind, lambda value: value
+
+
+def kind_is(kind: Any, origin: Any) -> bool:
+    """Whether a type is made of a generic one, as `tuple[int, ...]` is of `tuple`."""
+    return typing.get_origin(kind) is origin
+
+
+def value_of(name: str, annotation: Any, given: dict[str, Any]) -> Any:
+    """The value of a parameter or field, from those that typer gives."""
+    kind = kind_of(annotation)
+    if dataclasses.is_dataclass(kind):
+        return typing.cast("type", kind)(**{each: value_of(each, hint, given) for each, hint, _ in fields_of(kind)})
+    return shell_form(kind)[1](given[name])
+
+
+def given_options(settings: Any) -> list[str]:
+    """The options of a dataclass that are not at their defaults, as a person types them."""
+    given = []
+    for name, annotation, default in fields_of(type(settings)):
+        value = getattr(settings, name)
+        if dataclasses.is_dataclass(value):
+            given += given_options(value)
+        elif value not in (default, (), {}):
+            given.append(spelling(name, annotation)[0])
+    return given
+
+
+def numbers(text: str, kind: type = float) -> tuple[Any, ...]:
+    """Numbers between 0 and 1 such as `1e-4,7e-5`, or if `kind` is int whole numbers from 1. Raises UsageError."""
+    try:
+        values = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    holds = bool(values) and all(value >= 1 if kind is int else 0 < value < 1 for value in values)
+    require(holds, "wrong value", text,
+            f"it takes {'whole numbers from 1' if kind is int else 'numbers between 0 and 1'}, with commas")
+    return values
+
+
+def completion(names: Any) -> Callable[[str], list[str]]:
+    """For the shell: those of the names that begin with what is written."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """For the shell: the fields of --set, and after "=" the values of a field that has few."""
+    name, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{field}=" for field in (*RUN_FIELDS, *MODEL_FIELDS, *TRAIN_FIELDS) if field.startswith(incomplete)]
+    kinds = typing.get_type_hints(ModelConfig) | typing.get_type_hints(TrainConfig)
+    words = {"model": PRESETS, "task": TASKS, "size": SIZES}.get(name) or (
+        describe_kind(kinds[name]).split(" or ") if name in kinds else ())
+    return [f"{name}={word}" for word in words if word.startswith(value) and " " not in word]

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from lineartime.atomic_io import scratch_folder
+from lineartime.cli.options import given_options
 from lineartime.cli.terminal import Terminal, results_are_files, say
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.errors import DataError, UsageError
@@ -22,29 +21,24 @@ if TYPE_CHECKING:
 
 def prepare(
     settings: PrepareSettings,
-    joined: Annotated[bool, typer.Option(
-        "--join", help="The inputs are the folders of all parts: check and join them.")] = False,
+    join: Annotated[bool, "The inputs are the folders of all parts: check them and put them together."] = False,
 ) -> None:
     """Tokenise text once into shards that training reads. The same command goes on where it was cut off.
 
     On N machines: the same command with --part 1/N, --part 2/N, ... and --tokenizer FILE on each; then on one,
     `lineartime prepare --join PART1 PART2 ... --out DATA`, which makes what one machine would have made."""
     results_are_files()
-    if joined:
-        more = [field.name.replace("_", "-") for field in dataclasses.fields(settings)
-                if field.name not in ("inputs", "out") and getattr(settings, field.name) != field.default]
-        if more:
-            raise UsageError("--join takes the folders of the parts and --out", f"--{', --'.join(more)}",
-                             "leave it out: the parts have their own settings")
+    if join and (more := [name for name in given_options(settings) if name not in ("INPUTS", "--out")]):
+        raise UsageError("--join takes the folders of the parts and --out", ", ".join(more),
+                         "leave it out: the parts have their own settings")
     require(settings.tokenizer == "train" or settings.vocab_size is None, "this tokenizer has its own vocabulary",
             f"--tokenizer {settings.tokenizer} --vocab-size {settings.vocab_size}", "leave out --vocab-size")
-    from lineartime.data.prepare import join, prepare_text
+    from lineartime.data.prepare import join as join_parts
+    from lineartime.data.prepare import prepare_text
 
     with Terminal(stay=True) as terminal, saved_stdin(settings) as settings:
-        if joined:
-            manifest = join(settings.inputs, settings.out, progress=terminal.count)
-        else:
-            manifest = prepare_text(settings, progress=terminal.count)
+        manifest = (join_parts(settings.inputs, settings.out, progress=terminal.count) if join else
+                    prepare_text(settings, progress=terminal.count))
     say_prepared(manifest, settings.out, settings.part)
 
 

@@ -148,7 +148,7 @@ class Terminal:
 
         self.console, self.stay = Console(file=getattr(sys.stderr, "stream", sys.stderr)), stay
         self.bar: Progress | None = None
-        self.what, self.last_line, self.held_out, self.words, self.stepped = "", time.time(), "", "", False
+        self.what, self.last_line, self.words, self.held_out = "", time.time(), "", ""
 
     def __enter__(self) -> "Terminal":
         return self
@@ -160,107 +160,51 @@ class Terminal:
         """End the live bar."""
         if self.bar is not None:
             self.bar.stop()
-        self.bar, self.what, self.held_out, self.words = None, "", "", ""
+        self.bar, self.what, self.words, self.held_out = None, "", "", ""
 
-    def begin(self, what: str, total: int | None) -> "Progress":
-        """The live bar of `what`, which replaces any other bar."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+    def count(self, what: str, done: int, total: int | None, words: str = "", left: str | None = None) -> None:
+        """Show how much of some work is done, of `total` if that is known; it replaces what was shown of other work.
+        left: the time left, by default by the speed of the last minutes."""
         if self.bar is None or self.what != what:
             self.close()
-            of = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
-            left = [TextColumn("left"), TimeRemainingColumn()] if total is not None else []
-            self.bar = Progress(TextColumn(f"{what} {of}", markup=False), BarColumn(),
-                                TextColumn("{task.description}", markup=False),
-                                TimeElapsedColumn(), *left, console=self.console,
-                                transient=not self.stay and what != "step", disable=not self.console.is_terminal,
-                                get_time=time.time, speed_estimate_period=300)
-            self.task = self.bar.add_task("", total=total)
-            self.bar.start()
-            self.what = what
-        return self.bar
+            self.bar, self.what = self.new_bar(what, total), what
+        self.bar.update(self.bar.task_ids[0], completed=done, description=words)
+        if self.console.is_terminal or time.time() - self.last_line < 10:
+            return
+        self.last_line = time.time()
+        if left is None and (seconds := self.bar.tasks[0].time_remaining):
+            left = duration(seconds)
+        note("  ".join([f"{what} {done:,}" + ("" if total is None else f"/{total:,}"), *([words] if words else []),
+                        *([] if left is None else [f"{left} left"])]))
 
-    def count(self, what: str, done: int, total: int | None) -> None:
-        """Show progress; the `progress` callback of functions that pass a description, an amount and a total."""
-        self.begin(what, total).update(self.task, completed=done)
-        self.say_now_and_then(f"{what} {done:,}" + ("" if total is None else f"/{total:,}"))
+    def new_bar(self, what: str, total: int | None) -> "Progress":
+        """A live bar, which is shown on a terminal alone."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    def say_now_and_then(self, line: str, left: str | None = None) -> None:
-        """Print a line where there is no terminal, ten seconds after the one before, with the time left: by default by
-        the speed of the bar."""
-        if not self.console.is_terminal and time.time() - self.last_line >= 10:
-            self.last_line = time.time()
-            if left is None and self.bar is not None and (seconds := self.bar.tasks[0].time_remaining):
-                left = duration(seconds)
-            note(line if left is None else f"{line}  {left} left")
+        of = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
+        left = [] if total is None else [TextColumn("left"), TimeRemainingColumn()]
+        bar = Progress(TextColumn(f"{what} {of}", markup=False), BarColumn(),
+                       TextColumn("{task.description}", markup=False), TimeElapsedColumn(), *left, console=self.console,
+                       transient=not self.stay and what != "step", disable=not self.console.is_terminal,
+                       get_time=time.time, speed_estimate_period=300)
+        bar.add_task("", total=total)
+        bar.start()
+        return bar
 
-    def counting(self, what: str, total: int | None = None) -> "Callable[[int], None]":
+    def counting(self, what: str, total: int | None = None) -> Callable[[int], None]:
         """The `progress` callback for a function that passes a count alone."""
         return lambda done: self.count(what, done, total)
 
-    def reading(self, n_bytes: int, total: int | None, n_documents: int, tokens_per_s: float) -> None:
-        """Show how much text is read."""
-        words = f"{counted_documents(n_documents)} done, {tokens_per_s:,.0f} tokens/s"
-        self.begin("bytes of text", total).update(self.task, completed=n_bytes, description=words)
-        self.say_now_and_then(f"{n_bytes:,}" + ("" if total is None else f"/{total:,}") + f" bytes of text  {words}")
-
     def step(self, record: dict[str, Any], left: str | None = None) -> None:
-        """Show a line of the metrics; the `on_step` callback of training. left: see `say_now_and_then`."""
-        step, steps, clock = record["step"], record["steps"], record["clock"]
-        bar = self.begin("step", steps)
+        """Show a line of the metrics; the `on_step` callback of training. left: see `count`."""
+        step, steps = record["step"], record["steps"]
         if "held_out" in record:
             self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
             return
-        self.words = f"loss {record['loss']:.3f}{self.held_out}  {clock['tokens_per_s']:,.0f} tokens/s"
-        bar.update(self.task, completed=step, description=self.words)
-        if step == steps or not self.stepped:
+        if step == steps or not self.words:  # the first step and the last one are told at once
             self.last_line = 0.0
-        self.stepped = True
-        self.say_now_and_then(f"step {step}/{steps}  {self.words}", left)
-
-    def micro_batch(self, step: int, steps: int, number: int, of: int, left: str | None) -> None:
-        """Show how far a step is; called before each micro-batch."""
-        bar, where = self.begin("step", steps), f"micro-batch {number + 1}/{of}"
-        if of > 1:
-            shown = f"{self.words}  {number + 1}/{of}" if self.words else where
-            bar.update(self.task, completed=step, description=shown)
-        self.say_now_and_then(f"step {step}/{steps}  {where}  {self.words}".rstrip(), left)
-
-
-class TextStreamer:
-    """Print generated text, cut at a stop text: one row as its tokens arrive, several rows at the end."""
-
-    def __init__(self, tokenizer: "Any", prompts: list[str], stops: list[str]):
-        self.prompts, self.stops = prompts, [text for text in stops if text]
-        self.take_in = [tokenizer.stream() for _ in prompts]
-        self.held = max([len(stop) - 1 for stop in self.stops], default=0)
-        """Characters that are not printed yet, because they may begin a stop text."""
-        self.text = [""] * len(prompts)
-        self.printed = 0
-        if len(prompts) == 1:
-            print(prompts[0], end="", flush=True)
-
-    def is_over(self, row: int, ids: list[int]) -> bool:
-        """Add a row's newest token; returns whether the row's text has reached a stop text."""
-        new = self.take_in[row](ids[-1])
-        begin = max(len(self.text[row]) - self.held, 0)
-        self.text[row] += new
-        found = [at for stop in self.stops if (at := self.text[row].find(stop, begin)) >= 0]
-        if found:
-            self.text[row] = self.text[row][: min(found)]
-        if len(self.prompts) == 1:
-            end = max(len(self.text[0]) - (0 if found else self.held), self.printed)
-            print(self.text[0][self.printed : end], end="", flush=True)
-            self.printed = end
-        return bool(found)
-
-    def finish(self) -> None:
-        """Print the remaining text."""
-        if len(self.prompts) == 1:
-            print(self.text[0][self.printed :])
-            return
-        for number, (prompt, text) in enumerate(zip(self.prompts, self.text, strict=True), 1):
-            print(f"== {number}\n{prompt}{text}")
+        self.words = f"loss {record['loss']:.3f}{self.held_out}  {record['clock']['tokens_per_s']:,.0f} tokens/s"
+        self.count("step", step, steps, self.words, left)
 
 
 def counted_documents(n: int) -> str:
@@ -268,29 +212,18 @@ def counted_documents(n: int) -> str:
     return f"{n:,} document" + "s" * (n != 1)
 
 
-def prompt_progress(terminal: Terminal, longest: int) -> Callable[[int], None] | None:
-    """A progress callback for a prompt of 20,000 tokens or more, otherwise None."""
-    def show(n_read: int) -> None:
-        terminal.count("tokens of the prompt", n_read, longest)
-        if n_read >= longest:
-            terminal.close()
-
-    return show if longest >= 20_000 else None
-
-
 def summary(name: str, scores: dict[str, Any], task: str | None) -> str:
     """A line of the scores of `Evaluation.to_dict`; the usual measure of the data's task comes first."""
-    loss, perplexity, tokens = scores["loss"], scores["perplexity"], f"{scores['n_tokens']:,}"
+    loss, perplexity, n_tokens = scores["loss"], f"{scores['perplexity']:.1f}", f"{scores['n_tokens']:,} "
     if "masked" in scores:
-        return (f"{name:<8} masked {loss:.3f} nats per masked token, perplexity {perplexity:.1f} "
-                f"({tokens} of {scores['n_read']:,} tokens masked)")
-    by_word, bits = scores["word_perplexity"], f"{scores['bits_per_byte']:.3f} bits per byte"
+        return (f"{name:<8} masked {loss:.3f} nats per masked token, perplexity {perplexity} "
+                f"({n_tokens}of {scores['n_read']:,} tokens masked)")
+    by_token, by_word = f"{perplexity} per token", f"{scores['word_perplexity']:.1f} per word"
     if task == "pg19":
-        words = "the published word count" if scores["word_count"] == "published" else "counted words"
-        return (f"{name:<8} perplexity {by_word:.1f} per word ({scores['n_words']:,} words, {words}) and "
-                f"{perplexity:.1f} per token, {bits}, {loss:.3f} nats per token ({tokens} tokens)")
-    if task == "wiki40b":
-        return (f"{name:<8} perplexity {perplexity:.1f} per token and {by_word:.1f} per word, {bits}, {loss:.3f} nats "
-                f"per token ({tokens} tokens)")
-    return (f"{name:<8} {bits}, {loss:.3f} nats per token, perplexity {perplexity:.1f} per token and {by_word:.1f} per "
-            f"word ({tokens} tokens)")
+        counted = "the published word count" if scores["word_count"] == "published" else "counted words"
+        by_token, by_word = f"{by_word} ({scores['n_words']:,} words, {counted})", by_token
+    measures = [f"perplexity {by_token} and {by_word}", f"{scores['bits_per_byte']:.3f} bits per byte",
+                f"{loss:.3f} nats per token"]
+    if task not in ("pg19", "wiki40b"):
+        measures.sort(key=lambda measure: "bits" not in measure)
+    return f"{name:<8} {', '.join(measures)} ({n_tokens}tokens)"

@@ -17,8 +17,8 @@ from lineartime.run_config import RunConfig
 from lineartime.settings import require, require_name
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-Write = Callable[[dict[str, float], dict[str, Any]], None]
-"""Takes the numbers of a line by name, and the line."""
+Library = tuple[Callable[[dict[str, float], dict[str, Any]], None], Callable[[], None]]
+"""What writes a line, given its numbers by name and the line, and what closes the library."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,34 +33,27 @@ def require_tracker(name: str) -> None:
 @contextmanager
 def tracked(name: str, config: RunConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A callback for `train`'s `on_step` that also writes each line by a library of `TRACKERS`. It is opened at the
-    first line, so that a run that is complete leaves no trace."""
-    opened: list[tuple[Write, Callable[[], None]]] = []
+    first line, so that a run that is complete leaves no trace. When it fails, that is said, and it is left alone."""
+    library: Library | None = None
     failed = False
 
-    @contextmanager
-    def at_most_a_warning() -> Iterator[None]:
+    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal failed
         try:
-            yield
+            return None if failed else act(*arguments)
         except Exception as e:  # of a library that is not ours
-            if not failed:
-                logger.warning(f"{name} does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
+            logger.warning(f"{name} does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
             failed = True
 
     def on_step(record: dict[str, Any]) -> None:
-        if failed:
-            return
-        with at_most_a_warning():
-            if not opened:
-                opened.append(OPEN[name](config, record))
-            opened[0][0](numbers_of(record), record)
+        nonlocal library
+        library = library or attempt(open_library, name, config, record)
+        if library is not None:
+            attempt(library[0], numbers_of(record), record)
 
-    try:
-        yield on_step
-    finally:
-        for _, close in opened:
-            with at_most_a_warning():
-                close()
+    yield on_step
+    if library is not None:
+        attempt(library[1])
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
@@ -74,39 +67,31 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def open_tensorboard(config: RunConfig, first: dict[str, Any]) -> tuple[Write, Callable[[], None]]:
-    from torch.utils.tensorboard import SummaryWriter
+def open_library(name: str, config: RunConfig, first: dict[str, Any]) -> Library:
+    """Open a library for the lines of a run, of which `first` is the first."""
+    how: dict[str, Any] = {"project": "lineartime", "name": os.path.basename(config.out),
+                           "config": {**to_dict(config.model), **to_dict(config.train)}}
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    # A resume writes lines again, of the first step its score alone: what older files have of them is hidden.
-    writer = SummaryWriter(f"{config.out}/tensorboard", purge_step=first["step"] + ("held_out" in first))
+        # A resume writes lines again, of the first step its score alone: what older files have of them is hidden.
+        writer = SummaryWriter(f"{config.out}/tensorboard", purge_step=first["step"] + ("held_out" in first))
 
-    def write(numbers: dict[str, float], record: dict[str, Any]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, record["step"], walltime=record["clock"]["time"])
+        def write(numbers: dict[str, float], record: dict[str, Any]) -> None:
+            for each, value in numbers.items():
+                writer.add_scalar(each, value, record["step"], walltime=record["clock"]["time"])
 
-    return write, writer.close
+        return write, writer.close
+    if name == "wandb":
+        import wandb
 
+        from lineartime.data.run_settings import RUN_FILE
 
-def open_wandb(config: RunConfig, first: dict[str, Any]) -> tuple[Write, Callable[[], None]]:
-    import wandb
-
-    from lineartime.data.run_settings import RUN_FILE
-
-    # A resume is a further file of the same run.
-    run = wandb.init(project="lineartime", name=os.path.basename(config.out), dir=config.out, mode="offline",
-                     id=read_json(Path(config.out) / RUN_FILE)["id"],
-                     config={**to_dict(config.model), **to_dict(config.train)})
-    return lambda numbers, record: run.log(numbers, step=record["step"]), run.finish
-
-
-def open_trackio(config: RunConfig, first: dict[str, Any]) -> tuple[Write, Callable[[], None]]:
+        # A resume is a further file of the same run.
+        run = wandb.init(**how, dir=config.out, mode="offline", id=read_json(Path(config.out) / RUN_FILE)["id"])
+        return lambda numbers, record: run.log(numbers, step=record["step"]), run.finish
     os.environ.setdefault("TRACKIO_DIR", os.path.abspath(f"{config.out}/trackio"))  # it is read at the import
     import trackio
 
-    trackio.init(project="lineartime", name=os.path.basename(config.out), embed=False,
-                 resume="allow", config={**to_dict(config.model), **to_dict(config.train)})
+    trackio.init(**how, embed=False, resume="allow")
     return lambda numbers, record: trackio.log(numbers, step=record["step"]), trackio.finish
-
-
-OPEN: dict[str, Callable[[RunConfig, dict[str, Any]], tuple[Write, Callable[[], None]]]] = {
-    "tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}

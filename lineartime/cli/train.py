@@ -1,45 +1,59 @@
-"""`lineartime train`: a model, from nothing or from weights."""
+"""`lineartime train`: a model, from nothing or from weights; its plan, its time, and what it gave."""
 
+import itertools
+import statistics
+import time
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from lineartime.atomic_io import read_toml
-from lineartime.cli.arguments import Device, RankTimeout, Setting, complete_from
-from lineartime.cli.terminal import Terminal, interrupted_at_once, results_are_files, say, say_stopping, summary
+from lineartime.cli.options import Device, RankTimeout, Setting
+from lineartime.cli.terminal import (
+    Terminal,
+    duration,
+    interrupted_at_once,
+    results_are_files,
+    say,
+    say_stopping,
+    summary,
+)
 from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
-from lineartime.cli.train_plan import Pace, say_plan, tokens_of
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
-from lineartime.run_config import SIZES, parse_setting
+from lineartime.run_config import SIZES, RunConfig
 
 if TYPE_CHECKING:
+    from lineartime.data.tokens import Manifest
     from lineartime.training import TrainResult
+
+COUNTED_FROM = 1e12
+"""FLOPs of a run, at least, from which its memory is counted, which takes seconds."""
+TIMED = 3
+"""Micro-batches of the run that are timed before its time is told."""
+RECENT = 32
+"""Micro-batches by whose times the time left is told."""
 
 
 def train(
-    model: Annotated[str | None, typer.Argument(
-        help=f"A model ({', '.join(PRESETS)}) or a TOML file of settings.",
-        autocompletion=complete_from(PRESETS))] = None,
-    data: Annotated[str | None, typer.Option(
-        help="Folder made by `lineartime prepare`, or several with their shares: books:0.7,wiki:0.3.")] = None,
-    weights: Annotated[str | None, typer.Option(
-        "--from", metavar="RUN", help="Begin with the weights of a run, a checkpoint, an exported folder, or small.")
-        ] = None,
-    out: Annotated[str | None, typer.Option(help="Folder for the run; an unfinished run there is continued.")] = None,
-    size: Annotated[str | None, typer.Option(
-        autocompletion=complete_from(SIZES), help=f"{', '.join(SIZES)}; by default what fits the machine, but paper "
-        "for a file that sets layers, width, batch and steps.")] = None,
-    task: Annotated[str | None, typer.Option(
-        autocompletion=complete_from(TASKS), help="Use the specification of c4, wiki40b or pg19.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
-    log: Annotated[str | None, typer.Option(
-        help=f"Write the metrics by a library too, in files: {', '.join(TRACKERS)}.")] = None,
-    settings: Setting = None,
+    model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file of settings.", "MODEL|FILE", PRESETS
+                     ] = None,
+    *,
+    data: Annotated[str | None, "Folder made by `lineartime prepare`, or several with their shares: "
+                    "books:0.7,wiki:0.3."] = None,
+    weights: Annotated[str | None, "Begin with the weights of a run, a checkpoint, an exported folder, or `small`.",
+                       "--from RUN"] = None,
+    out: Annotated[str | None, "Folder for the run; an unfinished run there is continued."] = None,
+    size: Annotated[str | None, f"How large the model and its training are: {', '.join(SIZES)}. By default what fits "
+                    "the machine; paper for a file that sets layers, width, batch and steps.", SIZES] = None,
+    task: Annotated[str | None, "Take the model as the paper has it for c4, wiki40b or pg19.", TASKS] = None,
+    context: Annotated[int | None, "Tokens in a row."] = None,
+    tokens_per_step: Annotated[int | None, "Tokens in a batch."] = None,
+    steps: Annotated[int | None, "Number of steps."] = None,
+    log: Annotated[str | None, f"Also write the metrics for one of these libraries: {', '.join(TRACKERS)}. Nothing is "
+                   "sent.", TRACKERS] = None,
+    settings: Setting,
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
@@ -47,19 +61,14 @@ def train(
     results_are_files()
     if log is not None:
         require_tracker(log)
-    given: dict[str, Any] = {}
-    if model and model.endswith(".toml"):
-        given = read_toml(Path(model))
-        whole = {"steps", "tokens_per_step"} | (set() if "from" in given else {"n_layers", "d_model"})
-        if whole <= given.keys():  # and nothing is to be chosen: what it does not name is the paper's
-            given.setdefault("size", "paper")
-    elif model:
-        given["model"] = model
-    for name, value in (("from", weights), ("data", data), ("out", out), ("size", size), ("task", task),
-                        ("context", context), ("tokens_per_step", tokens_per_step), ("steps", steps)):
-        if value is not None:
-            given[name] = value
-    given.update(parse_setting(text) for text in settings or [])
+    is_file = model is not None and model.endswith(".toml")
+    given: dict[str, Any] = read_toml(Path(model or "")) if is_file else {}
+    whole = {"steps", "tokens_per_step"} | (set() if "from" in given else {"n_layers", "d_model"})
+    if whole <= given.keys():  # nothing is to be chosen: what the file does not name is the paper's
+        given.setdefault("size", "paper")
+    typed = {"model": None if is_file else model or None, "from": weights, "data": data, "out": out, "size": size,
+             "task": task, "context": context, "tokens_per_step": tokens_per_step, "steps": steps}
+    given |= {name: value for name, value in typed.items() if value is not None} | settings
     with interrupted_at_once():
         from lineartime.data.run_settings import sized_config
 
@@ -71,7 +80,7 @@ def train(
     say_plan(config, manifests, size_words, device)
     tracker = tracked(log, config) if log is not None and launched().is_first else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
-        pace = Pace(config, manifests, terminal)
+        pace = Pace(config, tokens_of(manifests, "validation"), terminal)
 
         def on_step(record: dict[str, Any]) -> None:
             terminal.step(record, pace.left(record["step"]))
@@ -86,6 +95,87 @@ def train(
             "or any other setting.")
         return
     say_trained(done)
+
+
+def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: str | None) -> None:
+    """Print what a run will read, make and take, unless it is complete."""
+    from lineartime.data.run_settings import RESULT_FILE
+    from lineartime.info import describe
+    from lineartime.runtime import available_bytes, pick_device
+
+    if (Path(config.out) / RESULT_FILE).exists():
+        return
+    model, train = config.model, config.train
+    n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
+    held_out = tokens_of(manifests, "validation")
+    layers = f"{model.n_layers} {'layer' if model.ffn == 'gau' else 'pair'}{'s' * (model.n_layers > 1)}"
+    chunks = "" if model.chunk_size is None else f", chunks of {model.chunk_size:,}"
+    say(f"size     {size}")
+    say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {layers} of width "
+        f"{model.d_model}{chunks}")
+    if config.preset == "flash" and config.source is None and not model.is_ablated_gau:
+        say("also     flash is the paper's; flash+ learns to recall what is further back than a chunk")
+    say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
+    say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
+        f"{n_tokens:,} tokens, {n_tokens / n_train:,.2f} epochs"
+        + (": above ten, the model learns the text by heart; lower --steps" if n_tokens > 10 * n_train else ""))
+    if 6 * model.least_parameters * n_tokens < COUNTED_FROM:
+        return
+    from lineartime.plan import plan
+
+    found, n_ranks, available = plan(config, launched().size), launched().size, available_bytes()
+    if pick_device(device).type == "cuda":
+        say(f"memory   about {(found.total - found.process - found.holes) / 2**30:.1f} GiB of tensors in each process")
+        return
+    free = "" if available is None else f"; {available / 2**30:.1f} GiB are free"
+    if available is not None and found.total > available:
+        free += ". It will not fit: name a smaller --size, or lower micro_batch_tokens"
+    each = f" in each of {n_ranks} processes" if n_ranks > 1 else ""
+    say(f"memory   about {found.total / 2**30:.1f} GiB{each}{free}")
+
+
+def n_micro_batches(config: RunConfig) -> int:
+    """Micro-batches of a step that each process has."""
+    return max(config.rows_per_step // config.micro_batch_rows * config.train.context_parallel // launched().size, 1)
+
+
+def tokens_of(manifests: "list[Manifest]", split: str) -> int:
+    """The tokens of a split of all texts."""
+    return sum(manifest.splits[split].tokens for manifest in manifests if split in manifest.splits)
+
+
+class Pace:
+    """Shows how far a step is and how long the run will still take, and tells its time after its first micro-batches;
+    the `on_micro_batch` of training."""
+
+    def __init__(self, config: RunConfig, n_held_out: int, terminal: Terminal):
+        self.config, self.n_held_out, self.terminal = config, n_held_out, terminal
+        self.n_begun, self.first = 0, 0
+        self.began: deque[float] = deque(maxlen=RECENT)
+
+    def __call__(self, step: int, number: int) -> None:
+        self.first = self.first if self.n_begun else step
+        left, steps, of = self.left(step, number), self.config.train.steps, n_micro_batches(self.config)
+        if self.n_begun == TIMED:
+            say(f"time     {left}" + (f" for the {steps - step:,} steps that are left" if self.first else ""))
+        self.n_begun += 1
+        self.began.append(time.perf_counter())
+        where = [f"micro-batch {number + 1}/{of}"] if of > 1 else []
+        self.terminal.count("step", step, steps, "  ".join([*where, *filter(None, [self.terminal.words])]), left)
+
+    def left(self, step: int, number: int = 0) -> str | None:
+        """How long the run will still take, in words, now that `number` micro-batches of the next step are done; None
+        before the first one's end."""
+        lengths = [b - a for a, b in itertools.pairwise([*self.began, time.perf_counter()])]
+        return duration(self.seconds_left(step, number, statistics.median(lengths))) if lengths else None
+
+    def seconds_left(self, step: int, number: int, micro_batch_s: float) -> float:
+        """Of the steps and of the held-out scores, of which a token takes a third of one in training."""
+        train = self.config.train
+        n_scores = train.steps // train.eval_every - step // train.eval_every
+        scored = n_scores * min(train.eval_tokens, self.n_held_out) + min(train.last_eval_tokens, self.n_held_out)
+        of_scores = scored / train.micro_batch_tokens / 3 / launched().size
+        return micro_batch_s * (n_micro_batches(self.config) * (train.steps - step) - number + of_scores)
 
 
 def say_trained(done: "TrainResult") -> None:

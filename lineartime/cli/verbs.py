@@ -2,25 +2,55 @@
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from lineartime.cli import describe, documents, evaluate, export_plot, generate, prepare, questions, train
-from lineartime.cli.examples import add_examples
 from lineartime.cli.exits import exit_code
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
 from lineartime.distributed.ranks import WITH_RANKS, launched
 from lineartime.errors import UsageError
 
+VERBS: dict[Callable[..., None], list[str]] = {
+    prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
+                      "cat notes.txt | lineartime prepare - --out data --held-out 0.05",
+                      "prepare --sample --out data --held-out 0.1 --vocab-size 1024"],
+    train.train: ["train flash --data data --out run",
+                  "train flash --data data --out run --size small --set seed=1",
+                  "train flash --size paper --task pg19 --data data --out run"],
+    evaluate.evaluate: ["evaluate run --data data",
+                        "evaluate run --data data --contexts 512,1024,2048"],
+    generate.generate: ['generate run "Once upon a time" --temperature 0.8',
+                        'generate small "It was a dark and stormy night, and"',
+                        'echo "Reader, I" | lineartime generate run -'],
+    export_plot.export: ["export run --out folder"],
+    export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
+    describe.models: ["models"],
+    describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
+    describe.info: ["info flash --set context=8192", "info flash --plan 4", "info data --verify"],
+    questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512",
+                         "finetune small --task classify --documents train.csv --validation dev.csv --out labels",
+                         "finetune small --task embed --documents texts/ --validation held-out/ --out vectors"],
+    questions.answer: ['answer qa --question "Who wrote it?" --document book.txt'],
+    documents.classify: ["classify labels reviews.csv --out found.jsonl",
+                         "cat book.txt | lineartime classify labels -"],
+    documents.embed: ["embed small books/ --out vectors.npy", "cat book.txt | lineartime embed run -"]}
+"""The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
+
+
+def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str]) -> None:
+    """Make a function a verb of a program, whose help ends with examples."""
+    lines = (line if f"{program} " in line else f"{program} {line}" for line in examples)
+    app.command(name, epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines))(with_options(verb))
+
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
-for verb in (prepare.prepare, train.train, evaluate.evaluate, generate.generate, export_plot.export, export_plot.plot,
-             describe.models, describe.config, describe.info, questions.finetune, questions.answer,
-             documents.classify, documents.embed):
-    app.command()(with_options(verb))
-add_examples(app)
+for verb, examples in VERBS.items():
+    add_verb(app, "lineartime", verb.__name__, verb, examples)
 
 
 def say_version(asked: bool) -> None:

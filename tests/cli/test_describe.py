@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import typing
 
 import pytest
 import typer
@@ -11,13 +12,13 @@ import typer
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.cli import verbs
-from lineartime.cli.describe import MODELS, field_lines
-from lineartime.cli.examples import EXAMPLES
-from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TRAIN_FIELDS, source_of
+from lineartime.cli.describe import MODELS
+from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TRAIN_FIELDS, ModelConfig, TrainConfig, source_of
 from lineartime.info import describe
 from lineartime.run_config import SIZES, run_config
 
 APP = typer.main.get_command(verbs.app)
+EXAMPLES = {verb.__name__: examples for verb, examples in verbs.VERBS.items()}
 
 
 @pytest.mark.parametrize("arguments", [["models"], ["config"], ["config", "transformer++", "--size", "tiny"],
@@ -43,9 +44,10 @@ def test_models(call: Call) -> None:
 
 def test_every_field_is_described(call: Call) -> None:
     _, out, _ = call("config", "flash", "--size", "tiny", "--task", "pg19")
-    lines = field_lines()
+    hints = typing.get_type_hints(ModelConfig, None, None, True) | typing.get_type_hints(TrainConfig, None, None, True)
     for name in (*MODEL_FIELDS, *TRAIN_FIELDS):
-        assert f"\n{name} = " in out and len(lines[name]) > 10 and lines[name].endswith((".", "..", ".)")), name
+        (text,) = hints[name].__metadata__
+        assert f"\n{name} = " in out and len(text) > 10 and text.endswith((".", ".)")), name
     assert "\nn_layers = 6  (paper: 72)  [a whole number; Tables 8-10]\n    GAU layers, or pairs" in out
     assert "\nclip = 0.1  [a number or none; Tables 6-7]\n" in out
     assert "\nrope_base = 10000.0  [a number; beyond the paper]\n" in out

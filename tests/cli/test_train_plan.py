@@ -17,9 +17,9 @@ import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import plan
-from lineartime.cli import train_plan
+from lineartime.cli import train
 from lineartime.cli.terminal import Terminal, duration
-from lineartime.cli.train_plan import Pace
+from lineartime.cli.train import Pace
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data import run_settings
 from lineartime.data.run_settings import fitting_size, sized_config, stored_sizes
@@ -166,11 +166,11 @@ def test_a_run_of_another_version_keeps_its_recipe(data: Path, tmp_path: Path, c
 def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = read_manifest(data)
     n_tokens = manifest.splits["train"].tokens
-    for n_epochs, told in ((10, "epochs\n"), (11, "epochs: above ten, the model learns the text by heart")):
+    for n_epochs, told in ((10, ".00 epochs\n"), (11, ".00 epochs: above ten, the model learns the text by heart")):
         config = run_config({"model": "flash", "context": 8, "d_model": 16, "n_layers": 1, "vocab_size": 257,
                              "tokens_per_step": 8, "micro_batch_tokens": 8, "steps": n_tokens * n_epochs // 8, **PLACE})
-        train_plan.say_plan(config, [manifest], "paper", "cpu")
-        assert f", {n_epochs} {told}" in capsys.readouterr().out
+        train.say_plan(config, [manifest], "paper", "cpu")
+        assert f", {n_epochs}{told}" in capsys.readouterr().out
 
 
 def test_the_last_score_takes_no_longer_than_the_training(data: Path, tmp_path: Path, call: Call) -> None:
@@ -220,7 +220,7 @@ def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, call: Call,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's own micro-batches are timed, so its bytes are those of a run that nobody watches."""
-    monkeypatch.setattr(train_plan, "COUNTED_FROM", 0)
+    monkeypatch.setattr(train, "COUNTED_FROM", 0)
     code, said, err = call(*command(data, tmp_path / "run"))
     assert code == 0
     labels = [line.split()[0] for line in said.splitlines() if line]
@@ -245,7 +245,7 @@ def test_the_memory_of_a_run_is_counted(model: str, data: Path, capsys: pytest.C
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "rss_bytes", lambda: 2**29)  # other tests have left this process larger than a run's
     config = run_config({"model": model, "size": "tiny", "vocab_size": 257, "causal": model != "flash", **PLACE})
-    train_plan.say_plan(config, [read_manifest(data)], "tiny", "cpu")
+    train.say_plan(config, [read_manifest(data)], "tiny", "cpu")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory")]
     assert 0.3 < float(line.split()[2]) < 3
 
@@ -257,7 +257,7 @@ def test_a_line_comes_off_a_terminal_while_a_step_takes_long(data: Path, capsys:
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     with Terminal() as terminal:
-        pace = Pace(config, [read_manifest(data)], terminal)
+        pace = Pace(config, read_manifest(data).splits["validation"].tokens, terminal)
         for number in range(16):
             pace(7, number)
             now[0] += 6
@@ -276,7 +276,7 @@ def test_the_time_left_is_corrected(data: Path, capsys: pytest.CaptureFixture[st
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     with Terminal() as terminal:
-        pace = Pace(config, [read_manifest(data)], terminal)
+        pace = Pace(config, read_manifest(data).splits["validation"].tokens, terminal)
         assert pace.left(0) is None
         for step in range(100):
             for number in range(2):

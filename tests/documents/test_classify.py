@@ -494,20 +494,21 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     refuse(2, "tokens_per_step", more=["--set", "tokens_per_step=100"])
     refuse(2, "not sharded", more=["--set", "shard=true"])
     refuse(2, "unknown task", more=["--task", "classification"])
-    for option, value in (("--questions", folder / "x.json"), ("--stride", 3), ("--negatives", 0.25)):
+    for option, value in (("--questions", folder / "x.json"), ("--stride", 3), ("--negatives", 0.5)):
         refuse(2, "for another task", option, more=[option, value])
-    refuse(2, "for another task", "--labels", "--task embed", more=["--labels", "one", "--task", "embed"])
+    refuse(2, "for another task", "--labels", "--task embed", more=["--labels", "several", "--task", "embed"])
     refuse(2, "no classes to balance", more=["--labels", "number", "--balance"])
     refuse(2, "patience = 0", more=["--patience", 0])
     refuse(2, "max_tokens = 0", more=["--max-tokens", 0])
     refuse(2, "context = 1", more=["--context", 1])
     (tmp_path / "taken").write_text("notes")
     refuse(2, "not a folder", "taken", more=["--out", tmp_path / "taken"])
-    named = ["--task", "classify", "--validation", folder / "dev-one.jsonl"]
+    named = ["--task", "classify", "--validation", folder / "dev-one.jsonl", "--out", tmp_path / "out"]
     assert_refused(*call("finetune", folder / "model", *named)[::2], 2, "--documents")
-    assert_refused(*call("finetune", done, *named, "--documents", folder / "train-one.jsonl", "--out",
-                         tmp_path / "out")[::2], 2, "has a head already")
-    assert_refused(*call("finetune", folder / "model", "--documents", "x")[::2], 2, "--documents", "--task questions")
+    assert_refused(*call("finetune", done, *named, "--documents",
+                         folder / "train-one.jsonl")[::2], 2, "has a head already")
+    assert_refused(*call("finetune", folder / "model", "--documents", "x", "--out", "y")[::2], 2, "--documents",
+                   "--task questions")
     text = folder / "test-one.jsonl"
     assert_refused(*call("classify", "nowhere", text)[::2], 2, "no weights here")
     assert_refused(*call("classify", folder / "model", text)[::2], 2, "not fine-tuned on labels")
