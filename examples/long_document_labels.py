@@ -15,17 +15,17 @@ from pathlib import Path
 
 import lineartime
 
-OUT, WORDS = Path("out/examples/labels"), 250
+OUT = Path("out/examples/labels")
 
 
-def write_documents(folder: Path) -> tuple[Path, Path]:
+def write_documents(folder: Path, n_words: int) -> tuple[Path, Path]:
     """Passages of the book that ships, half of them with each line's words in reverse; to train on and held out."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = resources.files("lineartime").joinpath("text", "jane_eyre.txt").read_text(encoding="utf-8").splitlines()
     draw, documents, start = random.Random(0), [], 200
     while len(documents) < 36:
         passage: list[str] = []
-        while len(" ".join(passage).split()) < WORDS:
+        while len(" ".join(passage).split()) < n_words:
             passage.append(lines[start])
             start += 1
         label = draw.choice(["forward", "backward"])
@@ -38,9 +38,9 @@ def write_documents(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def main(epochs: float = 2, out: Path = OUT) -> float:
+def main(epochs: float = 2, out: Path = OUT, n_words: int = 250) -> float:
     """The share of held-out documents whose label is right."""
-    train, held_out = write_documents(out)
+    train, held_out = write_documents(out, n_words)
     lineartime.finetune(lineartime.FineTuning(
         run="small", data=(train,), validation=(held_out,), out=out / "runs", task="classify", learning_rates=(1e-3,),
         epochs=epochs, settings={"tokens_per_step": 2048}))

@@ -45,7 +45,7 @@ def test_a_long_prompt() -> None:
 
 
 def test_labels_of_long_documents(tmp_path: Path) -> None:
-    assert loaded("examples", "long_document_labels").main(2, tmp_path) >= 0.75
+    assert loaded("examples", "long_document_labels").main(2, tmp_path, n_words=60) >= 0.75
 
 
 @pytest.mark.filterwarnings("default")
