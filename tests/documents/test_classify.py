@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classify")
     write_model(folder / "model")
     for kind in ("one", "several", "number"):
-        for part, n in (("train", 24), ("dev", 12), ("test", 9)):
+        for part, n in (("train", 24), ("dev", 11 if kind == "number" else 12), ("test", 9)):
             write_rows(folder / f"{part}-{kind}.jsonl", made_rows(n, len(part), kind))
     return folder
 
@@ -147,7 +147,8 @@ def test_several_labels_and_numbers(folder, tmp_path, kind):
     model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
     found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4, kind)])
     if kind == "number":
-        assert result["test"]["r2"] > 0.8 > 0.1 > result["without_reading"]["r2"]
+        # The mean in training is another one than that of what is held out.
+        assert result["test"]["r2"] > 0.8 and -0.02 < result["without_reading"]["r2"] < -0.01
         assert "Without reading: the mean in training" in (tmp_path / "out" / report.REPORT_FILE).read_text()
         assert all(90 < each.label < 130 and not each.scores for each in found)
         assert (tmp_path / "out" / report.NUMBERS_FILE).exists()
