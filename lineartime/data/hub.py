@@ -1,12 +1,17 @@
-"""Records of data sets on the Hugging Face hub, read by `datasets`."""
+"""Data sets on the Hugging Face hub, read by `datasets`."""
 
 import contextlib
 import importlib
 import itertools
+import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+from lineartime.atomic_io import scratch_folder
+from lineartime.data.corpora import HUB, wiki40b_document
+from lineartime.data.read_text import text_field
 from lineartime.errors import DataError, UsageError
 
 
@@ -48,3 +53,28 @@ def quiet(library: Any) -> Iterator[None]:
             logger.setLevel(level)
         if bars:
             library.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def hub_files(task: str, out: Path, *, documents: int | None, field: str,
+              show: Callable[..., Iterator[Any]]) -> Iterator[list[Path]]:
+    """Download the splits of a task's data set into files (`train.jsonl`, ...) in a temporary folder beside `out`.
+
+    `prepare` reads text several times, and this way downloads it once. documents: read only the first so many of each
+    split. show: passes records on and reports progress. Raises UsageError if `datasets` is not installed, DataError for
+    a data set that cannot be read or has the wrong form."""
+    library, (name, config) = hub_library(), HUB[task]
+    with scratch_folder(out) as folder:
+        paths = []
+        found = hub_records(library, name, config, ("train", "validation", "test"), documents)
+        for split, group in itertools.groupby(show(f"reading {name}", found, None), key=lambda record: record[0]):
+            paths.append(folder / f"{split}.jsonl")
+            with paths[-1].open("w", encoding="utf-8") as file:
+                for number, (_, record) in enumerate(group):
+                    where = f"{name}, {split}, document {number}"
+                    text = text_field(record, field, where)
+                    text = wiki40b_document(text, where) if task == "wiki40b" else text
+                    file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        if folder / "train.jsonl" not in paths:
+            raise DataError("no train split", name, f"it has {', '.join(path.stem for path in paths) or 'nothing'}")
+        yield paths

@@ -23,7 +23,6 @@ PART_FILE = "part.json"
 class TextPart:
     """The content of part.json, which ends with the SHA-256 of its other fields."""
 
-    version: int
     number: int
     of: int
     settings: dict[str, Any]
@@ -41,7 +40,7 @@ class TextPart:
     """The split of each unit, and its hashes."""
 
     def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
+        fields = {"version": PART_VERSION} | dataclasses.asdict(self)
         return json.dumps(fields | {"sha256": _digest(fields)}) + "\n"
 
 
@@ -78,8 +77,8 @@ def read_part(folder: Path) -> TextPart:
     if isinstance(version, int) and version > PART_VERSION:
         raise DataError("a part of a newer lineartime", path, f"it has format {version}, this reads {PART_VERSION}")
     try:
-        units = [(split, Encoded(**unit)) for split, unit in fields["units"]]
-        part = TextPart(**fields | {"units": units})
+        del fields["version"]
+        part = TextPart(**fields | {"units": [(split, Encoded(**unit)) for split, unit in fields["units"]]})
         if damaged or not len(part.sources) == len(part.checked):
             raise ValueError
         return part

@@ -18,21 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import (
-    hash_of,
-    hashed_file,
-    read_bytes,
-    remove_leftovers,
-    unfinished_folder,
-    write_atomically,
-    written_aside,
-)
+from lineartime.atomic_io import hash_of, hashed_file, read_bytes, remove_leftovers, unfinished_folder, written_aside
 from lineartime.data import corpora
-from lineartime.data.parts import PART_FILE, PART_VERSION, TextPart, ordered_parts, read_part, share
+from lineartime.data.hub import hub_files
+from lineartime.data.parts import PART_FILE, TextPart, ordered_parts, read_part, share
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.pretrained import shipped_models, weights_folder
-from lineartime.data.read_text import read_pieces
-from lineartime.data.splits import CheckedFile, Part, Reader, Source, check_source, divide, find_sources, pieces_of
+from lineartime.data.slices import CheckedFile, Part, Reading, Slice, check_file, divide, hold_out, texts_of
+from lineartime.data.splits import Source, find_sources
 from lineartime.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -42,18 +35,10 @@ from lineartime.data.tokenizer import (
     train_tokenizer,
     with_tokens,
 )
-from lineartime.data.tokens import (
-    DATA_MANIFEST,
-    FORMAT_VERSION,
-    Manifest,
-    Split,
-    read_manifest,
-    shard_name,
-    verify_file,
-)
-from lineartime.data.units import FINISHED, UNITS, Encoded, MadeTokenizer, Unit, encode_unit, joined_ids, units_of
+from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_file
+from lineartime.data.units import FINISHED, UNITS, Encoded, MadeTokenizer, encode_unit, joined_ids, units_of
 from lineartime.data.workers import Run, worker_pool
-from lineartime.errors import DataError, ResourceError
+from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.settings import require
 
 logger = logging.getLogger(__name__)
@@ -63,6 +48,7 @@ SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 Progress = Callable[[str, int, int | None], None]
 """Takes a description, the amount done, and the total (None if unknown)."""
 Show = Callable[..., Iterator[Any]]
+"""`_shown` for some `progress`."""
 
 
 def prepare(inputs: Iterable[Path | str], out: Path | str, *, progress: Progress | None = None,
@@ -85,47 +71,64 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
     in a unit do not change a byte.
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     sources = [] if asked.hub else find_text(asked)
-    notes = corpora.check_kinds(asked.task, sources)
     ready = ready_tokenizer(asked)
-    settings = manifest_settings(asked, ready)
+    manifest = Manifest(manifest_settings(asked, ready), shard_tokens=asked.shard_tokens,
+                        notes=_unread_notes(asked.task, sources))
     out, show = Path(os.path.realpath(asked.out)), functools.partial(_shown, progress)
     with _disk_errors(out), contextlib.ExitStack() as stack:
         if exists := _is_taken(out):
             remove_leftovers(out)
-            if asked.hub:
-                return _already_prepared(out, settings, None)
         if asked.hub:
-            downloaded = corpora.hub_files(str(asked.task), out, documents=asked.documents, field=asked.field,
-                                           show=show)
+            if exists:
+                return _already_prepared(out, manifest.settings, None)
+            downloaded = hub_files(str(asked.task), out, documents=asked.documents, field=asked.field, show=show)
             sources = find_sources(stack.enter_context(downloaded))
         part = None
         if asked.share:  # one machine's share of the files
-            part = TextPart(PART_VERSION, *asked.share, settings, [[each.split, each.name] for each in sources],
-                            notes=notes)
+            part = TextPart(*asked.share, manifest.settings, [[each.split, each.name] for each in sources],
+                            notes=[*manifest.notes])
             own = share([source.path.stat().st_size for source in sources], *asked.share)
             sources, part.first = sources[own.start:own.stop], own.start
         run = stack.enter_context(worker_pool(asked.n_jobs))
-        hashed = _hash(sources, asked, run, show)
-        manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", asked.shard_tokens, {}, 0, notes, {})
+        few = sum(source.path.stat().st_size for source in sources) < asked.unit_characters
+        hashes = show("hashing", run(hash_of, [(str(source.path),) for source in sources], few), len(sources))
+        manifest.sources = [{"split": source.split, "name": source.name} | each
+                            for source, each in zip(sources, hashes, strict=True)]
         if exists and part:
-            part.sources = hashed
+            part.sources = manifest.sources
             _require_same_part(out, part)
             return dataclasses.replace(manifest, already_prepared=True)
         if exists:
-            return _already_prepared(out, settings, hashed)
-        _refuse_shared_text(hashed)
+            return _already_prepared(out, manifest.settings, manifest.sources)
+        _refuse_shared_text(manifest.sources)
         with unfinished_folder(out, worth=UNITS) as folder:
-            _make(folder, asked, sources, ready, manifest, part, run, show)
+            shutil.rmtree(folder / "done", ignore_errors=True)  # of a call that was killed while it wrote
+            # All text is read once before anything is written, so that its faults are found first.
+            reading: Reading = {"field": "text" if asked.hub else asked.field, "max_line_bytes": asked.max_line_bytes,
+                                "task": None if asked.hub else asked.task}
+            tasks = [(str(source.path), source.split, reading, asked.unit_characters) for source in sources]
+            found = list(show("checking", run(check_file, tasks, few), len(sources)))
+            files = [CheckedFile(*each)._replace(slices=[Slice(*one) for one in each[-1]]) for each in found]
+            _make(folder, asked, files, reading, ready, manifest, part, run, show)
     return manifest
 
 
 def find_text(asked: PrepareSettings) -> list[Source]:
-    """The files of text, with their splits. Raises as `find_sources` does, and UsageError for two validation splits."""
-    sources = find_sources([SAMPLE] if asked.sample else asked.inputs, asked.validation, asked.test,
-                           preferred=corpora.PREFERRED.get(asked.task or ""))
+    """The files of text, with their splits. Raises as `find_sources` does, and UsageError for two validation splits and
+    for a format that the task does not have."""
+    sources = find_sources([SAMPLE] if asked.sample else asked.inputs, asked.validation, asked.test, task=asked.task)
     require(asked.held_out is None or all(source.split != "validation" for source in sources), "two validation splits",
             f"held_out = {asked.held_out}", "the inputs have one already; leave out held_out")
+    for source in sources:
+        if asked.task == "wiki40b" and source.path.name.lower().endswith(".txt"):
+            raise UsageError("Wiki-40B is not .txt", source.path, "name .parquet or .jsonl.gz, or leave out the task")
     return sources
+
+
+def _unread_notes(task: str | None, sources: list[Source]) -> list[str]:
+    """What to say of copies in other formats that were left out."""
+    unread = sorted({ending for source in sources for ending in source.unread})
+    return [f"{' and '.join(unread)} files lie beside the .parquet files and were not read"] if unread and task else []
 
 
 def ready_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
@@ -168,34 +171,29 @@ def join(parts: Sequence[Path], out: Path, *, progress: Progress | None = None) 
     progress as for `prepare`: ids written. Raises UsageError for parts that are missing, are there twice or do not
     belong together, DataError for damaged ones, ResourceError (disk)."""
     out, in_order = Path(os.path.realpath(out)), ordered_parts([Path(folder) for folder in parts])
-    settings, notes = in_order[0][0].settings, list(in_order[0][0].notes)
-    hashed = [source for part, _ in in_order for source in part.sources]
-    files = [CheckedFile(Source(source["split"], source["name"], Path(source["name"])), documents, blank, n, [])
+    settings = in_order[0][0].settings
+    manifest = Manifest(settings, [source for part, _ in in_order for source in part.sources],
+                        shard_tokens=settings["shard_tokens"], notes=list(in_order[0][0].notes))
+    files = [CheckedFile(source["name"], source["split"], documents, blank, n, [])
              for part, _ in in_order
              for source, (documents, blank, n) in zip(part.sources, part.checked, strict=True)]
     with _disk_errors(out):
         if _is_taken(out):
             remove_leftovers(out)
-            return _already_prepared(out, settings, hashed)
-        _refuse_shared_text(hashed)
-        one = sum(file.documents for file in files if file.source.split == "train") == 1
+            return _already_prepared(out, settings, manifest.sources)
+        _refuse_shared_text(manifest.sources)
+        one = sum(file.documents for file in files if file.split == "train") == 1
         require(not (one and settings["held_out"]), "a single document cannot be held out in parts", str(out),
                 "prepare it without --part")
         tokenizer = load_tokenizer(in_order[0][1] / TOKENIZER_FILE)
         if tokenizer.sha256 != settings["tokenizer"]:
             raise DataError("damaged or missing file", in_order[0][1] / TOKENIZER_FILE, "prepare this part again")
-        manifest = Manifest(FORMAT_VERSION, settings, hashed, {}, "", settings["shard_tokens"], {}, 0, notes, {})
-        _describe(manifest, tokenizer)
+        _describe(manifest, tokenizer, files)
+        units = [(split, unit, folder) for part, folder in in_order for split, unit in part.units]
         with written_aside(out) as folder:
-            _write_folder(folder, manifest, files, divide(reader_of_nothing, files, settings["held_out"]),
-                          [(split, unit, where) for part, where in in_order for split, unit in part.units], tokenizer,
+            _write_folder(folder, manifest, divide(files, settings["held_out"]), units, tokenizer,
                           functools.partial(_shown, progress))
     return manifest
-
-
-def reader_of_nothing(path: Path, **place: Any) -> Iterator[Any]:
-    """The reader of parts, whose text is elsewhere."""
-    raise AssertionError(path)
 
 
 @contextlib.contextmanager
@@ -212,79 +210,25 @@ def _is_taken(out: Path) -> bool:
     return out.exists() and not (out.is_dir() and not any(out.iterdir()))
 
 
-def _are_few(sources: list[Source], asked: PrepareSettings) -> bool:
-    """Whether all text together is less than a process takes at once."""
-    return sum(source.path.stat().st_size for source in sources) < asked.unit_characters
-
-
-def _hash(sources: list[Source], asked: PrepareSettings, run: Run, show: Show) -> list[dict[str, Any]]:
-    """What the manifest has of the files."""
-    found = run(hash_of, [(source.path,) for source in sources], _are_few(sources, asked))
-    hashes = list(show("hashing", found, len(sources)))
-    return [{"split": source.split, "name": source.name} | each for source, each in zip(sources, hashes, strict=True)]
-
-
-def _make(folder: Path, asked: PrepareSettings, sources: list[Source], ready: Tokenizer | None, manifest: Manifest,
-          part: TextPart | None, run: Run, show: Show) -> None:
-    """Read all text and write it as tokens to the subfolder `done` of `folder`; complete the manifest, or the part."""
-    shutil.rmtree(folder / "done", ignore_errors=True)  # of a call that was killed while it wrote
-    reader = functools.partial(read_pieces, field="text" if asked.hub else asked.field,
-                               max_line_bytes=asked.max_line_bytes,
-                               convert=corpora.converter(None if asked.hub else asked.task))
-    # All text is read once before anything is written, so that its faults are found first.
-    tasks = [(reader, source, asked.unit_characters) for source in sources]
-    files = list(show("checking", run(check_source, tasks, _are_few(sources, asked)), len(sources)))
-    parts = {} if part else divide(reader, files, asked.held_out)
-    tokenizer = ready or _trained(reader, parts["train"], asked, show)
-    _describe(manifest, tokenizer)
-    units = units_of(files, parts, asked.unit_characters)
-    encoded = _encode(folder, units, tokenizer, reader, manifest, run, show)
-    if part:
-        _write_part(folder, part, files, encoded, manifest, tokenizer)
+def _make(folder: Path, asked: PrepareSettings, files: list[CheckedFile], reading: Reading, ready: Tokenizer | None,
+          manifest: Manifest, part: TextPart | None, run: Run, show: Show) -> None:
+    """Tokenise all text into units in `folder`, and make its subfolder `done` of them; complete the manifest, or the
+    part."""
+    n_train = sum(file.characters for file in files if file.split == "train" and file.documents)
+    whole, files = files, files if part else hold_out(files, asked.held_out, reading)
+    parts = {} if part else divide(files, asked.held_out)
+    tokenizer = ready or _trained(texts_of(files, parts["train"], reading), n_train, asked, show)
+    _describe(manifest, tokenizer, whole)
+    encoded = _encode(folder, files, asked, reading, tokenizer, manifest, run, show)
+    if part is None:
+        (folder / "done").mkdir()
+        _write_folder(folder / "done", manifest, parts, [(split, unit, folder / UNITS) for split, unit in encoded],
+                      tokenizer, show)
         return
-    (folder / "done").mkdir()
-    _write_folder(folder / "done", manifest, files, parts,
-                  [(split, unit, folder / UNITS) for split, unit in encoded], tokenizer, show)
-
-
-def _trained(reader: Reader, part: Part, asked: PrepareSettings, show: Show) -> Tokenizer:
-    """A tokenizer that is trained on pieces at equal distances."""
-    vocab_size = asked.vocab_size or DEFAULT_VOCAB_SIZE
-    n_train = sum(file.characters for file in part.files)
-    every = -(-n_train // asked.train_characters)
-    sampled = itertools.islice(pieces_of(reader, part), 0, None, every)
-    shown = show("training the tokenizer", sampled, n_train // every, lambda piece: len(piece.text))
-    texts = itertools.chain((piece.text for piece in shown), show("learning its vocabulary", (), vocab_size))
-    return train_tokenizer(texts, vocab_size, mlm=asked.is_masked)  # the last takes as long as reading
-
-
-def _encode(folder: Path, units: list[Unit], tokenizer: Tokenizer, reader: Reader, manifest: Manifest, run: Run,
-            show: Show) -> list[tuple[str, Encoded]]:
-    """Tokenise all units into subfolders of `folder`; returns their splits and descriptions. Those that a call for the
-    same text and tokenizer has finished are kept."""
-    begun = folder / "begun"
-    described = [manifest.settings, manifest.sources, tokenizer.sha256, [dataclasses.asdict(unit) for unit in units]]
-    key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    if not begun.exists() or read_bytes(begun) != key.encode():
-        for name in (UNITS, FINISHED):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        write_atomically(begun, key)
-    for name in (UNITS, FINISHED):
-        (folder / name).mkdir(exist_ok=True)
-    write_atomically(folder / TOKENIZER_FILE, tokenizer.json)
-    made = MadeTokenizer(folder / TOKENIZER_FILE, tokenizer.sha256, tokenizer.name, manifest.dtype)
-    results = zip(units, run(encode_unit, [(unit, reader, made, folder) for unit in units]), strict=True)
-    shown = show("tokenising", results, sum(unit.characters for unit in units), lambda item: item[0].characters)
-    return [(unit.split, encoded) for unit, encoded in shown]
-
-
-def _write_part(folder: Path, part: TextPart, files: list[CheckedFile], encoded: list[tuple[str, Encoded]],
-                manifest: Manifest, tokenizer: Tokenizer) -> None:
-    """Make the folder of units a part, and count what it holds."""
     part.sources, part.units = manifest.sources, encoded
     part.checked = [[file.documents, file.blank, file.characters] for file in files]
-    write_atomically(folder / UNITS / PART_FILE, part.to_json())
-    write_atomically(folder / UNITS / TOKENIZER_FILE, tokenizer.json)
+    (folder / UNITS / PART_FILE).write_text(part.to_json())
+    (folder / UNITS / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
     for split, unit in encoded:
         counts = manifest.splits.setdefault(split, Split())
         counts.documents += unit.rows - unit.open
@@ -294,24 +238,51 @@ def _write_part(folder: Path, part: TextPart, files: list[CheckedFile], encoded:
     os.rename(folder / UNITS, folder / "done")
 
 
-def _describe(manifest: Manifest, tokenizer: Tokenizer) -> None:
+def _trained(texts: Iterator[str], n_characters: int, asked: PrepareSettings, show: Show) -> Tokenizer:
+    """A tokenizer that is trained on pieces at equal distances."""
+    vocab_size = asked.vocab_size or DEFAULT_VOCAB_SIZE
+    every = -(-n_characters // asked.train_characters)
+    shown = show("training the tokenizer", itertools.islice(texts, 0, None, every), n_characters // every, len)
+    learning = show("learning its vocabulary", (), vocab_size)  # this takes as long as reading
+    return train_tokenizer(itertools.chain(shown, learning), vocab_size, mlm=asked.is_masked)
+
+
+def _encode(folder: Path, files: list[CheckedFile], asked: PrepareSettings, reading: Reading, tokenizer: Tokenizer,
+            manifest: Manifest, run: Run, show: Show) -> list[tuple[str, Encoded]]:
+    """Tokenise all units into subfolders of `folder`; returns their splits and descriptions. Those that a call for the
+    same text and tokenizer has finished are kept."""
+    units, begun = units_of(files, asked.unit_characters), folder / "begun"
+    described = [manifest.settings, manifest.sources, tokenizer.sha256, units]
+    key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    if not begun.exists() or read_bytes(begun) != key.encode():
+        for name in (UNITS, FINISHED):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        begun.write_text(key)
+    for name in (UNITS, FINISHED):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
+    made = MadeTokenizer(str(folder / TOKENIZER_FILE), tokenizer.sha256, tokenizer.name, manifest.dtype)
+    tasks = [(number, unit.slices, reading, made, str(folder)) for number, unit in enumerate(units)]
+    shown = show("tokenising", zip(units, run(encode_unit, tasks), strict=True),
+                 sum(unit.characters for unit in units), lambda item: item[0].characters)
+    return [(unit.split, Encoded(**fields)) for unit, fields in shown]
+
+
+def _describe(manifest: Manifest, tokenizer: Tokenizer, files: list[CheckedFile]) -> None:
+    """Put into the manifest what is known before the text is tokenised."""
     manifest.tokenizer = {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
                           "end_of_document": tokenizer.end_of_document}
     if tokenizer.mask is not None:
         manifest.tokenizer |= {"mask": tokenizer.mask, "separator": tokenizer.separator, "special": tokenizer.special}
     manifest.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-
-
-def _add_notes(manifest: Manifest, tokenizer: Tokenizer, n_empty: int, keeps: bool) -> None:
-    asked = manifest.settings.get("vocab_size", 0)
+    manifest.blank_documents = sum(file.blank for file in files)
+    asked, n_empty = manifest.settings.get("vocab_size", 0), sum(file.documents + file.blank == 0 for file in files)
     if tokenizer.vocab_size < asked:
         manifest.notes.append(f"the text gave a vocabulary of {tokenizer.vocab_size:,} of the {asked:,} asked for")
     if n_empty:
         manifest.notes.append(f"{n_empty:,} files have no documents and were left out")
     if manifest.blank_documents:
         manifest.notes.append(f"{manifest.blank_documents:,} documents are white space only and were left out")
-    if not keeps:
-        manifest.notes.append("this tokenizer does not keep the text exactly: scores per byte leave out what it drops")
 
 
 def _refuse_shared_text(sources: list[dict[str, Any]]) -> None:
@@ -344,32 +315,27 @@ def _require_same_part(out: Path, asked: TextPart) -> None:
         "choose another or delete it")
 
 
-def _write_folder(folder: Path, manifest: Manifest, files: list[CheckedFile], parts: dict[str, Part],
-                  units: list[tuple[str, Encoded, Path]], tokenizer: Tokenizer, show: Show) -> None:
+def _write_folder(folder: Path, manifest: Manifest, parts: dict[str, Part], units: list[tuple[str, Encoded, Path]],
+                  tokenizer: Tokenizer, show: Show) -> None:
     """Write all files from the units, with their splits and folders, and complete the manifest."""
-    manifest.blank_documents = sum(file.blank for file in files)
     with hashed_file(folder / TOKENIZER_FILE, manifest.files) as write:
         write(tokenizer.json.encode())
-
-    def ids() -> Iterator[tuple[str, np.ndarray]]:
-        for name, part in parts.items():
-            own = [(unit, where) for split, unit, where in units
-                   if split == (name if part.unit == "characters" else part.files[0].source.split)]
-            yield from ((name, block) for block in joined_ids(own, part, manifest.dtype, manifest.splits[name]))
-
     manifest.splits = {name: Split() for name in parts}
-    shown = show("writing", ids(), sum(unit.ids for _, unit, _ in units), lambda item: len(item[1]))
+    blocks = ((name, block) for name, part in parts.items()
+              for block in joined_ids([(unit, where) for split, unit, where in units if split == part.source],
+                                      part.spans, manifest.dtype, manifest.splits[name]))
+    shown = show("writing", blocks, sum(unit.ids for _, unit, _ in units), lambda item: len(item[1]))
     for name, group in itertools.groupby(shown, key=lambda item: item[0]):
         manifest.splits[name].tokens = _write_split(folder, name, (block for _, block in group), manifest)
-    first = next(name for name in parts)
-    split = first if parts[first].unit == "characters" else parts[first].files[0].source.split
     if manifest.settings.get("held_out"):
         train, held = (manifest.splits[name] for name in ("train", "validation"))
-        what = ("the end of the only document" if parts["validation"].unit == "characters" else
+        what = ("the end of the only document" if parts["validation"].source == "validation" else
                 f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances")
         logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
-    n_empty = sum(file.documents + file.blank == 0 for file in files)
-    _add_notes(manifest, tokenizer, n_empty, next(unit.keeps for of, unit, _ in units if of == split and unit.rows))
+    first = parts[next(iter(parts))].source
+    keeps = next(unit.keeps for split, unit, _ in units if split == first and unit.rows)
+    if not keeps or any(unit.unknown for _, unit, _ in units):
+        manifest.notes.append("this tokenizer does not keep the text exactly: scores per byte leave out what it drops")
     (folder / DATA_MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 

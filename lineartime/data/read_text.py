@@ -26,10 +26,11 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from lineartime.data.corpora import wiki40b_document
 from lineartime.errors import DataError
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
@@ -43,8 +44,6 @@ LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
 """Text may be so many times its file, or so many bytes."""
 BYTE_ORDER_MARK = "\ufeff"
 AS_UTF8 = "save it as UTF-8"
-Convert = Callable[[str, str], str]
-"""Turns a record's field into text. The second argument is the field's place, for errors."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,17 +117,18 @@ def text_files_below(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
-                convert: Convert | None = None, start: Place | None = None) -> Iterator[Piece]:
+                task: str | None = None, start: Place | None = None) -> Iterator[Piece]:
     """All documents of one file, in order, each as pieces of at most `PIECE` characters. A blank document is one empty
     piece, or in a file that is one document pieces of white space. field: the field or column that holds the text.
-    convert: applied to it. start: where to begin, the `next` of an earlier piece. An empty file has no piece."""
+    task: "wiki40b" takes its markers out. start: where to begin, the `next` of an earlier piece. An empty file has no
+    piece."""
     start = start or Place()
     if is_one_document(path.name):
         yield from _pieces_of_text(path, start)
         return
     for where, record, following in read_rows(path, [field], max_line_bytes=max_line_bytes, start=start):
         text = text_field(record, field, where)
-        text = convert(text, where) if convert else text
+        text = wiki40b_document(text, where) if task == "wiki40b" else text
         text = "" if text.isspace() else text
         for piece in cut(text[i:i + PIECE] for i in range(0, len(text), PIECE)):
             yield piece._replace(next=following) if piece.last else piece
@@ -163,7 +163,7 @@ def read_rows(path: Path, names: Sequence[str], *, optional: Sequence[str] = (),
     with readable(path), opened(path) as file:
         if kind.startswith((".csv", ".tsv")):
             yield from _csv_rows(file, path, "\t" if kind.startswith(".tsv") else ",")
-        elif not kind.startswith(".jsonl") and file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":  # type: ignore[attr-defined]
+        elif not kind.startswith(".jsonl") and _is_array(file):
             yield from _array_rows(file, path)
         else:
             if start.at:
@@ -268,6 +268,11 @@ def _record_of_line(line: bytes, where: str) -> Any:
     except UnicodeDecodeError as e:
         raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line", AS_UTF8) from None
     return parse_json(text, where, object_pairs_hook=_object)
+
+
+def _is_array(file: Any) -> bool:
+    """Whether an open `.json` begins with a bracket."""
+    return file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _array_rows(file: IO[bytes], path: Path) -> Iterator[Row]:

@@ -1,17 +1,14 @@
-"""The split of every file, found from its name, and the part of the documents that is held out."""
+"""The files of every split, found from their names."""
 
 import logging
 import os
 import re
 import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from lineartime.data.read_text import READS, Piece, ending_of, expanded, is_one_document, text_files_below
+from lineartime.data.read_text import READS, ending_of, expanded, is_one_document, text_files_below
 from lineartime.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -25,8 +22,6 @@ FIRST = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet"
 """Of a folder files of other kinds are read only if it has none of these."""
 ABOUT = ("readme", "license", "notice", "contributing", "changelog")
 """Names of `.md` files that are about the folder."""
-LINE_SEARCH = 1 << 16
-"""A single document is cut at a line that begins within this many characters."""
 
 
 class Source(NamedTuple):
@@ -40,16 +35,17 @@ class Source(NamedTuple):
 
 
 def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: Iterable[Path] = (), *,
-                 preferred: str | None = None) -> list[Source]:
+                 task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
     inputs: the train split, unless files, or subfolders of a folder, are called train, validation and test; then only
-    those are read. validation, test: files or folders of these splits. preferred: the ending to read if a folder has
-    files of several formats. Raises UsageError for ambiguous inputs, DataError for inputs that are missing, empty or
-    not regular files."""
+    those are read. validation, test: files or folders of these splits. task: of "wiki40b" the published `.parquet` is
+    read, and not copies beside it. Raises UsageError for ambiguous inputs, DataError for inputs that are missing, empty
+    or not regular files."""
     inputs, validation, test = ([path for name in names for path in expanded(name)]
                                 for names in (inputs, validation, test))
-    sources = [source for path in inputs for source in _sources_of(Path(path), preferred)]
+    preferred = ".parquet" if task == "wiki40b" else None
+    sources = [source for path in inputs for source in _sources_of(path, preferred)]
     splits = {source.split for source in sources}
     if "train" in splits and splits & {"validation", "test"}:
         for source in sources:
@@ -62,7 +58,7 @@ def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: 
         if paths and any(source.split == split for source in sources):
             raise UsageError(f"two {split} splits", paths[0], "the inputs have one already")
         for path in paths:
-            found = _sources_of(Path(path), preferred)
+            found = _sources_of(path, preferred)
             if len({source.split for source in found}) > 1:
                 raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
             sources += [source._replace(split=split) for source in found]
@@ -167,134 +163,3 @@ def _say_skipped(folder: Path, names: list[str], why: str) -> None:
 def _split_of(name: str) -> str:
     match = SPLIT_FILE.fullmatch(name.lower()[:-len(ending_of(name)) or None])
     return SPLIT_NAMES[match[1]] if match else ""
-
-
-class Slice(NamedTuple):
-    """Part of a file that can be read on its own: its place, pieces and characters, and whether a word reaches into
-    it."""
-
-    at: int
-    line: int
-    pieces: int
-    characters: int
-    in_word: bool
-
-
-class CheckedFile(NamedTuple):
-    """A source that was read to its end: the numbers of its documents that are not blank, blank ones and characters,
-    and its slices."""
-
-    source: Source
-    documents: int
-    blank: int
-    characters: int
-    slices: list[Slice]
-
-
-class Part(NamedTuple):
-    """The text of a split: spans [first, stop) of the "documents" of its files, or one of the "characters" of its only
-    document."""
-
-    files: list[CheckedFile]
-    unit: str
-    spans: list[tuple[int, int]]
-
-
-Reader = Callable[..., Iterator[Piece]]
-"""`read_text.read_pieces` with its settings: takes a path, and a `start`."""
-
-
-def check_source(reader: Reader, source: Source, slice_characters: int = 1 << 23) -> CheckedFile:
-    """Read a source to its end, so that its errors are found before anything is written.
-
-    slice_characters: a slice ends after so many characters; in a `.txt` inside the document, otherwise with one. A
-    compressed file is one slice."""
-    documents = blank = characters = before = n_pieces = 0
-    all_blank = True
-    begin, slices = (0, 0, False), list[Slice]()
-    for text, last, following in reader(source.path):
-        characters, n_pieces = characters + len(text), n_pieces + 1
-        all_blank = all_blank and (not text or text.isspace())
-        if characters - before >= slice_characters and following:
-            slices.append(Slice(*begin[:2], n_pieces, characters - before, begin[2]))
-            begin = (following.at, following.line, not last and not text[-1].isspace())
-            before, n_pieces = characters, 0
-        if last:
-            documents, blank, all_blank = documents + (not all_blank), blank + all_blank, True
-    if n_pieces:
-        slices.append(Slice(*begin[:2], n_pieces, characters - before, begin[2]))
-    return CheckedFile(source, documents, blank, characters, slices)
-
-
-def divide(reader: Reader, files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:
-    """The text of each split; the fraction `held_out` of train becomes validation, see `prepare`.
-
-    Raises DataError for a split that would be empty."""
-    parts = {}
-    for split in SPLITS:
-        own = [file for file in files if file.source.split == split]
-        n_documents = sum(file.documents for file in own)
-        if own and not n_documents:
-            what = "nothing but white space" if any(file.blank for file in own) else "no documents"
-            raise DataError(what, own[0].source.path, f"the {split} split would be empty")
-        if own:
-            parts[split] = Part([file for file in own if file.documents], "documents", [(0, n_documents)])
-    if held_out is None:
-        return parts
-    whole = parts["train"]
-    ((_, stop),) = whole.spans
-    if stop > 1:
-        held = spread_documents(whole.files, held_out)
-        between = zip([0, *(i + 1 for i in held)], [*held, stop], strict=True)
-        spans = [span for span in between if span[0] < span[1]], [(i, i + 1) for i in held]
-    else:
-        whole, stop = whole._replace(unit="characters"), whole.files[0].characters
-        cut = _line_after(reader, whole, stop - int(stop * held_out), stop)
-        spans = [(0, cut)], [(cut, stop)]
-        if not 0 < cut < stop:
-            raise DataError("too little text to hold some out", whole.files[0].source.path, f"held_out = {held_out}")
-    return parts | {"train": whole._replace(spans=spans[0]), "validation": whole._replace(spans=spans[1])}
-
-
-def spread_documents(files: list[CheckedFile], share: float) -> list[int]:
-    """The numbers of documents that hold at least `share` of the characters, at equal distances over all files; at
-    least one, and not all. A document counts with the mean of its file, which is exact for a `.txt`."""
-    means, counts = [file.characters / file.documents for file in files], [file.documents for file in files]
-    characters_D = np.repeat(means, counts)
-    n, wanted = len(characters_D), share * sum(file.characters for file in files)
-    k = min(max(1, round(n * share)), n - 1)
-    while True:
-        chosen = (2 * np.arange(k) + 1) * n // (2 * k)
-        if k >= n - 1 or characters_D[chosen].sum() >= wanted * (1 - 1e-9):
-            return chosen.tolist()
-        k = min(k + 1 + k // 50, n - 1)
-
-
-def _line_after(reader: Reader, whole: Part, start: int, stop: int) -> int:
-    """The beginning of the first line after character `start` of a single document of `stop` characters; `start` if
-    none is near."""
-    window = "".join(text for text, *_ in pieces_of(reader, whole._replace(spans=[(start, start + LINE_SEARCH)])))
-    line = start + window.find("\n") + 1
-    return line if line < stop else start
-
-
-def pieces_of(reader: Reader, part: Part) -> Iterator[Piece]:
-    """The pieces of a split, without blank documents."""
-    at, spans = 0, iter(part.spans)
-    first, stop = next(spans)
-    for file in part.files:
-        if part.unit == "documents" and at + file.documents <= first:
-            at += file.documents
-            continue
-        for text, last, _ in reader(file.source.path):
-            if part.unit == "documents":
-                if text and at >= stop:
-                    first, stop = next(spans, (sys.maxsize, sys.maxsize))
-                if text and first <= at < stop:
-                    yield Piece(text, last)
-                at += last and text != ""
-            else:
-                kept = text[max(first - at, 0):max(stop - at, 0)]
-                at += len(text)
-                if kept:
-                    yield Piece(kept, at >= stop)

@@ -60,6 +60,9 @@ class Tokenizer:
         self.name = name
         with self._refused("not a tokenizer.json"), _quiet_stderr():
             inner = tokenizers.Tokenizer.from_str(json)
+        if getattr(inner.model, "dropout", None):  # of training: each call would give other tokens
+            inner.model.dropout = None
+            json = inner.to_str()
         needed = needed_tokens(mlm)
         there = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
         missing = [token for token in needed if token not in there]
@@ -81,6 +84,9 @@ class Tokenizer:
         self.vocab_size = max(used) + 1
         self.has_gaps = len(used) < self.vocab_size
         self.special = sorted({*range(self.vocab_size)} - used.keys() | {*special.values()})
+        model = json_module.loads(json)["model"]
+        unknown = model.get("unk_id", model.get("unk_token"))
+        self.unknown = inner.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.json = json
         self.sha256 = hashlib.sha256(json.replace(_beginning(self.end_of_document), "null").encode()).hexdigest()
         self._inner = inner

@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,19 @@ class Split:
 class Manifest:
     """The content of manifest.json, which ends with the SHA-256 of its other fields."""
 
-    version: int
     settings: dict[str, Any]
-    sources: list[dict[str, Any]]
+    sources: list[dict[str, Any]] = field(default_factory=list)
     """Split, name, bytes and SHA-256 of every file of text, in the order of their documents."""
-    tokenizer: dict[str, Any]
+    tokenizer: dict[str, Any] = field(default_factory=dict)
     """SHA-256, vocab_size and end_of_document; with a "[MASK]" token also mask, separator and `Tokenizer.special`."""
-    dtype: str
-    shard_tokens: int
-    splits: dict[str, Split]
-    blank_documents: int
+    dtype: str = ""
+    shard_tokens: int = 0
+    splits: dict[str, Split] = field(default_factory=dict)
+    blank_documents: int = 0
     """Documents of white space only, which were left out."""
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
     """Remarks that `lineartime prepare` prints."""
-    files: dict[str, dict[str, Any]]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Bytes and SHA-256 of every other file in the folder."""
     already_prepared: bool = False
     """Whether `prepare` found the folder complete; not written."""
@@ -86,7 +85,9 @@ class Manifest:
         return json.dumps(self._fields() | {"manifest_sha256": self.sha256}, indent=1) + "\n"
 
     def _fields(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "already_prepared"}
+        fields = dataclasses.asdict(self)
+        del fields["already_prepared"]
+        return {"version": FORMAT_VERSION} | fields
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -114,6 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
     if digest != _digest(fields):
         raise DataError("damaged manifest", path, "prepare the data again")
     try:
+        del fields["version"]
         manifest = Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
         _check_manifest(manifest)
     except (KeyError, TypeError, AttributeError, ValueError):

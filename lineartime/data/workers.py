@@ -2,11 +2,14 @@
 
 A worker is a program of its own (`python -m lineartime.data.workers`), one for each thread of a pool. It is no fork,
 because the caller may have threads; and not one of `multiprocessing`, which would run the caller's script again in
-each. It takes a pickled (function, arguments) and answers with (result, error); text and ids are in files."""
+each. It takes a line of JSON, the name of a function and its arguments, and answers with one, the result or the error;
+text and ids are in files."""
 
+import builtins
 import contextlib
+import importlib
+import json
 import os
-import pickle
 import queue
 import signal
 import subprocess
@@ -18,10 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lineartime import errors
 from lineartime.errors import LineartimeError, ResourceError
 
 Run = Callable[..., Iterator[Any]]
-"""Calls a function with each of some tuples of arguments, and yields the results in their order."""
+"""Calls a function with each of some tuples of arguments, and yields the results in their order. Arguments and results
+are as JSON has them: a tuple becomes a list."""
+Worker = subprocess.Popen[bytes]
 
 
 @contextlib.contextmanager
@@ -31,44 +37,49 @@ def worker_pool(jobs: int) -> Iterator[Run]:
 
     A process has one task at a time, so memory does not grow with their number. Of several errors the one of the first
     task is raised; ResourceError if a process dies. The processes end with the block."""
-    processes: list[subprocess.Popen[bytes]] = []
+    workers: list[Worker] = []
 
     def run(function: Callable[..., Any], arguments: list[tuple[Any, ...]], few: bool = False) -> Iterator[Any]:
-        n_processes = 1 if few else min(jobs, len(arguments))
-        if n_processes <= 1:
-            yield from (function(*each) for each in arguments)
+        n_workers = 1 if few else min(jobs, len(arguments))
+        if n_workers <= 1:
+            yield from (as_json(function(*as_json(each))) for each in arguments)
             return
-        processes.extend(_started() for _ in range(n_processes - len(processes)))
-        idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        for process in processes:
-            idle.put(process)
+        workers.extend(_started() for _ in range(n_workers - len(workers)))
+        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in workers:
+            idle.put(worker)
 
         def ask(each: tuple[Any, ...]) -> Any:
-            process = idle.get()
+            worker = idle.get()
             try:
-                return _answer(process, (function, each))
+                return _answer(worker, [function.__module__, function.__name__, each])
             finally:
-                idle.put(process)
+                idle.put(worker)
 
-        with ThreadPoolExecutor(n_processes) as pool:
+        with ThreadPoolExecutor(n_workers) as pool:
             try:
                 yield from pool.map(ask, arguments)
             except BaseException:  # nobody waits for the other tasks
                 pool.shutdown(wait=False, cancel_futures=True)
-                for process in processes:
-                    process.kill()
+                for worker in workers:
+                    worker.kill()
                 raise
 
     try:
         yield run
     finally:
-        for process in processes:
-            process.kill()
-            with contextlib.suppress(BrokenPipeError), process:  # its pipes are closed
+        for worker in workers:
+            worker.kill()
+            with contextlib.suppress(BrokenPipeError), worker:  # its pipes are closed
                 pass
 
 
-def _started() -> subprocess.Popen[bytes]:
+def as_json(value: Any) -> Any:
+    """A value as it is on the other side of a pipe."""
+    return json.loads(json.dumps(value))
+
+
+def _started() -> Worker:
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false",
                                 "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -77,29 +88,29 @@ def _started() -> subprocess.Popen[bytes]:
                             process_group=0)  # an interrupt from the keyboard is for the caller alone
 
 
-def _answer(process: subprocess.Popen[bytes], task: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+def _answer(worker: Worker, task: list[Any]) -> Any:
     """The result of a task. Raises its error, and ResourceError if the process has died."""
-    assert process.stdin and process.stdout
+    assert worker.stdin and worker.stdout
     try:
-        pickle.dump(task, process.stdin)
-        process.stdin.flush()
-        result, error = pickle.load(process.stdout)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        raise ResourceError("a process that tokenises has died", f"exit code {process.wait()}",
+        worker.stdin.write(json.dumps(task).encode() + b"\n")
+        worker.stdin.flush()
+        result, error = json.loads(worker.stdout.readline())
+    except (OSError, ValueError):  # the pipe is broken, or has no whole line
+        raise ResourceError("a process that tokenises has died", f"exit code {worker.wait()}",
                             "where memory was short use fewer --jobs; the same command goes on") from None
     if error is not None:
         kind, parts = error
-        raise kind(*parts)
+        raise (getattr(errors, kind, None) or getattr(builtins, kind))(*parts)
     return result
 
 
-def _described(e: Exception) -> tuple[type[Exception], tuple[Any, ...]]:
-    """What makes an error again in the caller's process: its class and arguments."""
+def _described(e: Exception) -> tuple[str, list[Any]]:
+    """What makes an error again in the caller's process: the name of its class, and its arguments."""
     if isinstance(e, LineartimeError):
-        return type(e), (e.what, e.where, e.todo)
+        return type(e).__name__, [e.what, e.where if e.where is None else str(e.where), e.todo]
     if isinstance(e, OSError):
-        return OSError, (e.errno, e.strerror, e.filename)
-    return (MemoryError, ()) if isinstance(e, MemoryError) else (RuntimeError, (traceback.format_exc(),))
+        return "OSError", [e.errno, e.strerror, e.filename if e.filename is None else str(e.filename)]
+    return ("MemoryError", []) if isinstance(e, MemoryError) else ("RuntimeError", [traceback.format_exc()])
 
 
 def main() -> None:
@@ -107,23 +118,22 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    tasks: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                tasks.put(pickle.load(sys.stdin.buffer))
+        for line in sys.stdin.buffer:
+            tasks.put(line)
         os._exit(1)  # the caller is gone; a task that is being done is of no use
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        function, arguments = tasks.get()
+        module, name, arguments = json.loads(tasks.get())
         result = error = None
         try:
-            result = function(*arguments)
+            result = getattr(importlib.import_module(module), name)(*arguments)
         except Exception as e:
             error = _described(e)
-        pickle.dump((result, error), answers)
+        answers.write(json.dumps([result, error]).encode() + b"\n")
         answers.flush()
 
 

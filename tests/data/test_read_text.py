@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from lineartime.data.read_text import Place, cut, read_pieces
-from lineartime.data.splits import check_source, find_sources
+from lineartime.data.read_text import cut, read_pieces
+from lineartime.data.slices import check_file, read_slice
+from lineartime.data.splits import find_sources
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
 from text_files import make
@@ -104,15 +105,18 @@ def test_a_file_can_be_read_from_each_of_its_slices(tmp_path, name, monkeypatch)
         lines = ["é 東京\n" * 9, " ", "x" * 90] * 9
         make(tmp_path, {name: "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9 if name == "a.txt" else lines})
     pieces = list(read_pieces(tmp_path / name))
-    slices = check_source(read_pieces, find_sources([tmp_path / name])[0], 100).slices
-    assert (len(slices) == 1) == name.endswith(".gz")
+    checked = check_file(str(tmp_path / name), "train", {}, 100)
+    assert (len(checked.slices) == 1) == name.endswith(".gz")
     read = []
-    for at, line, n_pieces, characters, in_word in slices:
+    for one in checked.slices:
         before = read[-1] if read else None
-        assert in_word == bool(before and not before.last and not before.text[-1].isspace())
-        read += itertools.islice(read_pieces(tmp_path / name, start=Place(at, line)), n_pieces)
-        assert characters == sum(len(piece.text) for piece in read[-n_pieces:])
-    assert read == pieces
+        assert one.in_word == bool(before and not before[1] and not before[0][-1].isspace())
+        own = [(text, last) for text, last, _ in read_slice(one, {})]
+        assert one.characters == sum(len(text) for text, _ in own)
+        read += own
+    assert read == [(text, last) for text, last, _ in pieces if text]
+    assert checked[2:5] == (sum(last and text != "" for text, last, _ in pieces),
+                            sum(text == "" for text, *_ in pieces), sum(len(text) for text, *_ in pieces))
 
 
 def test_a_line_keeps_its_number_when_reading_begins_later(tmp_path):
@@ -218,7 +222,7 @@ def test_faults_are_refused_with_their_place(tmp_path, fault):
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         limit = 1000 if fault == "long line" else 1 << 20
-        check_source(lambda p: read_pieces(p, max_line_bytes=limit), find_sources([path])[0])
+        check_file(str(path), "train", {"max_line_bytes": limit}, 1 << 23)
     assert message.format(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -233,7 +237,7 @@ def test_damaged_gzip_never_gives_another_text(tmp_path):
         damaged[byte] ^= 1 << byte % 8
         path.write_bytes(damaged)
         try:
-            check_source(read_pieces, find_sources([path])[0])
+            check_file(str(path), "train", {}, 1 << 23)
         except DataError:
             continue
         assert documents(path) == whole, "only what the header says besides may change unnoticed"

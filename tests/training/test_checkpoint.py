@@ -567,10 +567,8 @@ def test_a_strange_lock_file_is_one_line(tmp_path):
 
 
 def test_no_pickle_is_reachable():
-    """Nothing in the package reads or writes a file of a kind that can carry code. Only `data/workers.py` pickles what
-    it sends through a pipe to processes that it has started itself."""
+    """Nothing in the package reads or writes a file that can carry code, or sends such a thing to a process."""
     banned = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
                         r"|(?<![\w.])((torch|np|numpy)\.load|torch\.save|eval|exec|__import__)\(", re.M)
     package = Path(lineartime.__file__).parent
-    found = [path.relative_to(package) for path in package.rglob("*.py") if banned.search(path.read_text())]
-    assert found == [Path("data/workers.py")]
+    assert not [path for path in package.rglob("*.py") if banned.search(path.read_text())]
