@@ -36,7 +36,7 @@ def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
 
     x: `[..., width]`. sin, cos: `[..., width / 2]`, of the positions, broadcast. Returns `[..., width]`."""
     halves = x.unflatten(-1, (2, -1))
-    # [x1 cos - x2 sin, x2 cos + x1 sin] without a cat, which torch.compile turns into slow code.
+    # This is [x1 cos - x2 sin, x2 cos + x1 sin] without a cat, which torch.compile turns into slow code.
     sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
     return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
 
@@ -46,6 +46,7 @@ def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
     n_keys = n_keys or n_queries
     if torch.compiler.is_exporting():  # unfold takes no symbolic length
         return w[torch.arange(n_keys, device=w.device) - torch.arange(1 - n_queries, 1, device=w.device)[:, None]]
+    # Row i is a window of n_keys entries of w, which begins one entry further left with every query.
     return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
 
 
@@ -111,10 +112,12 @@ def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu
     """relu(score)^2, or softmax over the last axis: exactly 0 for keys that are not visible, even if no key is.
 
     visible: bool, broadcast to score; None: every key is visible. Returns score's shape and dtype."""
+    # relu^2 needs no more than a score of 0 where a key is hidden.
     if kernel == "relu2":
         return torch.relu(score if visible is None else torch.where(visible, score, 0.0)).square()
     if visible is None:
         return score.softmax(-1)
+    # The least finite number, not -inf: a query without any key would be NaN. Its weights become 0 afterwards.
     return score.masked_fill(~visible, torch.finfo(score.dtype).min).softmax(-1).masked_fill(~visible, 0.0)
 
 
@@ -136,6 +139,7 @@ def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Ten
 
 def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Tensor:
     """q k^T / scale + b: score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or None."""
+    # q is divided before the product, which in float16 would otherwise leave its range.
     score_BGCM = at_least_float32(product("bgcs,bgms->bgcm", float16_as_float32(q_BGCS) / scale, k_BGMS))
     return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
 
@@ -158,6 +162,7 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     last_BG: the last document of each chunk; ids do not decrease along a row. Up to SCAN_BLOCK places are one matmul
     with a matrix of zeros and ones. More places are cut into blocks; the state that enters a block is the same sum over
     blocks, so that the work is linear in G."""
+    # One matmul adds up the states of the chunks that are kept: row p of the matrix says which those are.
     def add_up(kept_BPG: Tensor, kv_BGSE: Tensor) -> Tensor:
         with torch.autocast(kv_BGSE.device.type, enabled=False):
             return torch.bmm(kept_BPG.to(kv_BGSE.dtype), kv_BGSE.flatten(2)).unflatten(2, kv_BGSE.shape[2:])
@@ -199,6 +204,7 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                  gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the tokens of each chunk's last document: the sum of k v, their number, and the document: kv_BGSE and
     count_BG, in float32 at least, and last_BG. gate_BGC: what each token counts for, 1 by default."""
+    # Only the last document of a chunk can go on in the next one, so only its tokens are in the sum.
     last_BG, tail_BGC = last_documents(segment_ids_BGC)
     kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
     counted_BGC = tail_BGC if gate_BGC is None else tail_BGC * gate_BGC
@@ -227,6 +233,7 @@ class CarriedState:
         self.kv_BSE, self.count_B = kv_BSE, count_B
 
     def __call__(self, leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        # The part reads the sum and the count as one vector. They go on where document 0 reaches the part's end.
         entering_BF = torch.cat([self.kv_BSE.flatten(1), self.count_B.to(self.kv_BSE.dtype)[:, None]], dim=1)
         left_BF = leaving_DBF[0] + torch.where(passes_B[:, None], entering_BF, 0.0)
         self.kv_BSE, self.count_B = left_BF[:, :-1].unflatten(1, self.kv_BSE.shape[1:]), left_BF[:, -1]
@@ -238,6 +245,7 @@ def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gat
     """Of the last document before each chunk: the sum of k v over its tokens in earlier chunks, their number, and the
     document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`. leaving: also
     after the last chunk, kv_BPSE and so on."""
+    # What enters a chunk is of the document that ended the chunk before it; before the first chunk that is document 0.
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     entering_BG = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
     kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
@@ -253,7 +261,7 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, past
 
 
 def with_past(states: States, past: Past) -> States:
-    """States to which a past is added."""
+    """States to which a past is added: to those of document 0, which it is of."""
     (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, past
     still_BP = document_BP == 0
     kv_BPSE = kv_BPSE + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)
@@ -293,6 +301,7 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
     """weight q kv, with the state kv that enters the query's chunk: `[B, G, C, E]`, of q's dtype."""
+    # The weight, 0 or 1 / count, is put into q, which is smaller than the result.
     in_float16, q_BGCS = matmul_dtype(q_BGCS) == torch.float16, float16_as_float32(q_BGCS)
     q_BGCS = (q_BGCS * weight_BGC[..., None]).to(q_BGCS.dtype)
     out_BGCE = product("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
@@ -307,7 +316,8 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     pooling: "mean" divides by their number (Codes 7-8), "written" by the sum of their gates, or by 1 if that is less;
     others do not. gate_BGC: the gates, for "written". exchange: if the rows are parts of rows, see `Exchange`.
     Returns `[B, G, C, E]`."""
-    if segment_ids_BGC is None and causal and gate_BGC is None and exchange is None:  # one document: no mask
+    # One document: no mask, and before chunk g there are C g tokens.
+    if segment_ids_BGC is None and causal and gate_BGC is None and exchange is None:
         n_chunks, c = q_BGCS.shape[1:3]
         kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS, v_BGCE))
         zeros_BG = torch.zeros(q_BGCS.shape[:2], dtype=torch.long, device=q_BGCS.device)
@@ -368,6 +378,7 @@ def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, co
     """Heads from z by scales and offsets (Eq. 5), then RoPE (Code 3): heads_NBTS of z's dtype.
 
     sin, cos: `[1 or B, T, S / 2]`, see `rotary`."""
+    # RoPE is computed in the wider of the dtypes, as its angles are; the result is rounded once.
     made_NBTS = z_BTS * gamma_NS[:, None, None] + beta_NS[:, None, None]
     return rope(made_NBTS, sin, cos).to(z_BTS.dtype)
 
@@ -416,6 +427,7 @@ def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads: Iterable[Tensor], w: Te
                     segment_ids_BT: Tensor | None, pooling: str, gate_BT: Tensor | None = None,
                     exchange: Exchange | None = None) -> Tensor:
     """u * (mixed chunk attention of v) of rows, in chunks: `[B, T, E]`."""
+    # Rows are cut into chunks, and the padding of the last chunk is cut off again.
     q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads)
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
@@ -426,32 +438,20 @@ def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads: Iterable[Tensor], w: Te
 
 def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_ids_BT: Tensor | None, chunk_size: int,
                      causal: bool, exchange: Exchange | None = None) -> Sequence[Tensor]:
-    """Heads whose linear queries are divided by what pooling "written" divides by, so that a sum is left; without gates
-    the heads themselves. exchange: of sums of gates alone, see `Exchange`."""
+    """Heads whose linear queries are divided by what pooling "written" divides by, the sum of the gates that a token
+    reads or 1 if that is less, so that a sum is left; without gates the heads themselves. exchange: of sums of gates
+    alone, see `Exchange`."""
     if gate_BT is None:
         return heads
     q_quad, k_quad, q_lin, k_lin = heads
-    count_BT = written_counts(segment_ids_BT, gate_BT, chunk_size, causal, exchange)
-    return q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin
-
-
-def written_counts(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool,
-                   exchange: Exchange | None = None) -> Tensor:
-    """What the linear half of each token is divided by with pooling "written": the sum of the gates that it reads, and
-    at least 1: count_BT, of gate's dtype. exchange: see `divided_by_gates`."""
-    return gates_read(segment_ids_BT, gate_BT, chunk_size, causal, exchange).clamp(min=1)
-
-
-def gates_read(segment_ids_BT: Tensor | None, gate_BT: Tensor, chunk_size: int, causal: bool,
-               exchange: Exchange | None = None) -> Tensor:
-    """The sum of the gates of the tokens that each token's linear half reads: `[B, T]`, of gate's dtype."""
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
     assert ids_BGC is not None
-    # Values of width 0: only the sums of gates are wanted here.
+    # The sum of the gates of the tokens that each token reads. Values of width 0: no sums of k v are wanted here.
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
     states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
-    return from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1])
+    count_BT = from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1]).clamp(min=1)
+    return q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
@@ -461,6 +461,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     x, delta: `[..., D]`. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm. The sum has the
     promoted dtype of x and delta. The norm is computed in float32 at least and returned in the dtype of matmuls, see
     `matmul_dtype`, to which a linear layer would cast it."""
+    # LayerNorm is PyTorch's own; ScaleNorm has one weight and takes no mean off.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
     if bias is not None:

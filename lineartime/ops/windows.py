@@ -48,7 +48,7 @@ class DocumentWeights(NamedTuple):
 
 def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str) -> DocumentWeights:
     """The documents of the rows of a tensor `[B, T, ...]`; numbers are of its dtype, or of float32."""
-    like = at_least_float32(x_BT[:0])
+    like = at_least_float32(x_BT[:0])  # for its dtype and device alone
     ids_BGC = reference.chunk_ids(segment_ids_BT, x_BT, chunk_size, causal=True)
     if ids_BGC is None:  # a query reads all tokens of the chunks before its own
         count_G = torch.arange(0, x_BT.shape[1], chunk_size, device=like.device).to(like.dtype)
@@ -121,6 +121,7 @@ def weighted(x_NCS: Tensor, weight_BGC: Tensor | None) -> Tensor:
 
 def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeights, bias_CC: Tensor) -> WindowInputs:
     """The window of some tokens, of whose documents alone `documents` tells."""
+    # What the documents and the length n say goes into the heads, so that the two halves are plain matmuls.
     q_quad, k_quad, q_lin, k_lin = (chunks(head_BTS, len(bias_CC)) for head_BTS in heads)
     ids_BGC, weight_BGC, tail_BGC, _ = documents
     return WindowInputs(q_quad / len(bias_CC), k_quad, weighted(q_lin, weight_BGC), weighted(k_lin, tail_BGC),
@@ -129,6 +130,7 @@ def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeigh
 
 def relu_scores(inputs: WindowInputs, rows: slice, keys: slice) -> Tensor:
     """relu(q k^T / n + b) of a block, in float32 at least: 0 for keys of other documents and keys after the query."""
+    # The bias is -inf for keys after the query, which relu makes 0. Scores of other documents are set to 0.
     score_NRM = torch.bmm(inputs.q_quad_NCS[:, rows], inputs.k_quad_NCS[:, keys].mT) + inputs.bias_CC[rows, keys]
     if inputs.ids_NC is not None:
         score_NRM.masked_fill_(~reference.same_document(inputs.ids_NC[:, rows], inputs.ids_NC[:, keys]), 0.0)
@@ -137,6 +139,7 @@ def relu_scores(inputs: WindowInputs, rows: slice, keys: slice) -> Tensor:
 
 def attend(inputs: WindowInputs, kv_NSE: Tensor) -> Tensor:
     """Both halves of a window: `[N, C, E]`. kv_NSE: the states that enter its chunks."""
+    # The linear half first; the quadratic half is added to it block by block.
     out_NCE = torch.bmm(inputs.q_lin_NCS, kv_NSE)
     for rows, keys in inputs.blocks:
         a_NRM = relu_scores(inputs, rows, keys).square_().to(out_NCE.dtype)
@@ -172,6 +175,7 @@ def walk_states(added_NSE: Tensor, state_BSE: Tensor, goes_on_BG: Tensor | None,
     added_BGSE = added_NSE.unflatten(0, (len(state_BSE), -1))
     states_BGSE, n_chunks = torch.empty_like(added_BGSE), added_BGSE.shape[1]
     for i in reversed(range(n_chunks)) if backwards else range(n_chunks):
+        # The chunk reads the state as it was. Then the state is dropped where its document ends, and gets the chunk's.
         states_BGSE[:, i] = state_BSE
         if goes_on_BG is not None:
             state_BSE *= goes_on_BG[:, i, None, None]
@@ -199,6 +203,7 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
         u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
         if window.start == 0:  # a row begins: nothing was read before
             state_BSE = bias_CC.new_zeros(len(u_BTE), s, e)
+        # The states that enter the window's chunks, attention, and the gate.
         inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
         kv_NSE = walk_states(torch.bmm(inputs.k_lin_NCS.mT, inputs.v_NCE), state_BSE, here.goes_on_BG)
         kv_BGSE[rows, window] = kv_NSE.unflatten(0, (len(u_BTE), -1))
@@ -258,7 +263,7 @@ class GatedHeadAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, attended_BTE, kv_BGSE = ctx.saved_tensors
-        if must_be_followed(dout_BTE):
+        if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
             return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
         uv_BTF, *heads, w = inputs
         duv_BTF, all_dheads = torch.empty_like(uv_BTF), [torch.empty_like(x) for x in heads]
@@ -274,6 +279,7 @@ class GatedHeadAttention(torch.autograd.Function):
 
 def rotate(x_4BTS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """`reference.rope`, in half as many passes, which autograd could not follow."""
+    # [x1 cos - x2 sin, x2 cos + x1 sin], written straight into its halves.
     out_4BTS = torch.empty_like(x_4BTS)
     (x1, x2), (out1, out2) = x_4BTS.chunk(2, dim=-1), out_4BTS.chunk(2, dim=-1)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-1)
@@ -324,6 +330,7 @@ def heads_from_z(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor
                  span: slice) -> Tensor:
     """`reference.make_heads` of some tokens."""
     z_BTS = F.silu(uvz_BTF[rows, span, -gamma_4S.shape[-1] :])
+    # In float32 until the heads are complete, then rounded once.
     z, gamma, beta = (at_least_float32(x) for x in (z_BTS, gamma_4S[:, None, None], beta_4S[:, None, None]))
     made_4BTS = torch.addcmul(beta, z, gamma)
     return rotate(made_4BTS, part_of(sin, rows, span), part_of(cos, rows, span)).to(z_BTS.dtype)
@@ -336,6 +343,7 @@ def part_of(angle: Tensor, rows: slice, span: slice) -> Tensor:
 
 def diagonal_sums(x_CC: Tensor) -> Tensor:
     """The transpose of `reference.toeplitz`: sums over the diagonals, `[2 C - 1]`."""
+    # Entry [i, j] belongs to the distance j - i, which is at j - i + C - 1.
     index_C = torch.arange(len(x_CC), device=x_CC.device)
     at_CC = index_C - index_C[:, None] + len(x_CC) - 1
     return x_CC.new_zeros(2 * len(x_CC) - 1).index_add_(0, at_CC.flatten(), x_CC.flatten())
@@ -362,6 +370,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling)
 
     def definition(uv_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
+        # The heads have their divisor already, so "written" and "fixed" are sums here.
         *heads, w = heads_and_w
         return reference.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=True,
                                               segment_ids_BT=segment_ids_BT,

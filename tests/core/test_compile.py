@@ -18,6 +18,7 @@ from lineartime.model import token_losses
 from marks import rest
 from tiny_models import CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 SMALL = {"d_model": 64, "n_layers": 2, "vocab_size": 97, "context": 512}
 MODELS = {
     "flash": model_config("flash", chunk_size=256, **SMALL),
@@ -39,11 +40,9 @@ def gradients(model, rows_BT, dtype):
     return loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "length", "dtype", "checkpointing"), [
     ("flash, documents", 203, torch.float32, False),
-    *rest(("flash", 512, torch.bfloat16, False), ("flash", 512, torch.bfloat16, True),
-          ("flash", 512, torch.float32, False), ("transformer++", 203, torch.float32, False),
+    *rest(("flash", 512, torch.bfloat16, True), ("transformer++", 203, torch.float32, False),
           ("long memory", 203, torch.float32, False))])
 def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing):
     """At most twice as far from float64 as eager layers in the same type, or the rounding of a few operations in that
@@ -76,10 +75,8 @@ def test_a_copy_of_a_compiled_model_runs_on_its_own_weights():
     assert all("add" not in vars(layer) and layer.add.__self__ is layer for layer in made.layers)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "causal"), [("transformer++", True), *rest(
-    ("transformer++", False), *((name, causal) for name in ("transformer", "transformer++ gate")
-                                for causal in (True, False)))])
+    ("transformer++", False), ("transformer++ gate", True))])
 def test_packed_transformers_compile_to_one_graph(name, causal):
     model, ids_BT = random_model(replace(with_end(CONFIGS[name]), causal=causal)), random_ids(2, 23)
     valid_BT = torch.arange(23) < torch.tensor([[23], [15]])
@@ -95,10 +92,8 @@ def test_packed_transformers_compile_to_one_graph(name, causal):
         assert torch.equal(layer(x_BTD, segment_ids_BT), sum(layer.add(x_BTD, None, info)))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("name", "causal"), [("flash", True), *rest(
-    ("flash", False), *((name, causal) for name in ("flash-quad", "flash-quad rotated bias")
-                        for causal in (True, False)))])
+    ("flash", False), ("flash-quad", True), ("flash-quad rotated bias", False))])
 def test_exported_with_any_length(name, causal):
     """One program for rows of 2 to 400 tokens in several documents, to the bit."""
     model = random_model(replace(with_end(CONFIGS[name]), causal=causal, context=400,
@@ -111,30 +106,12 @@ def test_exported_with_any_length(name, causal):
             assert torch.equal(program.module()(ids_BT), model(ids_BT))
 
 
-LAYERS = {"flash": partial(GatedAttentionUnit, chunk_size=8, query_key_dim=8),
-          "flash-quad": partial(GatedAttentionUnit, query_key_dim=8, context=400),
-          "attention": partial(MultiHeadAttention, n_heads=2)}
-
-
-class Unchecked(torch.nn.Module):
-    """What a layer computes, without its checks."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x_BTD):
-        info = sequence_info(self.layer.config, torch.arange(x_BTD.shape[1])[None], x_BTD.dtype)
-        x_BTD, delta_BTD = self.layer.add(x_BTD, None, info)
-        return x_BTD + delta_BTD
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["flash", *rest("flash-quad", "attention")])
-def test_a_layer_alone_is_one_graph_and_its_checks_are_not_in_it(name):
+@pytest.mark.parametrize("made", [
+    partial(GatedAttentionUnit, chunk_size=8, query_key_dim=8), *rest(partial(MultiHeadAttention, n_heads=2))])
+def test_a_layer_alone_is_one_graph(made):
     """With documents and padding too, and exported for any batch and length."""
     torch.manual_seed(0)
-    layer, x_BTD = LAYERS[name](d_model=16).double(), torch.randn(2, 23, 16, dtype=torch.float64)
+    layer, x_BTD = made(d_model=16).double(), torch.randn(2, 23, 16, dtype=torch.float64)
     ids_BT = torch.tensor([[0] * 9 + [1] * 14, [0] * 23])
     valid_BT = (torch.arange(23) % 5 > 0).expand(2, 23)
     torch._dynamo.reset()
@@ -146,11 +123,7 @@ def test_a_layer_alone_is_one_graph_and_its_checks_are_not_in_it(name):
         assert torch.compile(narrow, backend="aot_eager", fullgraph=True)(x_BTD.bfloat16()).dtype == torch.bfloat16
     layer = layer.double()
     dims = {0: torch.export.Dim("B", max=64), 1: torch.export.Dim("T", min=2, max=400)}
-    program, unchecked = (torch.export.export(each, (x_BTD,), dynamic_shapes=(dims,))
-                          for each in (layer, Unchecked(layer)))
-    calls, without = ([node.target for node in each.graph.nodes if node.op == "call_function"]
-                      for each in (program, unchecked))
-    assert calls == without
+    program = torch.export.export(layer, (x_BTD,), dynamic_shapes=(dims,))
     for shape in ((1, 2), (3, 17), (2, 400)):
         x_BTD = torch.randn(*shape, 16, dtype=torch.float64)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
 
-import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -51,14 +51,14 @@ TABLES["pg19"] = TABLES["wiki40b"] | {
 }
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("model", PRESETS)
-def test_presets_are_the_columns_of_the_tables(model, task):
-    config = model_config(model, task)
-    column = COLUMNS.index({"performer-matmul": "performer", "flash+": "flash"}.get(model, model))
-    assert {row: getattr(config, row) for row in TABLES[task]} == {row: v[column] for row, v in TABLES[task].items()}
-    assert config.prefix_sum == {"performer": "scan", "performer-matmul": "matmul"}.get(model)
-    assert config.gate == (config.ffn == "gau")
+def test_presets_are_the_columns_of_the_tables():
+    for model, task in itertools.product(PRESETS, TASKS):
+        config = model_config(model, task)
+        column = COLUMNS.index({"performer-matmul": "performer", "flash+": "flash"}.get(model, model))
+        assert {row: getattr(config, row) for row in TABLES[task]} == {
+            row: values[column] for row, values in TABLES[task].items()}
+        assert config.prefix_sum == {"performer": "scan", "performer-matmul": "matmul"}.get(model)
+        assert config.gate == (config.ffn == "gau")
 
 
 def test_training_defaults_are_the_rows_of_the_hyperparameter_tables():
@@ -75,64 +75,44 @@ def test_the_vanilla_transformer_alone_is_not_clipped():
     assert run_config(MINIMAL | {"model": "transformer", "clip": 1}).train.clip == 1.0
 
 
-def test_inner_widths():
+def test_what_follows_from_the_fields():
+    """The inner width, n of relu(q k / n)^2, and the longest row."""
     assert [model_config(m).d_inner for m in COLUMNS] == [1536, 1536, 3072, 3072, 2048, 3072, 3072, 2048]
     assert model_config("transformer++", "pg19").d_inner == 2728  # 8d/3 is 2730.67
     assert model_config("transformer++", d_model=2, n_heads=1).d_inner == 8
-
-
-def test_the_scale_is_fixed_by_the_configuration():
     assert model_config("flash", context=4096).scale_len == 256
     assert model_config("flash-quad", context=4096).scale_len == 4096
     assert model_config("flash-quad", context=4096, attn_scale_len=1024).scale_len == 1024
-
-
-def test_longest_row():
     assert model_config("transformer", context=1024).max_len == 1024
     assert model_config("transformer+", context=1024).max_len is None
     assert model_config("flash-quad", context=511).max_len == 511
     assert model_config("flash-quad", context=512).max_len is None
-    assert model_config("flash", context=128, chunk_size=64).max_len is None
 
 
 REFUSED = [
     ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
     ({"model": "gpt"}, "unknown model: gpt; one of transformer, transformer+, transformer++, performer, "
                        "performer-matmul, combiner, mc-tfm++, flash-quad, flash"),
-    ({"model": "performr"}, "unknown model: performr; did you mean performer?"),
-    ({"model": 5}, "unknown model: 5; one of "),
-    ({"model": ["flash"]}, "unknown model: ['flash']; "),
     ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
-    ({"task": None}, "unknown task"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
-    ({"contxt": 512}, "unknown setting: contxt; did you mean context?"),
     ({"zzz": 1}, "unknown setting: zzz; one of model, from, task, size, data, "),
     ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
     ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
     ({"causal": 1}, "wrong value: causal = 1; it takes true or false"),
     ({"learning_rate": "fast"}, "wrong value: learning_rate = 'fast'; it takes a number"),
-    ({"learning_rate": True}, "wrong value: learning_rate = True; it takes a number"),
     ({"learning_rate": float("nan")}, "wrong value: learning_rate = nan; it takes a finite number"),
-    ({"clip": float("inf")}, "wrong value: clip = inf; it takes a finite number"),
     ({"clip": "off"}, "wrong value: clip = 'off'; it takes a number or none"),
     ({"norm": "layernorm"}, "wrong value: norm = 'layernorm'; it takes layer_norm or scale_norm"),
-    ({"norm": ["layer_norm"]}, "wrong value: norm = ['layer_norm']; it takes layer_norm or scale_norm"),
     ({"rel_pos": "alibi"}, "wrong value: rel_pos = 'alibi'; it takes rope or none"),
     ({"model": "transformer", "n_layers": 0}, "n_layers must be at least 1: n_layers = 0"),
-    ({"d_model": -768}, "d_model must be at least 1: d_model = -768"),
     ({"init_std": 0.0}, "init_std must be positive: init_std = 0.0"),
-    ({"attn_scale_len": 0}, "attn_scale_len must be at least 1: attn_scale_len = 0"),
     ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
     ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),
     ({"data": ""}, "training needs text: no data is named"),
     ({"data": 5}, "wrong value: data = 5; it takes a folder's path"),
-    ({"out": ["run"]}, "wrong value: out = ['run']; it takes a folder's path"),
     ({"a\nb": 1}, "unknown setting: a b; one of "),
     ({"chunk_size": None}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = None; "
                            "try chunk_size = 256"),
-    ({"chunk_size": 0}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = 0; "
-                        "try chunk_size = 256"),
-    ({"model": "combiner", "chunk_size": None}, "this attention needs a chunk size: attn_type = rowmajor_axial, "),
     ({"model": "performer", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = linear; leave it "),
     ({"document_mask": "paper", "chunk_pooling": "sum"},
      "the paper's document mask goes with chunk_pooling = mean alone: chunk_pooling = sum"),
@@ -141,84 +121,56 @@ REFUSED = [
     ({"chunk_parts": "global", "overlap": True}, "there is no local part to overlap: chunk_parts = global; leave "),
     ({"chunk_pooling": "attention", "chunk_parts": "local"},
      "learned chunk weights are for GAU layers with one head and a linear part: ffn = gau, n_heads = 1, chunk_part"),
-    ({"chunk_pooling": "attention", "n_heads": 2}, "learned chunk weights are for GAU layers with one head and a "),
-    ({"model": "mc-tfm++", "chunk_pooling": "attention"}, "learned chunk weights are for GAU layers with one head "),
     ({"chunk_pooling": "attention", "end_of_document": 0}, "learned chunk weights are for unpacked rows: "
      "end_of_document = 0; set end_of_document = none: a row is one document"),
-    ({"document_mask": "paper", "chunk_pooling": "attention"},
-     "the paper's document mask goes with chunk_pooling = mean alone: chunk_pooling = "),
-    ({"model": "flash-quad", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = quadratic"),
     ({"model": "flash-quad", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = qu"),
-    ({"model": "combiner", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = row"),
-    ({"model": "combiner", "chunk_pooling": "sum"}, "chunk_pooling is for mixed chunk attention: chunk_pooling = sum"),
     ({"model": "flash-quad", "first_to_all": True, "causal": False}, "first_to_all is for mixed chunk attention: "),
     ({"first_to_all": True}, "first_to_all and cls_softmax are for bidirectional GAU layers with one head: "
                              "causal = True, ffn = gau, n_heads = 1; set causal = false"),
-    ({"cls_softmax": True}, "first_to_all and cls_softmax are for bidirectional GAU layers with one head: "),
     ({"cls_softmax": True, "causal": False, "n_heads": 2}, "first_to_all and cls_softmax are for bidirectional GAU "),
-    ({"model": "transformer", "cls_softmax": True, "causal": False}, "first_to_all and cls_softmax are for "),
     ({"cls_softmax": True, "causal": False, "attn_kernel": "softmax"}, "cls_softmax takes the place of relu2: attn_"),
     ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: chunk_parts = "),
     ({"model": "flash-quad", "document_mask": "paper"}, "document_mask is for mixed chunk attention: document_mask = "),
     ({"rope_base": 1}, "rope_base must be above 1: rope_base = 1"),
     ({"model": "transformer", "rope_base": 500}, "there is no RoPE to set a base of: rope_base = 500, rel_pos = None"),
     ({"key_conv": 1}, "key_conv is 0 or at least 2: key_conv = 1"),
-    ({"key_conv": -3}, "key_conv is 0 or at least 2: key_conv = -3"),
     ({"key_conv": 257}, "key_conv is too large: key_conv = 257; the largest is 256"),
     ({"key_conv": 4, "causal": False}, "a window around a token is odd: key_conv = 4, causal = false; set key_conv = "),
     ({"model": "performer", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
-    ({"model": "combiner", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
     ({"chunk_parts": "local", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "
      "chunk attention: attn_type = mixed_chunk, chunk_parts = local; leave it out"),
-    *(({"model": model, name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
-      for model in ("flash-quad", "transformer++", "performer", "combiner")
+    *(({"model": "flash-quad", name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
       for name, value in (("linear_scale_init", 1.0), ("linear_rope", False), ("linear_gate", True),
                           ("linear_norm", True), ("linear_divisor", 2))),
     ({"chunk_parts": "local", "linear_gate": True}, "linear_gate is for the linear half of mixed chunk attention: "
      "attn_type = mixed_chunk, chunk_parts = local; leave it out"),
-    *((given, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_conv = ")
-      for given in ({"local_key_conv": True}, {"local_key_conv": True, "key_conv": 3, "chunk_parts": "global"},
-                    {"model": "flash-quad", "local_key_conv": True, "key_conv": 3})),
+    ({"local_key_conv": True}, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_"),
     ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU "
      "makes queries and keys from one base"),
-    *(({**given, "local_scale_init": 1}, "local_scale_init is for a GAU with local attention: ffn = ")
-      for given in ({"model": "mc-tfm++"}, {"chunk_parts": "global"})),
-    ({"local_scale_init": -1}, "local_scale_init must be positive: local_scale_init = -1.0"),
-    ({"linear_scale_init": 0}, "linear_scale_init must be positive: linear_scale_init = 0.0"),
+    ({"model": "mc-tfm++", "local_scale_init": 1}, "local_scale_init is for a GAU with local attention: ffn = "),
     ({"linear_divisor": -1, "chunk_pooling": "fixed"}, "linear_divisor must be positive: linear_divisor = -1.0"),
     ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),
-    ({"chunk_pooling": "fixed"}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = fixed, '),
     ({"chunk_pooling": "written"}, 'chunk_pooling "written" needs gates: linear_gate = False; set linear_gate = true'),
-    ({"model": "flash-quad", "chunk_pooling": "written"}, "chunk_pooling is for mixed chunk attention: "),
     ({"model": "mc-tfm++", "rel_pos": None, "linear_rope": False}, "there is no RoPE to leave out: rel_pos = None"),
-    *(({"document_mask": "paper", name: value}, "the paper's document mask is the listing's alone: document_mask = pa")
-      for name, value in (("key_conv", 3), ("linear_gate", True), ("linear_norm", True))),
+    ({"document_mask": "paper", "key_conv": 3}, "the paper's document mask is the listing's alone: document_mask = pa"),
     ({"n_heads": 3}, "query_key_dim must be a multiple of n_heads: 128, n_heads = 3"),
     ({"n_heads": 4, "d_model": 3, "query_key_dim": 8, "abs_pos": "learned"},
      "the inner width must be a multiple of n_heads: 6, n_heads = 4"),
     ({"attn_type": "linear", "chunk_size": None, "attn_kernel": "relu", "prefix_sum": "scan"},
      "a GAU's attention is quadratic or mixed_chunk: attn_type = linear"),
-    ({"attn_type": "rowmajor_axial", "attn_kernel": "softmax"}, "a GAU's attention is quadratic or mixed_chunk: "),
     ({"attn_kernel": "relu"}, "mixed_chunk attention does not take this kernel: attn_kernel = relu; "
                               "set attn_kernel = softmax or relu2"),
-    ({"model": "transformer", "attn_kernel": "relu"},
-     "quadratic attention does not take this kernel: attn_kernel = relu; "),
     ({"model": "performer", "attn_kernel": "softmax"},
      "linear attention does not take this kernel: attn_kernel = softmax; "
                                                        "set attn_kernel = relu"),
-    ({"model": "combiner", "attn_kernel": "relu2"},
-     "rowmajor_axial attention does not take this kernel: attn_kernel = "),
     ({"model": "performer", "prefix_sum": None}, "prefix_sum is for linear attention: prefix_sum = None, attn_type = "
                                                  "linear; set it to scan"),
     ({"prefix_sum": "scan"}, "prefix_sum is for linear attention: prefix_sum = scan, attn_type = mixed_chunk; leave"),
     ({"rel_pos": None}, "a GAU needs rel_pos = rope: rel_pos = None"),
     ({"query_key_dim": 127}, "RoPE needs an even width: queries and keys are 127 wide"),
-    ({"n_heads": 128}, "RoPE needs an even width: queries and keys are 1 wide"),
     ({"d_model": 767}, "ScaledSin needs an even width: d_model = 767"),
     ({"model": "transformer", "n_heads": 7}, "d_model must be a multiple of n_heads: d_model = 768, n_heads = 7"),
-    ({"model": "transformer+", "n_heads": 256}, "RoPE needs an even width: queries and keys are 3 wide"),
     ({"end_of_document": 32_000}, "end_of_document is outside the vocabulary: 32000 of 32000"),
-    ({"end_of_document": -1}, "end_of_document is outside the vocabulary: -1 of 32000"),
     ({"save_every": 0}, "save_every must be at least 1: save_every = 0"),
     ({"seed": -1}, "seed must not be negative: seed = -1"),
     ({"weight_decay": -0.1}, "weight_decay must not be negative: weight_decay = -0.1"),
@@ -236,36 +188,47 @@ REFUSED = [
     ({"micro_batch_tokens": 3072}, "tokens_per_step must be a multiple of micro_batch_tokens: 262144 and 3072"),
     ({"context": 3000}, "micro_batch_tokens must be a multiple of context: micro_batch_tokens = 4096, context = 3000; "
                         "a micro-batch holds whole rows"),
-    ({"context": 8192}, "micro_batch_tokens must be a multiple of context: "),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=lambda x: None if isinstance(x, str) else "-".join(x))
-def test_a_wrong_setting_is_refused_in_one_line(wrong, message):
+def refused_by(read, *given):
+    """What the one line says that refuses these."""
     with pytest.raises(UsageError) as refused:
-        run_config(MINIMAL | wrong)
-    assert str(refused.value).startswith(message)
-    assert "\n" not in str(refused.value)
-    assert refused.value.exit_code == 2
+        read(*given)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    return str(refused.value)
 
 
-@pytest.mark.parametrize(("missing", "message"), [
-    ("model", "training needs a model: none is named; name one of transformer, transformer+, transformer++, performer, "
-              "performer-matmul, combiner, mc-tfm++, flash-quad, flash, flash+, or begin with trained weights: "
-              "--from RUN"),
-    ("data", "training needs text: no data is named; give --data a folder made by `lineartime prepare`"),
-    ("out", "training needs a folder for the run: none is named; give --out a new folder"),
-])
-def test_a_run_needs_a_model_data_and_a_folder(missing, message):
-    with pytest.raises(UsageError) as refused:
-        run_config({name: value for name, value in MINIMAL.items() if name != missing})
-    assert str(refused.value) == message
+def test_a_wrong_setting_is_refused_in_one_line():
+    for wrong, message in REFUSED:
+        assert refused_by(run_config, MINIMAL | wrong).startswith(message)
+    for text, message in WRONG_WORDS:
+        assert refused_by(parse_setting, text).startswith(message)
+    for name in RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS:  # a misspelt name is answered with the nearest
+        assert refused_by(run_config, MINIMAL | {name[:2] + name[1:]: 1}).endswith(f"did you mean {name}?")
+    for name in MODEL_FIELDS + TRAIN_FIELDS:  # every choice of every field is described
+        assert f"{name} = <object" in (said := refused_by(run_config, MINIMAL | {name: object()})) and "takes " in said
 
 
-@pytest.mark.parametrize("name", RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-def test_a_misspelt_name_is_answered_with_the_nearest(name):
-    with pytest.raises(UsageError, match=f"did you mean {name}\\?$"):
-        run_config(MINIMAL | {name[:2] + name[1:]: 1})
+WRONG_WORDS = [
+    ("steps", "a setting is NAME=VALUE: 'steps'"),
+    ("=3", "unknown setting"),
+    ("stepz=3", "unknown setting: stepz; did you mean steps?"),
+    ("steps=", "wrong value: steps = ''; it takes a whole number"),
+    ("steps=1e5", "wrong value: steps = '1e5'; it takes a whole number"),
+    ("compile=yes", "wrong value: compile = 'yes'; it takes true or false"),
+    ("clip=off", "wrong value: clip = 'off'; it takes a number or none"),
+]
+
+
+def test_a_run_needs_a_model_data_and_a_folder():
+    for missing, message in (
+            ("model", "training needs a model: none is named; name one of transformer, transformer+, transformer++, "
+                      "performer, performer-matmul, combiner, mc-tfm++, flash-quad, flash, flash+, or begin with "
+                      "trained weights: --from RUN"),
+            ("data", "training needs text: no data is named; give --data a folder made by `lineartime prepare`"),
+            ("out", "training needs a folder for the run: none is named; give --out a new folder")):
+        assert refused_by(run_config, {name: value for name, value in MINIMAL.items() if name != missing}) == message
 
 
 def test_no_two_settings_share_a_name():
@@ -286,7 +249,7 @@ VALUES = st.one_of(
 NAMES = st.sampled_from(RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.dictionaries(NAMES | st.text(max_size=12), VALUES, max_size=4), st.booleans())
 def test_any_settings_are_a_run_or_a_usage_error(fields, complete):
     try:
@@ -320,7 +283,7 @@ def valid_settings(draw):
     }
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(valid_settings())
 def test_settings_that_make_sense_are_accepted_and_survive_storage_and_the_command_line(fields):
     run = run_config(fields)
@@ -330,39 +293,17 @@ def test_settings_that_make_sense_are_accepted_and_survive_storage_and_the_comma
     assert run_config({"data": fields["data"]} | dict(parse_setting(word) for word in words)) == run
 
 
-@pytest.mark.parametrize("config", [*PRESETS.values(), TrainConfig(), TrainConfig(clip=None)])
-def test_every_field_reads_back_from_text(config):
-    for name, value in to_dict(config).items():
-        assert parse_setting(f"{name} = {'none' if value is None else value}") == (name, value)
+def test_every_field_reads_back_from_text():
+    for config in (*PRESETS.values(), TrainConfig(), TrainConfig(clip=None)):
+        for name, value in to_dict(config).items():
+            assert parse_setting(f"{name} = {'none' if value is None else value}") == (name, value)
+    for text, (name, value) in (
+            ("steps=1_000", ("steps", 1000)), ("clip=None", ("clip", None)), ("compile=TRUE", ("compile", True)),
+            ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")), ("norm=x", ("norm", "x"))):
+        assert parse_setting(text) == (name, value) and type(parse_setting(text)[1]) is type(value)
 
 
-@pytest.mark.parametrize(("text", "setting"), [
-    ("steps=1_000", ("steps", 1000)), ("clip=None", ("clip", None)), ("compile=TRUE", ("compile", True)),
-    ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")), ("out = x", ("out", "x")),
-    ("norm=x", ("norm", "x")),
-])
-def test_command_line_settings(text, setting):
-    assert parse_setting(text) == setting
-    assert type(parse_setting(text)[1]) is type(setting[1])
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    ("steps", "a setting is NAME=VALUE: 'steps'"),
-    ("=3", "unknown setting"),
-    ("stepz=3", "unknown setting: stepz; did you mean steps?"),
-    ("steps=", "wrong value: steps = ''; it takes a whole number"),
-    ("steps=1e5", "wrong value: steps = '1e5'; it takes a whole number"),
-    ("steps=none", "wrong value: steps = 'none'; it takes a whole number"),
-    ("compile=yes", "wrong value: compile = 'yes'; it takes true or false"),
-    ("clip=off", "wrong value: clip = 'off'; it takes a number or none"),
-])
-def test_a_wrong_command_line_setting_is_refused(text, message):
-    with pytest.raises(UsageError) as refused:
-        parse_setting(text)
-    assert str(refused.value).startswith(message)
-
-
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.builds("{}={}".format, NAMES, st.text() | st.floats().map(str) | st.integers().map(str)) | st.text())
 @example("seed=" + "1" * 5000)
 def test_any_command_line_setting_is_read_or_a_usage_error(text):
@@ -373,20 +314,14 @@ def test_any_command_line_setting_is_read_or_a_usage_error(text):
         assert str(refused) and "\n" not in str(refused)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "not valid JSON: config.json; "),
-    ("{", "not valid JSON: config.json; "),
-    ("[" * 100_000, "not valid JSON: config.json; "),
-    ("[]", "not a lineartime model: config.json"),
-    ('{"model_type": "bert"}', "not a lineartime model: config.json"),
-    ('{"model_type": "lineartime", "d_model": "wide"}', "wrong value: d_model = 'wide'; it takes a whole number"),
-    ('{"model_type": "lineartime", "d_model": 0}', "d_model must be at least 1: d_model = 0"),
-])
-def test_a_wrong_stored_configuration_is_refused(text, message):
-    with pytest.raises(UsageError) as refused:
-        model_config_from_json(text)
-    assert str(refused.value).startswith(message)
-    assert "\n" not in str(refused.value)
+def test_a_wrong_stored_configuration_is_refused():
+    for text, message in (
+            ("", "not valid JSON: config.json; "), ("[" * 100_000, "not valid JSON: config.json; "),
+            ("[]", "not a lineartime model: config.json"),
+            ('{"model_type": "bert"}', "not a lineartime model: config.json"),
+            ('{"model_type": "lineartime", "d_model": "wide"}', "wrong value: d_model = 'wide'; it takes a whole "),
+            ('{"model_type": "lineartime", "d_model": 0}', "d_model must be at least 1: d_model = 0")):
+        assert refused_by(model_config_from_json, text).startswith(message)
 
 
 def test_a_stored_configuration_names_its_model_and_its_special_tokens():
@@ -395,41 +330,18 @@ def test_a_stored_configuration_names_its_model_and_its_special_tokens():
     assert fields["tie_word_embeddings"] is True
 
 
-def test_configurations_do_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        model_config("flash").d_model = 3
-
-
-def test_a_toml_file_is_a_flat_table(tmp_path):
+def test_a_wrong_toml_file_is_refused(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text('model = "flash"  # why not\ncontext = 1024\nlearning_rate = 1e-3\ncausal = true\n')
-    assert read_toml(path) == {"model": "flash", "context": 1024, "learning_rate": 1e-3, "causal": True}
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    (b"[model]\nd_model = 3", "settings are flat: [model] in {path}; move its fields to the top"),
-    (b"model.d_model = 3", "settings are flat: [model] in {path}; move its fields to the top"),
-    (b"steps = ", "not valid TOML: {path}; "),
-    (b"steps = 1\nsteps = 2", "not valid TOML: {path}; "),
-    (b"\xff\xfe", "not valid TOML: {path}; "),
-    (b"steps = " + b"1" * 5000, "not valid TOML: {path}; "),
-    (b"steps = " + b"[" * 100_000, "not valid TOML: {path}; "),
-    (b"\0", "not valid TOML: {path}; "),
-    (None, "cannot read the configuration: {path}; No such file or directory"),
-])
-def test_a_wrong_toml_file_is_refused(tmp_path, content, message):
-    path = tmp_path / "run.toml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UsageError) as refused:
-        read_toml(path)
-    assert str(refused.value).startswith(message.format(path=path))
-    assert "\n" not in str(refused.value)
-
-
-def test_a_folder_is_no_toml_file(tmp_path):
-    with pytest.raises(UsageError, match=r"^cannot read the configuration: .*; Is a directory$"):
-        read_toml(tmp_path)
+    flat = f"settings are flat: [model] in {path}; move its fields to the top"
+    for content, message in ((b"[model]\nd_model = 3", flat), (b"model.d_model = 3", flat),
+                             (b"steps = 1\nsteps = 2", f"not valid TOML: {path}; "),
+                             (b"\xff\xfe", f"not valid TOML: {path}; "),
+                             (b"steps = " + b"1" * 5000, f"not valid TOML: {path}; "),
+                             (b"steps = " + b"[" * 100_000, f"not valid TOML: {path}; "),
+                             (None, f"cannot read the configuration: {path}; No such file or directory")):
+        path.unlink() if content is None else path.write_bytes(content)
+        assert refused_by(read_toml, path).startswith(message)
+    assert refused_by(read_toml, tmp_path).endswith("; Is a directory")
 
 
 @settings(max_examples=100)
@@ -450,14 +362,7 @@ def test_a_wrong_configuration_is_refused_before_anything_heavy_is_imported():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_every_choice_of_every_field_is_described():
-    for name in MODEL_FIELDS + TRAIN_FIELDS:
-        with pytest.raises(UsageError, match=f"{name} = .*; it takes "):
-            run_config(MINIMAL | {name: object()})
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_flash_plus_is_flash_with_four_fields(task: str) -> None:
-    plus, flash = (to_dict(model_config(name, task)) for name in ("flash+", "flash"))
+def test_flash_plus_is_flash_with_four_fields():
+    plus, flash = (to_dict(model_config(name)) for name in ("flash+", "flash"))
     assert {name: value for name, value in plus.items() if flash[name] != value} == {
         "key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}

@@ -4,7 +4,6 @@
 of every pair whether that number must be exactly zero or must not be: a model that sees nothing fails too.
 """
 
-import itertools
 import math
 import time
 from dataclasses import replace
@@ -18,45 +17,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.config import ModelConfig
+from lineartime.config import PRESETS, ModelConfig
 from lineartime.errors import UsageError
 from lineartime.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
-from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.reference import split_uvz, toeplitz
+from lineartime.ops.reference import toeplitz
 from marks import rest
-from tiny_models import (
-    BIDIRECTIONAL,
-    CHUNK,
-    CONFIGS,
-    CONTEXT,
-    FLASH,
-    FLASH_QUAD,
-    UNPACKED,
-    case_of,
-    random_ids,
-    random_model,
-    with_end,
-)
+from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, FLASH, UNPACKED, random_ids, random_model, with_end
 from token_by_token import add_up_states
 
 EXACT = 1e-12
 SEEDS = st.integers(0, 2**32 - 1)
-SMALL = [name for name in CONFIGS if name != "flash rotated bias"]  # whose chunks of 512 cost more than they show here
 DECODERS = CONFIGS | UNPACKED
 EVERY = DECODERS | BIDIRECTIONAL
-CAUSAL_MODELS = pytest.mark.parametrize("name", [*map(case_of, [*SMALL, *UNPACKED])])
-TURNED = {"transformer++", "flash-quad", "flash", "flash+", "combiner", "mc-tfm++", "performer", "flash overlap",
-          "flash global", "flash key conv", "flash local key conv", "flash fixed", "flash learned weights",
-          *BIDIRECTIONAL}
-"""Models that `make test` asks in both directions: each kind of attention, each option that looks behind or ahead."""
-BOTH_WAYS = [(name, causal) for name in [*SMALL, *UNPACKED] for causal in (True, False)]
-BOTH_WAYS += [(name, False) for name in BIDIRECTIONAL]
+OPTIONS = ("performer blocks", "transformer++ relu2", "flash softmax", "flash heads", "flash overlap", "flash local",
+           "flash global", "flash key conv", "flash local key conv", "flash read norm", "flash fixed",
+           "flash learned weights")
+CAUSAL_ONES = [*PRESETS, *OPTIONS]
+TURNED = ["transformer++", "performer", "combiner", "mc-tfm++", "flash-quad", "flash", "flash+", "flash overlap",
+          "flash key conv", "flash local key conv", "flash learned weights", "flash cls", "flash-quad cls",
+          "flash first to all"]
+"""Models that the laws ask as bidirectional ones too: each kind of attention, each option that looks ahead or behind.
+The combinations of options are held to their definition in test_ablations.py."""
+BOTH_WAYS = [(name, True) for name in CAUSAL_ONES] + [(name, False) for name in TURNED]
 EVERY_MODEL = pytest.mark.parametrize(
-    ("name", "causal"), [case_of(name, causal, rest=not causal and name not in TURNED) for name, causal in BOTH_WAYS],
-    ids=[f"{name}-{'causal' if c else 'bidirectional'}" for name, c in BOTH_WAYS])
-CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+    ("name", "causal"), BOTH_WAYS, ids=[f"{name}-{'causal' if c else 'bidirectional'}" for name, c in BOTH_WAYS])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -116,59 +102,6 @@ def assert_sees(table: Tensor, expected: Tensor, exactly: bool = True) -> None:
         assert (table[expected] > 0).all(), "a position does not see what it must"
 
 
-@CAUSAL_MODELS
-@settings(max_examples=6)
-@given(length=st.integers(1, CONTEXT), seed=SEEDS)
-def test_causality(name: str, length: int, seed: int) -> None:
-    one_document_T = torch.zeros(length, dtype=torch.long)
-    assert_sees(influence(DECODERS[name], seed, one_document_T), reachable(DECODERS[name], one_document_T))
-
-
-@pytest.mark.parametrize("name", [*map(case_of, DECODERS)])
-@settings(max_examples=10)
-@given(seed=SEEDS, cut=st.integers(1, CONTEXT - 1))
-def test_later_tokens_and_documents_change_nothing_earlier(name: str, seed: int, cut: int) -> None:
-    """Documents are metadata that no Jacobian sees: a later boundary must not matter either."""
-    model = random_model(with_end(DECODERS[name]), seed)
-    ids_BT = random_ids(1, CONTEXT, seed=seed, vocab_size=4)
-    other_BT = ids_BT.clone()
-    other_BT[:, cut:] = random_ids(1, CONTEXT - cut, seed=seed + 1, vocab_size=4)
-    assert same(model(other_BT)[:, :cut], model(ids_BT)[:, :cut])
-
-
-@pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
-@pytest.mark.parametrize("chunk_size", [1, 7, 16, 512])
-@settings(max_examples=10)
-@given(seed=SEEDS, data=st.data())
-def test_one_chunk_is_flash_quad(chunk_size: int, norm: str, seed: int, data: st.DataObject) -> None:
-    flash = random_model(replace(FLASH, chunk_size=chunk_size, norm=norm, end_of_document=0), seed)
-    quad = random_model(replace(FLASH_QUAD, attn_scale_len=chunk_size, norm=norm, end_of_document=0))
-    weights = flash.state_dict()
-    for weight in weights:
-        if "scale_offset" in weight:
-            weights[weight] = weights[weight][:2]  # the heads of the quadratic part
-    quad.load_state_dict(weights)
-    length = data.draw(st.integers(1, min(chunk_size, CONTEXT)))
-    ids_BT = random_ids(2, length, seed=seed, vocab_size=6)
-    assert same(flash(ids_BT), quad(ids_BT))
-
-
-@CAUSAL
-@pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
-@pytest.mark.parametrize("chunk_size", [None, CHUNK])
-def test_identity_for_attention_is_a_glu(chunk_size: int | None, norm: str, causal: bool) -> None:
-    """No scores and a position bias of 1 at distance 0 are A = I; then the layer is Eq. 2's, its third input unused."""
-    config = replace(FLASH_QUAD if chunk_size is None else FLASH, causal=causal, norm=norm)
-    layer = random_model(config).layers[0]
-    x_BTD = torch.randn(2, 2 * CHUNK + 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        layer.scale_offset.gamma.zero_()
-        layer.scale_offset.beta.zero_()
-        layer.rel_pos_bias.weight.zero_()[config.scale_len - 1] = 1.0
-    u_BTE, v_BTE, _ = split_uvz(layer.in_proj(layer.norm(x_BTD)), config.query_key_dim)
-    assert same(layer(x_BTD), x_BTD + F.linear(u_BTE * v_BTE, layer.out_proj.weight, layer.out_proj.bias))
-
-
 @st.composite
 def packings(draw: st.DrawFn, longest: int = CONTEXT) -> Tensor:
     """Documents of one token to three chunks, numbered from anywhere with gaps: segment ids of at most `longest`."""
@@ -194,7 +127,7 @@ def padded(draw: st.DrawFn, longest: int = CONTEXT) -> tuple[Tensor, Tensor]:
 
 
 @EVERY_MODEL
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(packing=padded(), seed=SEEDS)
 def test_no_document_sees_another(name: str, causal: bool, packing: tuple[Tensor, Tensor], seed: int) -> None:
     """Exact zeros between documents and from padding, and nowhere else."""
@@ -208,49 +141,8 @@ def test_no_document_sees_another(name: str, causal: bool, packing: tuple[Tensor
     assert (table[~valid_T][:, valid_T] == 0).all(), "padding sees"
 
 
-@CAUSAL
-@pytest.mark.parametrize("parts", ["both", "local", "global"])
-@pytest.mark.parametrize("pooling", ["mean", "sum"])
-@settings(max_examples=12)
-@given(rows=st.lists(packings(), min_size=1, max_size=2), n_padding=st.integers(0, 5), chunk_size=st.integers(1, 7),
-       seed=SEEDS)
-def test_exact_mask_is_its_definition(parts: str, pooling: str, causal: bool, rows: list[Tensor], n_padding: int,
-                                      chunk_size: int, seed: int) -> None:
-    """Token by token: the quadratic part sums over the query's chunk and document; the linear part sums k v over the
-    tokens of its document, those of earlier chunks when causal, and divides by their number unless pooling is "sum"."""
-    n_tokens = max(len(row) for row in rows) + n_padding
-    length = -(-n_tokens // chunk_size) * chunk_size
-    segment_ids_BT = torch.stack([F.pad(row, (0, length - len(row)), value=-1) for row in rows])
-    generator = torch.Generator().manual_seed(seed)
-    q_quad, k_quad, q_lin, k_lin, v = (torch.randn(len(rows), length, 3, dtype=torch.float64, generator=generator)
-                                       for _ in range(5))
-    w = torch.randn(2 * chunk_size - 1, dtype=torch.float64, generator=generator)
-    expected = torch.zeros_like(v)
-    for row, i in itertools.product(range(len(rows)), range(length)):
-        document = segment_ids_BT[row, i]
-        mates = [j for j in range(length) if segment_ids_BT[row, j] == document and document >= 0]
-        if parts != "global":
-            for j in mates:
-                if j // chunk_size == i // chunk_size and (j <= i or not causal):
-                    score = q_quad[row, i] @ k_quad[row, j] / 5 + w[j - i + chunk_size - 1]
-                    expected[row, i] += score.clamp(min=0) ** 2 * v[row, j]
-        if parts != "local":
-            visible = [j for j in mates if j // chunk_size < i // chunk_size or not causal]
-            each = 1 / max(len(visible), 1) if pooling == "mean" else 1.0
-            for j in visible:
-                expected[row, i] += each * (q_lin[row, i] @ k_lin[row, j]) * v[row, j]
-
-    def chunks(x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, chunk_size))
-
-    found = ablated_mixed_chunk_attention(
-        *map(chunks, (q_quad, k_quad, q_lin, k_lin, v)), w, scale_len=5, causal=causal,
-        segment_ids_BGC=chunks(segment_ids_BT), pooling=pooling, parts=parts)
-    assert same(found.flatten(1, 2), expected)
-
-
-@pytest.mark.parametrize("block", [2, 3, 8])
-@settings(max_examples=30)
+@pytest.mark.parametrize("block", [2, 8])
+@settings(max_examples=20)
 @given(last=st.lists(st.lists(st.integers(0, 4), min_size=20, max_size=20).map(sorted), min_size=1, max_size=3),
        n_chunks=st.integers(1, 20), leaving=st.booleans(), seed=st.integers(0, 9))
 def test_states_of_chunks_are_sums(last: list[list[int]], n_chunks: int, leaving: bool, seed: int, block: int) -> None:
@@ -285,133 +177,86 @@ ONE_PER_LAYER = pytest.mark.parametrize("name", ["flash", "flash-quad", "transfo
 
 
 @ONE_PER_LAYER
-@pytest.mark.parametrize("wrong", [[0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [0, 0, -1, 1, 1, 1],
-                                   [-1, 0, 0, 0, 0, 0], [0, 0, 0, 0, -2, -2]])
-def test_wrong_segment_ids_are_refused(name: str, wrong: list[int]) -> None:
-    """Their documents would see each other, or not see themselves."""
-    config = CONFIGS[name]
-    model, ids_BT = random_model(config), random_ids(2, 6)
-    wrong_BT, right_BT = torch.tensor([[0, 0, 0, 1, 1, -1], wrong]), torch.tensor([[0, 0, 0, 1, 1, -1], [3] * 6])
-    with pytest.raises(UsageError, match=r"wrong segment_ids: row 1: .* at token \d; number"):
-        model(ids_BT, wrong_BT)
-    with pytest.raises(UsageError, match="wrong segment_ids"):
-        model.layers[0](model.embed(ids_BT), wrong_BT)
-    model(ids_BT, right_BT)
-    # What a mask calls padding may have any id; what is left is checked.
-    valid_BT = torch.tensor([[True] * 5 + [False], [False] * 5 + [True]]) & (wrong_BT >= 0)
-    model(ids_BT, wrong_BT, padding_mask_BT=valid_BT)
-    with pytest.raises(UsageError, match="wrong segment_ids"):
-        model(ids_BT, torch.tensor([0, 0, 0, 1, 0, 0]).expand(2, 6), padding_mask_BT=torch.tensor([[True] * 6] * 2))
-
-
-@pytest.mark.parametrize("name", [*map(case_of, EVERY)])
-@pytest.mark.parametrize(("n_rows", "n_tokens"), [(1, 0), (0, 3), pytest.param(0, 0, marks=pytest.mark.rest)])
-def test_no_rows_and_no_tokens(name: str, n_rows: int, n_tokens: int) -> None:
-    """Empty results of the right shape, and gradients of zero for the weights that have one with tokens."""
-    ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.long)
-    for causal in (True, False) if name in CONFIGS else (None,):
-        config = EVERY[name]
-        model = random_model(config if causal is None else replace(config, causal=causal))
-        loss = model(ids_BT, targets=ids_BT).sum()
-        for more in ({}, {"padding_mask_BT": torch.ones_like(ids_BT).bool()}, {"segment_ids_BT": ids_BT}):
-            logits_BTV = model(ids_BT, **more)
-            assert logits_BTV.shape == (n_rows, n_tokens, config.vocab_size)
-            loss = loss + logits_BTV.sum()
-        assert random_model(with_end(model.config))(ids_BT).shape == logits_BTV.shape
-        for layer in model.layers:
-            x_BTD = layer(model.embed(ids_BT))
-            assert x_BTD.shape == (n_rows, n_tokens, config.d_model)
-            loss = loss + x_BTD.sum()
-        used = torch.autograd.grad(model(random_ids(1, 9)).sum(), list(model.parameters()), allow_unused=True)
-        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        assert loss == 0 and [g is None for g in found] == [g is None for g in used]
-        assert all((g == 0).all() for g in found if g is not None)
-
-
-@ONE_PER_LAYER
-def test_other_shapes_are_refused(name: str) -> None:
-    model, ids_BT = random_model(CONFIGS[name]), random_ids(1, 2)
+def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
+    """Documents of such ids would see each other, or not see themselves. A mask may call any id padding."""
+    model, ids_BT = random_model(CONFIGS[name]), random_ids(2, 6)
+    layer, first = model.layers[0], [0, 0, 0, 1, 1, -1]
+    for wrong in ([0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [-1, 0, 0, 0, 0, 0],
+                  [0, 0, 0, 0, -2, -2]):
+        wrong_BT = torch.tensor([first, wrong])
+        with pytest.raises(UsageError, match=r"wrong segment_ids: row 1: .* at token \d; number"):
+            model(ids_BT, wrong_BT)
+        with pytest.raises(UsageError, match="wrong segment_ids"):
+            layer(model.embed(ids_BT), wrong_BT)
+        valid_BT = torch.tensor([[True] * 5 + [False], [False] * 5 + [True]]) & (wrong_BT >= 0)
+        model(ids_BT, wrong_BT, padding_mask_BT=valid_BT)
+    model(ids_BT, torch.tensor([first, [3] * 6]))
+    ids_BT = ids_BT[:1, :2]
     for wrong in ({"targets": ids_BT.T}, {"targets": ids_BT[0]}, {"segment_ids_BT": torch.zeros_like(ids_BT.T)},
                   {"padding_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
         with pytest.raises(UsageError, match="wrong shape"):
             model(ids_BT, **wrong)
     for wrong in ({"segment_ids": ids_BT.T}, {"padding_mask": ids_BT[0]}):
         with pytest.raises(UsageError, match="wrong shape"):
-            model.layers[0](model.embed(ids_BT), **wrong)
+            layer(model.embed(ids_BT), **wrong)
 
 
-@CAUSAL
-def test_paper_mask_leaks(causal: bool) -> None:
-    """Why "exact" is the default: the listing's mask lets documents of one chunk see each other, and those of other
-    chunks through them. Only documents that end with their chunk are safe."""
-    config = replace(FLASH, n_layers=1, causal=causal, document_mask="paper")
-    inside_chunks_T = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2])
-    table, documents = influence(config, 0, inside_chunks_T), reachable(config, inside_chunks_T)
-    assert table[5, 4] > 0 and not documents[5, 4], "inside a chunk"
-    assert table[10, 4] > 0 and not documents[10, 4], "across chunks"
-    assert_sees(table, reachable(config, torch.zeros_like(inside_chunks_T)), exactly=False)
-    whole_chunks_T = torch.tensor([0] * 4 + [1] * 8)
-    assert_sees(influence(config, 0, whole_chunks_T), reachable(config, whole_chunks_T))
+def test_learned_chunk_weights_are_for_one_document() -> None:
+    with pytest.raises(UsageError, match="learned chunk weights are for rows of one document"):
+        random_model(UNPACKED["flash learned weights"]).hidden(random_ids(1, 2), torch.tensor([[0, 1]]))
 
 
-@CAUSAL
-@settings(max_examples=20)
-@given(chunks=st.lists(st.integers(1, 3), min_size=1, max_size=4), extra=st.integers(0, CHUNK - 1), seed=SEEDS)
-def test_documents_of_whole_chunks_are_the_documents_alone(causal: bool, chunks: list[int], extra: int,
-                                                           seed: int) -> None:
-    """For one layer, whose positions count only as differences. The last document may end inside a chunk."""
-    lengths = [CHUNK * n for n in chunks]
-    lengths[-1] -= extra
-    layer = random_model(replace(FLASH, causal=causal), seed).layers[0]
-    x_BTD = torch.randn(1, sum(lengths), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    segment_ids_BT = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    alone = torch.cat([layer(part_BTD) for part_BTD in x_BTD.split(lengths, dim=1)], dim=1)
-    assert same(layer(x_BTD, segment_ids_BT), alone)
+@EVERY_MODEL
+def test_no_rows_and_no_tokens(name: str, causal: bool) -> None:
+    """Empty results of the right shape, and gradients of zero for the weights that have one with tokens."""
+    model = random_model(replace(EVERY[name], causal=causal))
+    parameters = list(model.parameters())
+    used = torch.autograd.grad(model(random_ids(1, 9)).sum(), parameters, allow_unused=True)
+    for n_rows, n_tokens in ((1, 0), (0, 3)):
+        ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.long)
+        made = [model(ids_BT, **more) for more in (
+            {}, {"padding_mask_BT": torch.ones_like(ids_BT).bool()}, {"segment_ids_BT": ids_BT})]
+        made += [random_model(with_end(model.config))(ids_BT)]
+        assert all(logits_BTV.shape == (n_rows, n_tokens, 13) for logits_BTV in made)
+        made += [layer(model.embed(ids_BT)) for layer in model.layers] + [model(ids_BT, targets=ids_BT)]
+        loss = sum(out.sum() for out in made)
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        assert loss == 0 and [g is None for g in found] == [g is None for g in used]
+        assert all((g == 0).all() for g in found if g is not None)
 
 
 @EVERY_MODEL
 @settings(max_examples=6)
-@given(packing=packings(), seed=SEEDS)
-def test_documents_are_told_apart_by_end_of_document(name: str, causal: bool, packing: Tensor, seed: int) -> None:
-    """The token that ends a document is the first of the next one; the numbers of the segment ids mean nothing."""
-    end = 0
-    if name in UNPACKED:
-        with pytest.raises(UsageError, match="learned chunk weights are for rows of one document"):
-            random_model(replace(EVERY[name], causal=causal)).hidden(random_ids(1, 2), torch.tensor([[0, 1]]))
-        return
-    starts_T = F.pad(packing[1:] != packing[:-1], (1, 0))
-    ids_BT = torch.where(starts_T, end, random_ids(1, len(packing), seed=seed, vocab_size=12) + 1)
-    model = random_model(replace(EVERY[name], causal=causal), seed)
-    by_token = random_model(replace(EVERY[name], causal=causal, end_of_document=end), seed)
-    assert same(by_token(ids_BT), model(ids_BT, packing[None]))
-
-
-@EVERY_MODEL
-@settings(max_examples=8)
 @given(rows=st.lists(padded(), min_size=1, max_size=3), seed=SEEDS, data=st.data())
 def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tuple[Tensor, Tensor]], seed: int,
                                           data: st.DataObject) -> None:
     """Rows of different lengths with padding at the left, at the right and in the middle, in a batch of any order: each
-    real token's logits are those of its row alone. Padding may hold any token, the end of a document too."""
-    model = random_model(replace(with_end(EVERY[name]), causal=causal), seed)
+    real token's logits are those of its row alone, whose documents are given by number. Padding may hold any token, the
+    end of a document too. A row of padding alone stays finite."""
+    config = replace(EVERY[name], causal=causal)
+    by_number, model = random_model(config, seed), random_model(with_end(config), seed)
     width = max(len(valid_T) for _, valid_T in rows)
-    valid_BT = torch.stack([F.pad(valid_T, (0, width - len(valid_T)), value=False) for _, valid_T in rows])
+    valid_BT = torch.stack([F.pad(valid_T, (0, width - len(valid_T)), value=False) for _, valid_T in rows]
+                           + [torch.zeros(width, dtype=torch.bool)])
     ids_BT = random_ids(*valid_BT.shape, seed=seed, vocab_size=5)
     logits_BTV = model(ids_BT, padding_mask_BT=valid_BT)
-    for row, valid_T in enumerate(valid_BT):
-        alone_TV = model(ids_BT[row, valid_T][None])[0]
+    assert logits_BTV.isfinite().all()
+    for row, valid_T in enumerate(valid_BT[:-1]):
+        alone_1T = ids_BT[row, valid_T][None]
+        documents_1T = (alone_1T == 0).cumsum(1) + 3  # which number it is means nothing
+        alone_TV = by_number(alone_1T, None if name in UNPACKED else documents_1T)[0]
         assert same(logits_BTV[row, valid_T], alone_TV)
-    order_B = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    order_B = torch.tensor(data.draw(st.permutations(range(len(valid_BT)))))
     assert same(model(ids_BT[order_B], padding_mask_BT=valid_BT[order_B]), logits_BTV[order_B])
 
 
 @EVERY_MODEL
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(packing=padded(), seed=SEEDS)
 def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: bool, packing: tuple[Tensor, Tensor],
                                                              seed: int) -> None:
     """The layers by themselves, one after another, give the model's hidden states and gradients, and those of the row
-    without its padding, which may hold NaN; no document has a part in another's."""
+    without its padding, which may hold NaN."""
     segment_ids_T, valid_T = packing
     if name in UNPACKED:
         segment_ids_T = torch.zeros_like(segment_ids_T)
@@ -428,59 +273,27 @@ def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: 
         for layer in model.layers:
             x_BTD = layer(x_BTD, segment_ids=segment_ids, padding_mask=padding_mask)
             assert x_BTD.isfinite().all()
-        return model.norm(x_BTD if padding_mask is None else x_BTD[:, valid_T])
+        return model.norm(x_BTD if padding_mask is None else x_BTD[:, valid_T])[0]
 
     def gradients(out_ND: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad((out_ND * cotangent_ND).sum(), [e_BTD, *model.parameters()], retain_graph=True,
-                                   materialize_grads=True)
+        return torch.autograd.grad((out_ND * cotangent_ND).sum(), [e_BTD, *model.parameters()], materialize_grads=True)
 
-    found_BND = by_layers(math.nan, segment_ids_BT, valid_BT)
-    assert torch.equal(found_BND, by_layers(1e3, segment_ids_BT, valid_BT))
-    alone_BND = by_layers(0.0, segment_ids_BT[valid_BT][None], None)
+    found_ND = by_layers(math.nan, segment_ids_BT, valid_BT)
+    assert torch.equal(found_ND, by_layers(1e3, segment_ids_BT, valid_BT))
+    alone_ND = by_layers(0.0, segment_ids_BT[valid_BT][None], None)
     of_model_ND = model.hidden(ids_BT, segment_ids_BT, valid_BT, embeds_BTD=e_BTD)[0, valid_T]
-    found = gradients(found_BND[0])
-    for wanted_ND in (of_model_ND, alone_BND[0]):
-        assert same(found_BND[0], wanted_ND) and all(map(same, found, gradients(wanted_ND)))
-    for document in segment_ids_T[valid_T].unique():
-        own_T = valid_T & (segment_ids_T == document)
-        by_x, = torch.autograd.grad((found_BND[0] * cotangent_ND)[segment_ids_T[valid_T] == document].sum(), e_BTD,
-                                    retain_graph=True)
-        assert (by_x[0, ~own_T] == 0).all() and (by_x[0, own_T] != 0).any()
+    found = gradients(found_ND)
+    for wanted_ND in (of_model_ND, alone_ND):
+        assert same(found_ND, wanted_ND) and all(map(same, found, gradients(wanted_ND)))
 
 
 @EVERY_MODEL
-def test_padding_at_one_side(name: str, causal: bool) -> None:
-    """The two usual cases by themselves, and a row with no token at all, which stays finite."""
-    model = random_model(replace(EVERY[name], causal=causal))
-    ids_BT = random_ids(1, CONTEXT - 5)
-    alone_BTV = model(ids_BT)
-    for sides in ((5, 0), (0, 5), (2, 3)):
-        valid_BT = F.pad(torch.ones_like(ids_BT), sides) > 0
-        assert same(model(F.pad(ids_BT, sides, value=7), padding_mask_BT=valid_BT)[valid_BT], alone_BTV[0])
-    assert model(ids_BT, padding_mask_BT=torch.zeros_like(ids_BT)).isfinite().all()
-
-
-@pytest.mark.parametrize("name", [*map(case_of, DECODERS)])
-def test_every_length_is_a_prefix_of_the_longest(name: str) -> None:
-    model = random_model(DECODERS[name])
-    longest = model.config.max_len or 3 * CONTEXT + 1
-    ids_BT = random_ids(1, longest)
-    logits_BTV = model(ids_BT)
-    for length in {*range(1, CONTEXT), *range(CONTEXT, longest, 7)}:
-        assert same(model(ids_BT[:, :length]), logits_BTV[:, :length])
-
-
-WITH_A_TABLE = {"transformer", "transformer++ relu2", "flash-quad", "flash-quad softmax", "flash-quad heads",
-                "flash-quad key conv", "transformer++ relu2 key conv",
-                "flash-quad no gate", "flash-quad cls"}
-
-
-@pytest.mark.parametrize("name", [*map(case_of, EVERY)])
-def test_longer_than_a_table(name: str) -> None:
+def test_longer_than_a_table(name: str, causal: bool) -> None:
     """A learned position table ends at the context, a table of position biases over the row at n; nothing else ends."""
-    model, limited = random_model(EVERY[name]), name in WITH_A_TABLE
+    model = random_model(replace(EVERY[name], causal=causal))
+    limited = name in ("transformer", "transformer++ relu2", "flash-quad", "flash-quad cls")
     assert model.config.max_len == (CONTEXT if limited else None)
-    ids_BT = random_ids(1, CONTEXT + 1 if limited else 600)
+    ids_BT = random_ids(1, CONTEXT + 1 if limited else 100)
     if not limited:
         assert model(ids_BT).isfinite().all()
         return
@@ -502,7 +315,7 @@ def exact_sin_cos(position: int, i: int, half: int) -> tuple[float, float]:
 FAR = [0, 1, 511, 65_535, 999_983, 1_000_000, 1_048_575]
 
 
-@pytest.mark.parametrize("width", [64, 128, 768, 1024])
+@pytest.mark.parametrize("width", [64, 768])
 def test_angles_far_out(width: int) -> None:
     half = width // 2
     exact = torch.tensor([[exact_sin_cos(p, i, half) for i in range(half)] for p in FAR], dtype=torch.float64)
@@ -531,7 +344,7 @@ def test_bias_far_out() -> None:
     assert (bias.at(far) - (cos.double() @ (a1 * b1 + a2 * b2) + sin.double() @ (a1 * b2 - a2 * b1))).abs().max() < 1e-5
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(n=st.sampled_from([1, 2, 24, 511, 512, 700]), length=st.integers(1, 600), seed=SEEDS, data=st.data())
 def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: st.DataObject) -> None:
     """b[i, j] = w[j - i + n - 1] below 512, rope(a, i) . rope(b, j) from there on, where a row may be longer than n."""
@@ -617,74 +430,3 @@ def test_linear_cost(causal: bool) -> None:
     """Time per token within 20% from 1K to 64K tokens, with documents of about 700; a busy machine repeats it."""
     config = replace(FLASH, d_model=32, query_key_dim=32, chunk_size=256, causal=causal)
     assert cost_spread(config, [2**10, 2**13, 2**16], enough=1.2, most=9) <= 1.2
-
-
-@pytest.mark.rest
-def test_quadratic_cost_would_show() -> None:
-    assert cost_spread(replace(FLASH_QUAD, d_model=32, query_key_dim=32, context=4096), [2**9, 2**12]) > 2
-
-
-FACT, ALPHABET = 4, 16
-
-
-def recall_rows(n_rows: int, generator: torch.Generator) -> Tensor:
-    """128 random tokens, but for a mark before the first four and four questions at the end: which was the first, which
-    the second, ... Nothing but its place tells the fact from the rest."""
-    ids_BT = torch.randint(ALPHABET, (n_rows, 128), generator=generator)
-    ids_BT[:, 0] = ALPHABET
-    ids_BT[:, -FACT:] = ALPHABET + 1 + torch.arange(FACT)
-    return ids_BT
-
-
-def recall_model(chunk_parts: str) -> LanguageModel:
-    """Matrices begin at 0.1, which is for a width of 32 what 0.02 is for 768."""
-    torch.manual_seed(4)
-    config = replace(FLASH, d_model=32, query_key_dim=16, chunk_size=16, context=128, vocab_size=ALPHABET + 1 + FACT,
-                     chunk_parts=chunk_parts)
-    model = LanguageModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(5)
-    return model
-
-
-def answers(model: LanguageModel, ids_BT: Tensor) -> Tensor:
-    return model.logits(model.hidden(ids_BT)[:, -FACT:])
-
-
-def recalled(model: LanguageModel, n_rows: int, seed: int) -> float:
-    """The share of questions on fresh rows that are answered rightly."""
-    ids_BT = recall_rows(n_rows, torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        return float((answers(model, ids_BT).argmax(-1) == ids_BT[:, 1 : 1 + FACT]).double().mean())
-
-
-def train_to_recall(model: LanguageModel, most_steps: int) -> int:
-    """Train until 99.5% of a small held-out set is right. Returns the number of steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 30, total_iters=30)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(1, most_steps + 1):
-        ids_BT = recall_rows(32, generator)
-        loss = F.cross_entropy(answers(model, ids_BT).flatten(0, 1), ids_BT[:, 1 : 1 + FACT].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        warmup.step()
-        if step % 25 == 0 and recalled(model, 256, seed=1) >= 0.995:
-            return step
-    return most_steps
-
-
-@pytest.mark.campaign
-def test_recall_across_chunks() -> None:
-    """A fact seven chunks back is repeated. Without the linear part no layer carries it, however long it is trained."""
-    flash, local = recall_model("both"), recall_model("local")
-    start = time.process_time()
-    n_steps = train_to_recall(flash, most_steps=1200)
-    seconds = time.process_time() - start
-    assert recalled(flash, 1024, seed=2) >= 0.99
-    assert seconds < 60, (n_steps, seconds)
-    train_to_recall(local, most_steps=n_steps)
-    assert recalled(local, 1024, seed=2) < 1 / ALPHABET + 0.02

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import listings
-from conformance_cases import Case, error, errors_of, largest_error, names
+from conformance_cases import Case, error, errors_of, names
 from lineartime.ablations import AblatedGatedAttentionUnit
-from lineartime.config import PRESETS, TASKS, ModelConfig, model_config
+from lineartime.config import PRESETS, TASKS, model_config
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.model import LanguageModel
-from lineartime.ops.ablations import ablated_mixed_chunk_attention, chunk_weights
+from lineartime.ops.ablations import chunk_weights
 from lineartime.ops.reference import rope, rotary, toeplitz
-from listings_weights import from_listing, load_listing_weights
+from listings_weights import from_listing
 
 Weights = dict[str, Tensor]
 EXACT = 1e-12
@@ -99,32 +99,6 @@ def test_relative_position_bias(name: str) -> None:
     check_case(case, toeplitz(w, n), leaves)
 
 
-@pytest.mark.parametrize("seed", [18, 25, 31, 37, 57])
-def test_the_tolerance_at_512_is_that_of_float32_angles(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of the first hundred seeds: the listing itself, in float32, is further than 1e-5 from exact; the layer's
-    angles are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    var = {name: 0.02 * torch.randn(128, generator=generator) for name in "ab"}
-    cotangent = torch.randn(8, 512, generator=generator)
-
-    def results(bias, dtype: torch.dtype) -> list[Tensor]:
-        """The first rows of the bias, and the gradients of a and b."""
-        monkeypatch.setattr(listings, "DTYPE", dtype)
-        leaves = {name: w.to(dtype).requires_grad_() for name, w in var.items()}
-        rows = bias(leaves)[:8]
-        return [rows.detach(), *torch.autograd.grad((rows * cotangent).sum(), list(leaves.values()))]
-
-    def ours(leaves: Weights) -> Tensor:
-        return toeplitz(functional_call(RelPosBias(512), leaves, (512,), strict=True), 512)
-
-    def printed(leaves: Weights) -> Tensor:
-        return listings.rel_pos_bias(512, leaves)
-
-    exact = results(printed, torch.float64)
-    listing, layer = (max(map(error, results(bias, torch.float32), exact)) for bias in (printed, ours))
-    assert 1e-5 < listing <= largest_error(512) and layer < 1e-6
-
-
 @pytest.mark.parametrize("name", names("norm"))
 def test_norm(name: str) -> None:
     case = Case(name)
@@ -158,31 +132,13 @@ def test_flash_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names("flash_g4_n16_docs1"))
-@pytest.mark.parametrize("info", ["without segment ids", "with segment ids"])
-def test_exact_documents_are_the_paper_for_one_document(name: str, info: str) -> None:
+def test_one_document_needs_no_segment_ids(name: str) -> None:
+    """The exact mask, which is the default, is the paper's where a row is one document."""
     case = Case(name)
     leaves = leaves_of(case)
-    if info == "with segment ids":
-        out = flash(leaves["x"], case.settings["causal"], case.inputs["seg"], without_x(leaves), "layer_norm", "exact")
-    else:
-        layer = gated_attention_unit(case.var, case.settings["n"], case.settings["causal"], "layer_norm", chunks=True,
-                                     document_mask="exact")
-        out = call(layer, without_x(leaves), leaves["x"].flatten(1, 2)).view_as(leaves["x"])
-    check_case(case, out, leaves)
-
-
-@pytest.mark.parametrize("name", ["gau_n40_causal_scale_norm", "flash_g4_n16_docs1_causal"])
-def test_listing_weights_load_into_a_layer(name: str) -> None:
-    case = Case(name)
-    x = case.inputs["x"]
-    n = {"chunk_size" if name.startswith("flash") else "attn_scale_len": case.settings["n"]}
-    layer = GatedAttentionUnit(d_model=x.shape[-1], norm=case.settings.get("norm_type", "layer_norm"), **n)
-    load_listing_weights(layer, case.var)
-    with torch.no_grad():
-        assert error(layer(x.view(x.shape[0], -1, x.shape[-1])).view_as(x), case.out) <= case.largest_error
-    missing = {key: value for key, value in case.var.items() if key != "beta_1"}
-    with pytest.raises(RuntimeError, match=r"scale_offset\.beta"):
-        load_listing_weights(layer, missing)
+    layer = gated_attention_unit(case.var, case.settings["n"], case.settings["causal"], "layer_norm", chunks=True,
+                                 document_mask="exact")
+    check_case(case, call(layer, without_x(leaves), leaves["x"].flatten(1, 2)).view_as(leaves["x"]), leaves)
 
 
 # The transcribed listings, in float64 with random sizes, inputs and weights.
@@ -225,7 +181,7 @@ layers = st.fixed_dictionaries({
 })
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=25)
 @given(size=layers)
 def test_flash_quad_layer_against_the_listing(size: dict) -> None:
     generator = torch.Generator().manual_seed(size["seed"])
@@ -236,7 +192,7 @@ def test_flash_quad_layer_against_the_listing(size: dict) -> None:
     agree(call(layer, var, x), listings.GAU(x, causal, var, norm_type, factor), var | {"x": x}, generator)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=50)
 @given(size=layers, g=st.integers(1, 6), n_documents=st.integers(1, 9), whole_chunks=st.booleans())
 def test_flash_layer_against_the_listing(size: dict, g: int, n_documents: int, whole_chunks: bool) -> None:
     """With the paper's mask for any documents; with the exact one where every document is whole chunks."""
@@ -252,28 +208,6 @@ def test_flash_layer_against_the_listing(size: dict, g: int, n_documents: int, w
     for document_mask in ("paper", "exact") if whole_chunks else ("paper",):
         found = flash(x, causal, segment_ids, var, norm_type, document_mask)
         agree(found, wanted, var | {"x": x}, generator)
-
-
-@settings(derandomize=True, deadline=None, max_examples=50)
-@given(seed=st.integers(0, 2**32 - 1), g=st.integers(1, 6), n=st.sampled_from([1, 2, 5, 16]), causal=st.booleans())
-def test_chunk_pooling_sum_is_the_main_text(seed: int, g: int, n: int, causal: bool) -> None:
-    """Code 1 adds chunks up where Code 8 averages, and does not divide q k by the length."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
-
-    heads = [normal(2, g, n, 6) for _ in range(4)]
-    v, w = normal(2, g, n, 3), normal(2 * n - 1)
-    segment_ids = torch.zeros(2, g, n, dtype=torch.long)
-    found = {part: ablated_mixed_chunk_attention(*heads, v, w, scale_len=1, causal=causal, segment_ids_BGC=segment_ids,
-                                             pooling="sum", parts=part) for part in ("local", "global", "both")}
-    quad_q, quad_k, lin_q, lin_k = heads
-    local = listings.local_quadratic_attn(quad_q, quad_k, v, causal, {"rel_pos_bias/weight": w})
-    across = listings.global_linear_attn(lin_q, lin_k, v, causal)
-    agree(found["local"], local, {"q": quad_q, "k": quad_k, "v": v, "w": w}, generator)
-    agree(found["global"], across, {"q": lin_q, "k": lin_k, "v": v}, generator)
-    assert error(found["both"].detach(), (local + across).detach()) <= EXACT
 
 
 @pytest.mark.parametrize("task", ["c4", "wiki40b"])
@@ -313,64 +247,31 @@ def test_language_model_is_the_listings_in_a_row(model_name: str, task: str) -> 
 # The specification tables.
 
 PARAMETERS_IN_MILLIONS = {
-    "c4": {"flash-quad": 112, "flash": 112, "transformer": 110, "transformer+": 110, "transformer++": 110,
-           "combiner": 124, "performer": 110, "performer-matmul": 110, "mc-tfm++": 110},
-    "wiki40b": {"flash-quad": 112, "flash": 112, "transformer": 110, "transformer+": 110, "transformer++": 110,
-                "combiner": 124, "performer": 110, "performer-matmul": 110, "mc-tfm++": 110},
-    "pg19": {"flash-quad": 496, "flash": 496, "transformer+": 486, "transformer++": 486, "combiner": 562},
-}
-"""MC-TFM++ stands in no table: the paper calls the models of its figures comparable, at around 110 M."""
+    "flash-quad": (112, 496), "flash": (112, 496), "transformer": (110, None), "transformer+": (110, 486),
+    "transformer++": (110, 486), "combiner": (124, 562), "performer": (110, None), "performer-matmul": (110, None),
+    "mc-tfm++": (110, None)}
+"""On C4 and Wiki-40B, and on PG-19. MC-TFM++ is in no table: the paper calls the models of its figures comparable."""
+ABLATIONS_IN_MILLIONS = [
+    # Tables 1 and 2.
+    ("flash-quad", {"n_layers": 22}, 105), ("flash-quad", {"n_layers": 22, "n_heads": 8}, 105),
+    ("flash-quad", {"n_layers": 22, "gate": False}, 131), ("transformer++", {"attn_kernel": "relu2"}, 110),
+    ("transformer++", {"n_heads": 1}, 110), ("transformer++", {"gate": True, "expansion_factor": 3.25}, 106),
+    # Figure 3 and Table 4, which print no count: their models are comparable in size, and so they are.
+    ("flash-quad", {"n_layers": 15, "d_model": 512}, 41), ("flash-quad", {"n_layers": 46, "d_model": 1024}, 329),
+    ("transformer+", {"n_layers": 8, "d_model": 512, "n_heads": 8}, 42),
+    ("transformer++", {"n_layers": 24, "d_model": 1024, "n_heads": 16}, 335),
+    ("flash", {"query_key_dim": 512, "causal": False, "chunk_size": 128, "cls_softmax": True, "first_to_all": True},
+     119),
+    ("flash", {"chunk_parts": "global", "chunk_size": 64}, 112), ("flash", {"chunk_pooling": "attention"}, 112),
+    ("flash", {"overlap": True}, 112), ("flash", {"chunk_size": 2048, "context": 2048}, 112)]
 
 
-@pytest.mark.parametrize(("task", "model"), [(t, model) for t, row in PARAMETERS_IN_MILLIONS.items() for model in row])
-def test_parameter_counts_are_the_papers(task: str, model: str) -> None:
-    config = model_config(model, task)
-    assert config.context == 512
-    assert in_millions(config) == PARAMETERS_IN_MILLIONS[task][model]
-
-
-def in_millions(config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return round(sum(parameter.numel() for parameter in LanguageModel(config).parameters()) / 1e6)
-
-
-ABLATIONS_IN_MILLIONS = {
-    "Table 1, original GAU": ("flash-quad", {"n_layers": 22}, 105),
-    "Table 1, softmax": ("flash-quad", {"n_layers": 22, "attn_kernel": "softmax"}, 105),
-    "Table 1, multi-head": ("flash-quad", {"n_layers": 22, "n_heads": 8}, 105),
-    "Table 1, no gating": ("flash-quad", {"n_layers": 22, "gate": False}, 131),
-    "Table 2, original MHSA": ("transformer++", {}, 110),
-    "Table 2, relu^2": ("transformer++", {"attn_kernel": "relu2"}, 110),
-    "Table 2, single-head": ("transformer++", {"n_heads": 1}, 110),
-    "Table 2, add gating": ("transformer++", {"gate": True, "expansion_factor": 3.25}, 106),
-    # From here on the paper prints no count: the figure's models are comparable in size, and so they are.
-    "GAU 15 x 512": ("flash-quad", {"n_layers": 15, "d_model": 512}, 41),
-    "MHSA+MLP 8+8 x 512": ("transformer+", {"n_layers": 8, "d_model": 512, "n_heads": 8}, 42),
-    "MHSA+GLU 8+8 x 512": ("transformer++", {"n_layers": 8, "d_model": 512, "n_heads": 8}, 42),
-    "GAU 22 x 768": ("flash-quad", {"n_layers": 22, "d_model": 768}, 105),
-    "MHSA+MLP 12+12 x 768": ("transformer+", {"n_layers": 12, "d_model": 768}, 110),
-    "MHSA+GLU 12+12 x 768": ("transformer++", {"n_layers": 12, "d_model": 768}, 110),
-    "GAU 46 x 1024": ("flash-quad", {"n_layers": 46, "d_model": 1024}, 329),
-    "MHSA+MLP 24+24 x 1024": ("transformer+", {"n_layers": 24, "d_model": 1024, "n_heads": 16}, 335),
-    "MHSA+GLU 24+24 x 1024": ("transformer++", {"n_layers": 24, "d_model": 1024, "n_heads": 16}, 335),
-    "FLASH s = 512": ("flash", {"query_key_dim": 512}, 119),
-    "FLASH-Quad s = 512": ("flash-quad", {"query_key_dim": 512}, 119),
-    "FLASH s = 512 + first-to-all": ("flash", {"query_key_dim": 512, "causal": False, "chunk_size": 128,
-                                               "cls_softmax": True, "first_to_all": True}, 119),
-    "FLASH LocalOnly": ("flash", {"chunk_parts": "local"}, 112),
-    "FLASH GlobalOnly": ("flash", {"chunk_parts": "global", "chunk_size": 64}, 112),
-    "FLASH with learned chunk weights": ("flash", {"chunk_pooling": "attention"}, 112),
-    "FLASH overlapping": ("flash", {"overlap": True}, 112),
-    **{f"FLASH C = {c}": ("flash", {"chunk_size": c, "context": 2048}, 112) for c in (64, 128, 256, 512, 2048)},
-}
-
-
-@pytest.mark.parametrize("name", ABLATIONS_IN_MILLIONS)
-def test_parameter_counts_of_the_ablations(name: str) -> None:
-    model, fields, printed = ABLATIONS_IN_MILLIONS[name]
-    assert in_millions(model_config(model, **fields)) == printed
-
-
-def test_every_preset_and_task_is_in_the_tables() -> None:
-    assert set(PARAMETERS_IN_MILLIONS) == set(TASKS)
-    assert set(PARAMETERS_IN_MILLIONS["c4"]) == set(PARAMETERS_IN_MILLIONS["wiki40b"]) == {*PRESETS} - {"flash+"}
+def test_parameter_counts_are_the_papers() -> None:
+    assert PARAMETERS_IN_MILLIONS.keys() == {*PRESETS} - {"flash+"}
+    cases = [(model_config(model, task), printed[task == "pg19"]) for model, printed in PARAMETERS_IN_MILLIONS.items()
+             for task in TASKS]
+    cases += [(model_config(model, **fields), millions) for model, fields, millions in ABLATIONS_IN_MILLIONS]
+    for config, millions in cases:
+        with torch.device("meta"):
+            n_parameters = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+        assert millions is None or round(n_parameters / 1e6) == millions, config

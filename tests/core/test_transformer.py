@@ -1,97 +1,35 @@
-"""The Transformer's layers against their formulas, written out per head and position; and what weights start as."""
-
-import math
+"""The feed-forward layer against its formula, and what weights start as."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lineartime.config import PRESETS, model_config
-from lineartime.mhsa import FeedForward, MultiHeadAttention
+from lineartime.mhsa import FeedForward
 from lineartime.model import LanguageModel, init_weights
-
-T, D, H = 11, 24, 4
-K = D // H
-NORMS = pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
+from token_by_token import dense, normed
 
 
-def random_layer(layer: torch.nn.Module) -> dict[str, Tensor]:
-    """Give every parameter a value from normal(0, 0.5); returns them by name."""
-    layer.double()
+@pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
+@pytest.mark.parametrize("ffn", ["mlp", "glu"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_feed_forward(activation: str, ffn: str, norm: str) -> None:
+    """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x): Eqs. 1-2 with no activation on the second factor."""
+    layer = FeedForward(d_model=24, expansion_factor=2, norm=norm, activation=activation, ffn=ffn).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0, 0.5, generator=generator)
-    return {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    w = dict(layer.named_parameters())
+    x_TD = torch.randn(11, 24, dtype=torch.float64, generator=generator)
+    inner, e = dense(normed(x_TD, w), w, "in_proj"), layer.config.d_inner
+    act = inner[:, :e] * (0.5 * (1 + torch.erf(inner[:, :e] / 2**0.5)) if activation == "gelu"
+                          else torch.sigmoid(inner[:, :e]))
+    expected = x_TD + dense(act * inner[:, e:] if ffn == "glu" else act, w, "out_proj")
+    assert torch.allclose(layer(x_TD[None])[0], expected, rtol=0, atol=1e-12)
 
 
-def random_x(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def normed(x: Tensor, norm: str, w: dict[str, Tensor]) -> Tensor:
-    if norm == "scale_norm":
-        return w["norm.scalar"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    x = x - x.mean(-1, keepdim=True)
-    return w["norm.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() + w["norm.bias"]
-
-
-def turned(x_K: Tensor, position: int) -> Tensor:
-    """RoPE of one head at one position: pairs (k, k + K / 2) turned by position x 10000^(-2 k / K)."""
-    out_K = x_K.clone()
-    for k in range(K // 2):
-        angle, a, b = position * 10000 ** (-2 * k / K), x_K[k], x_K[k + K // 2]
-        out_K[k] = a * math.cos(angle) - b * math.sin(angle)
-        out_K[k + K // 2] = b * math.cos(angle) + a * math.sin(angle)
-    return out_K
-
-
-@NORMS
-@pytest.mark.parametrize("with_rope", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("documents", [None, [0] * 4 + [1] * 7])
-def test_multi_head_attention(norm: str, with_rope: bool, causal: bool, documents: list[int] | None) -> None:
-    layer = MultiHeadAttention(d_model=D, n_heads=H, causal=causal, norm=norm, rel_pos="rope" if with_rope else None)
-    w, x_TD = random_layer(layer), random_x(T, D)
-    qkv_TF = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
-    q_THK, k_THK, v_THK = (part_TD.view(T, H, K) for part_TD in qkv_TF.split(D, dim=1))
-    out_THK = torch.zeros(T, H, K, dtype=torch.float64)
-    for i in range(T):
-        keys = [j for j in range(T) if (j <= i or not causal) and (documents is None or documents[j] == documents[i])]
-        for h in range(H):
-            q_K, k_LK = q_THK[i, h], k_THK[keys, h]
-            if with_rope:
-                q_K, k_LK = turned(q_K, i), torch.stack([turned(k_THK[j, h], j) for j in keys])
-            out_THK[i, h] = (k_LK @ q_K / K**0.5).softmax(0) @ v_THK[keys, h]
-    expected = x_TD + out_THK.flatten(1) @ w["out_proj.weight"].T + w["out_proj.bias"]
-
-    segment_ids_BT = None if documents is None else torch.tensor([documents])
-    assert torch.allclose(layer(x_TD[None], segment_ids_BT)[0], expected, rtol=0, atol=1e-12)
-
-
-@NORMS
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_feed_forward(norm: str, activation: str) -> None:
-    """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x): Eqs. 1-2 with no activation on the second factor."""
-    x_TD = random_x(T, D)
-
-    def act(x: Tensor) -> Tensor:
-        return x * (0.5 * (1 + torch.erf(x / 2**0.5)) if activation == "gelu" else torch.sigmoid(x))
-
-    for glu in (False, True):
-        layer = FeedForward(d_model=D, expansion_factor=2, norm=norm, activation=activation,
-                            ffn="glu" if glu else "mlp")
-        w = random_layer(layer)
-        inner = normed(x_TD, norm, w) @ w["in_proj.weight"].T + w["in_proj.bias"]
-        e = layer.config.d_inner
-        inner = act(inner[:, :e]) * inner[:, e:] if glu else act(inner)
-        expected = x_TD + inner @ w["out_proj.weight"].T + w["out_proj.bias"]
-        assert torch.allclose(layer(x_TD[None])[0], expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("init_std", [0.02, 0.07])
-@pytest.mark.parametrize("task", ["c4", "wiki40b"])
+@pytest.mark.parametrize(("task", "init_std"), [("c4", 0.02), ("wiki40b", 0.07)])
 @pytest.mark.parametrize(("preset", "options"), [
     *((preset, {}) for preset in PRESETS if preset != "flash+"),
     ("transformer++", {"attn_kernel": "relu2", "gate": True}),

@@ -8,7 +8,6 @@ from lineartime.config import model_config
 from lineartime.model import LanguageModel
 from lineartime.ops.reference import rotary
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 S = 128
 NAMES = ("out", "uvz", "gamma", "beta", "w")
 
@@ -30,16 +29,23 @@ def error(a: Tensor, exact: Tensor) -> float:
     return float((a.double() - exact).norm())
 
 
-def assert_held(kernel, reference, inputs: dict[str, Tensor], floor: float | None = None, **how) -> None:
+def assert_near(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], floor: float = 0.0,
+                names: tuple[str, ...] = ()) -> None:
     """The reference's dtypes and shapes, and at most twice as far from float64 as the reference is. floor: a relative
-    error that is let pass."""
+    error that is let pass in float32 and float64."""
+    for n, (a, b, x) in enumerate(zip(ours, theirs, exact, strict=True)):
+        name = names[n] if names else n
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        let_pass = floor * float(x.norm()) if a.dtype in (torch.float32, torch.float64) else 0.0
+        assert error(a, x) <= max(2 * error(b, x), let_pass), name
+
+
+def assert_held(kernel, reference, inputs: dict[str, Tensor], floor: float | None = None, **how) -> None:
+    """Output and gradients of a kernel are near, see `assert_near`."""
     exact = run(reference, {name: x.double() for name, x in inputs.items()}, **how)
-    ours, theirs = (run(op, inputs, **how) for op in (kernel, reference))
     # Float32 is at its rounding in both, where twice is a matter of luck.
     floor = floor or (1e-6 if inputs["uvz"].dtype == torch.float32 else 0.0)
-    for name, a, b, x in zip(NAMES, ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert error(a, x) <= max(2 * error(b, x), floor * float(x.norm())), name
+    assert_near(*(run(op, inputs, **how) for op in (kernel, reference)), exact, floor, NAMES)
 
 
 def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,

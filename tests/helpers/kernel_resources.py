@@ -53,12 +53,6 @@ class Case:
     past: bool = False
     """Whether a state enters the rows, which are parts of rows."""
 
-    @property
-    def usual(self) -> bool:
-        """Whether a training run has it unless it asks for something else."""
-        return (self.dtype == "bfloat16" and self.chunk in (None, 256) and self.causal and self.documents
-                and self.n_tokens < LONG_ROW and not self.past)
-
 
 Program = dict[str, Any]
 """A kernel compiled for one architecture: `kernel`, `arch`, `tile_rows`; `registers` and `spilled` bytes of a thread,

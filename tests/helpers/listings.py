@@ -10,7 +10,6 @@ What is printed but cannot run, and what stands here instead:
 - `norm`: ScaleNorm returns `scale * x` but its variable is called `scalar`;
 - `FLASH`: one bracket too many in the bidirectional kernel;
 - `GAU`: the length is known, not symbolic, because `rel_pos_bias` branches on it;
-- the main text's `rel_pos_bias(q, k)` is the appendix's `rel_pos_bias(n)`, with n the length of q.
 """
 
 import torch
@@ -196,21 +195,3 @@ def FLASH(x: Tensor, causal: bool, segment_ids: Tensor, var: Weights, norm_type:
     x = u * (quadratic + linear)
     x = dense(x, below(var, "dense_1"))
     return x + shortcut
-
-
-def global_linear_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Code 1 (main text). Linear attention across chunks, as a raw sum: q, k [b, g, c, s], v [b, g, c, e]."""
-    if causal:
-        kv = torch.einsum("bgcs,bgce->bgse", k, v)
-        kv = torch.cumsum(kv, dim=1) - kv  # exclusive
-        return torch.einsum("bgcs,bgse->bgce", q, kv)
-    kv = torch.einsum("bgcs,bgce->bse", k, v)
-    return torch.einsum("bgcs,bse->bgce", q, kv)
-
-
-def local_quadratic_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool, var: Weights) -> Tensor:
-    """Code 1 (main text). Quadratic attention in each chunk; q k is not divided by the length here."""
-    qk = torch.einsum("bgns,bgms->bgnm", q, k)
-    a = F.relu(qk + rel_pos_bias(q.shape[2], below(var, "rel_pos_bias"))) ** 2
-    a = torch.tril(a) if causal else a
-    return torch.einsum("bgnm,bgme->bgne", a, v)

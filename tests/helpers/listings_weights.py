@@ -12,7 +12,7 @@
 | `scaledsin_scalar` | `abs_pos.scalar` of the model |
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 PARAMETERS = {
     "norm/gamma": "norm.weight",
@@ -36,8 +36,3 @@ def from_listing(var: dict[str, Tensor]) -> dict[str, Tensor]:
     torch's not, and a scalar is `[1]` here."""
     return {PARAMETERS[name]: w.T if name.endswith("/kernel") else w if w.dim() else w[None]
             for name, w in var.items()}
-
-
-def load_listing_weights(layer: nn.Module, var: dict[str, Tensor]) -> None:
-    """Give a `GatedAttentionUnit` the weights of `GAU` or `FLASH`. RuntimeError if one is missing or left over."""
-    layer.load_state_dict(from_listing(var), strict=True)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lineartime.model import LanguageModel, token_losses
-from lineartime.ops.cross_entropy import default_chunk_tokens, linear_cross_entropy
+from lineartime.ops.cross_entropy import linear_cross_entropy
 from tiny_models import FLASH, random_ids, random_model
 
 EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -49,7 +48,7 @@ def close(found, expected, tolerance):
     assert expected.numel() == 0 or (found.double() - expected).abs().max().item() <= tolerance * scale
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(n=st.integers(0, 70), v=st.integers(1, 90), d=st.integers(1, 40), chunk=st.integers(1, 80),
        dtype=st.sampled_from(list(EXACT)), weighted=st.booleans(), seed=st.integers(0, 99))
 def test_value_and_gradients_are_those_of_the_plain_loss(n, v, d, chunk, dtype, weighted, seed):
@@ -62,20 +61,6 @@ def test_value_and_gradients_are_those_of_the_plain_loss(n, v, d, chunk, dtype, 
     for found, gradient in zip(gradients(losses, [x, w, b], weights), gradients(expected, same, weights), strict=True):
         assert found.dtype == dtype
         close(found, gradient, EXACT[dtype])
-
-
-@pytest.mark.parametrize("vocab_size", [8200, 32_000])
-def test_a_real_vocabulary_is_equal_to_1e_6(vocab_size):
-    """To the plain loss in float32, and as near to the true one as that is."""
-    x, w, b, targets = example(1100, vocab_size, 24, torch.float32, scale=1.0)
-    losses, usual = linear_cross_entropy(x, w, b, targets), plain(x, w, b, targets)
-    true = plain(*(same := wide([x, w, b])), targets)
-    close(losses, usual.double(), 1e-6)
-    close(losses, true, 1e-6)
-    all_gradients = (gradients(losses, [x, w, b]), gradients(usual, [x, w, b]), gradients(true, same))
-    for found, theirs, exact in zip(*all_gradients, strict=True):
-        close(found, theirs.double(), 1e-6)
-        assert (found - exact).norm() < min(1.01 * (theirs - exact).norm(), 1e-6 * exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -112,66 +97,39 @@ def test_under_autocast_products_are_bfloat16_and_the_rest_is_not(weighted):
         close(linear_cross_entropy(*same, targets), expected, 1e-13)
 
 
-def test_gradcheck():
-    """Every loss by itself, so with weights that differ."""
-    x, w, b, targets = example(5, 4, 3)
-    assert torch.autograd.gradcheck(lambda *inputs: linear_cross_entropy(*inputs, targets, chunk_tokens=2), (x, w, b))
+def test_only_what_is_wanted_gets_a_gradient():
+    *inputs, targets = example(9, 6, 5)
+    for n in range(3):
+        leaves = [t.detach().requires_grad_(i == n) for i, t in enumerate(inputs)]
+        linear_cross_entropy(*leaves, targets, chunk_tokens=4).sum().backward()
+        expected, = gradients(plain(*(same := wide(leaves)), targets), same)
+        assert [t.grad is None for t in leaves] == [i != n for i in range(3)]
+        close(leaves[n].grad, expected, 1e-13)
 
 
-@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
-def test_only_what_is_wanted_gets_a_gradient(wanted):
-    inputs, targets = example(9, 6, 5)[:3], example(9, 6, 5)[3]
-    inputs = [t.detach().requires_grad_(bool(want)) for t, want in zip(inputs, wanted, strict=True)]
-    linear_cross_entropy(*inputs, targets, chunk_tokens=4).sum().backward()
-    expected = wide(inputs)
-    plain(*expected, targets).sum().backward()
-    for t, same in zip(inputs, expected, strict=True):
-        assert (t.grad is None) == (same.grad is None)
-        if t.grad is not None:
-            close(t.grad, same.grad, 1e-13)
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean", "weighted"])
-def test_backward_twice_is_twice_the_same(reduce):
+def test_backward_twice_is_twice_the_same():
     inputs, weights = example(9, 6, 5), torch.arange(1.0, 10.0, dtype=torch.float64)
-    losses = linear_cross_entropy(*inputs, chunk_tokens=4)
-    total = {"sum": losses.sum() / 7, "mean": losses.mean(), "weighted": losses @ weights}[reduce]
-    first = torch.autograd.grad(total, inputs[:3], retain_graph=True)
-    kept = [g.clone() for g in first]
-    second = torch.autograd.grad(total, inputs[:3], retain_graph=True)
-    for a, b, c in zip(first, kept, second, strict=True):
-        assert torch.equal(a, b)
-        close(c, b, 1e-13)
+    for reduce in (Tensor.sum, Tensor.mean, lambda losses: losses @ weights, lambda losses: losses @ (0 * weights + 2)):
+        total = reduce(linear_cross_entropy(*inputs, chunk_tokens=4))
+        first = torch.autograd.grad(total, inputs[:3], retain_graph=True)
+        kept = [g.clone() for g in first]
+        second = torch.autograd.grad(total, inputs[:3], retain_graph=True)
+        expected = torch.autograd.grad(reduce(plain(*inputs)), inputs[:3])
+        for a, b, c, wanted in zip(first, kept, second, expected, strict=True):
+            assert torch.equal(a, b)
+            close(b, wanted, 1e-13)
+            close(c, wanted, 1e-13)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
-@pytest.mark.parametrize("reduce", [Tensor.sum, Tensor.mean, lambda losses: losses.square().sum()])
-def test_transforms_of_torch_func(reduce):
+def test_transforms_of_torch_func():
     """Also where the gradient of the losses is constant, as that of a mean is."""
     *inputs, targets = example(9, 6, 5)
     x, w, b = (t.detach() for t in inputs)
-    ours, theirs = (torch.func.hessian(lambda b, op=op: reduce(op(x, w, b, targets)))(b)
-                    for op in (linear_cross_entropy, plain))
-    close(ours, theirs, 1e-13)
-
-
-def test_tensors_need_not_be_contiguous():
-    x, w, b, targets = example(20, 12, 8)
-    expected = linear_cross_entropy(x, w, b, targets)
-    inputs = [t.detach().clone() for t in (x, w, b)]
-    strided = [inputs[0].t().contiguous().t(), inputs[1].t().contiguous().t(), inputs[2].repeat_interleave(2)[::2]]
-    for t, same in zip(strided, inputs, strict=True):
-        assert torch.equal(t, same)
-    strided = [t.requires_grad_() for t in strided]
-    losses = linear_cross_entropy(*strided, targets.repeat_interleave(3)[::3], chunk_tokens=6)
-    assert not strided[0].is_contiguous() and not strided[2].is_contiguous()
-    close(losses, expected, 1e-13)
-    for found, gradient in zip(gradients(losses, strided), gradients(expected, [x, w, b]), strict=True):
-        close(found, gradient, 1e-13)
-    # A weight that is one number for all, as `sum` hands it back, and as a tensor that is full of it.
-    for weights in (torch.tensor(0.3, dtype=torch.float64).expand(20), torch.full((20,), 0.3, dtype=torch.float64)):
-        (found,) = torch.autograd.grad(linear_cross_entropy(x, w, b, targets), x, weights)
-        close(found, 0.3 * gradients(plain(x, w, b, targets), [x])[0], 1e-13)
+    for reduce in (Tensor.mean, lambda losses: losses.square().sum()):
+        ours, theirs = (torch.func.hessian(lambda b, op=op, reduce=reduce: reduce(op(x, w, b, targets)))(b)
+                        for op in (linear_cross_entropy, plain))
+        close(ours, theirs, 1e-13)
 
 
 def test_logits_far_from_zero():
@@ -185,30 +143,23 @@ def test_logits_far_from_zero():
         close(found, gradient, 1e-6)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_so(value):
+def test_what_is_not_finite_stays_so():
+    for value in (math.nan, math.inf):
+        x, w, b, targets = example(6, 5, 4)
+        losses = linear_cross_entropy(x, w, b, targets, chunk_tokens=2)
+        (found,) = torch.autograd.grad(losses, x, torch.tensor([1, 1, value, 1, 1, 1], dtype=torch.float64))
+        assert not found[2].isfinite().any() and found[[0, 1, 3, 4, 5]].isfinite().all()
+        with torch.no_grad():
+            x[3, 0] = value
+        assert linear_cross_entropy(x, w, b, targets).isfinite().tolist() == [True, True, True, False, True, True]
+
+
+def test_targets_outside_the_vocabulary_are_refused():
     x, w, b, targets = example(6, 5, 4)
-    losses = linear_cross_entropy(x, w, b, targets, chunk_tokens=2)
-    (found,) = torch.autograd.grad(losses, x, torch.tensor([1, 1, value, 1, 1, 1], dtype=torch.float64))
-    assert not found[2].isfinite().any() and found[[0, 1, 3, 4, 5]].isfinite().all()
-    with torch.no_grad():
-        x[3, 0] = value
-    assert linear_cross_entropy(x, w, b, targets).isfinite().tolist() == [True, True, True, False, True, True]
-
-
-@pytest.mark.parametrize("target", [5, -1, -100])
-def test_targets_outside_the_vocabulary_are_refused(target):
-    x, w, b, targets = example(6, 5, 4)
-    targets[3] = target
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        linear_cross_entropy(x, w, b, targets)
-
-
-def test_no_tokens_no_gradient():
-    x, w, b, targets = example(0, 5, 4)
-    losses = linear_cross_entropy(x, w, b, targets)
-    assert losses.shape == (0,)
-    assert [g.tolist() for g in gradients(losses, [x, w, b])] == [[], [[0.0] * 4] * 5, [0.0] * 5]
+    for target in (5, -1, -100):
+        targets[3] = target
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            linear_cross_entropy(x, w, b, targets)
 
 
 def test_without_a_gradient_nothing_is_kept_for_one(monkeypatch):
@@ -224,30 +175,15 @@ def test_without_a_gradient_nothing_is_kept_for_one(monkeypatch):
         linear_cross_entropy(x, w, b, targets)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_activation_checkpointing(reentrant):
-    x, w, b, targets = example(30, 12, 8)
-    expected = gradients(linear_cross_entropy(x, w, b, targets), [x, w, b])
-    losses = checkpoint(linear_cross_entropy, x, w, b, targets, use_reentrant=reentrant)
-    losses.sum().backward()
-    assert all(torch.equal(t.grad, g) for t, g in zip((x, w, b), expected, strict=True))
-
-
 def test_inside_compiled_code():
     def loss(x, w, b, targets):
         return linear_cross_entropy(x.tanh(), w, b, targets, chunk_tokens=7)
 
-    x, w, b, targets = example(30, 12, 8)
+    *inputs, targets = example(30, 12, 8)
     weights = torch.rand(30, dtype=torch.float64)
-    compiled = torch.compile(loss, backend="aot_eager")
-    for given_weights in (None, weights):
-        expected = gradients(loss(x, w, b, targets), [x, w, b], given_weights)
-        for found, gradient in zip(gradients(compiled(x, w, b, targets), [x, w, b], given_weights), expected,
-                                   strict=True):
-            close(found, gradient, 1e-13)
-
-
-# Memory
+    found, expected = (gradients(each(*inputs, targets), inputs, weights)
+                       for each in (torch.compile(loss, backend="aot_eager"), loss))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 class Made(TorchDispatchMode):
@@ -304,26 +240,3 @@ def test_at_some_tokens_alone():
     targets_K = torch.tensor([1, 2, 3, 4])
     expected = -model(ids_BT).flatten(0, 1).log_softmax(-1)[at_K, targets_K]
     close(model(ids_BT, at_K=at_K, targets=targets_K), expected, 1e-13)
-
-
-def test_a_chunk_is_small_beside_2_18_tokens():
-    for device in ("cpu", "cuda"):
-        for vocab_size in (256, 8192, 32_000, 256_000):
-            assert default_chunk_tokens(vocab_size, torch.device(device)) * 32 <= max(2**18, 2**32 // vocab_size)
-    assert default_chunk_tokens(32_000, torch.device("cuda")) == 4194
-
-
-# PyTorch's own, from 2.13
-
-
-@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="PyTorch has it from 2.13")
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_against_that_of_pytorch(reduction):
-    x, w, b, targets = example(300, 150, 20, torch.float32)
-    theirs = F.linear_cross_entropy(x, w, targets, linear_bias=b, reduction=reduction,
-                                    options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=64))
-    ours = linear_cross_entropy(x, w, b, targets, chunk_tokens=64)
-    ours = {"none": ours, "sum": ours.sum(), "mean": ours.mean()}[reduction]
-    close(ours, theirs.double(), 1e-6)
-    for found, gradient in zip(gradients(ours, [x, w, b]), gradients(theirs, [x, w, b]), strict=True):
-        close(found, gradient.double(), 1e-6)

@@ -86,30 +86,32 @@ def test_rocm_runs_the_reference(monkeypatch):
     assert dispatch.unsupported_device(torch.device("cuda"), torch.float32) == "kernels are for CUDA, not for ROCm"
 
 
-@pytest.mark.parametrize(("shape", "words"), [
-    ((65_536, 1, 256), "65,536 rows, kernels have 65,535"),
-    ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
-    ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
-    ((65_535, 1, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)])
-def test_what_is_too_large_for_a_grid_or_an_offset(shape, words):
-    assert dispatch.unsupported_attention(torch.empty(shape, device="meta"), S, 256) == words
+def test_what_kernels_refuse():
+    """Sizes that do not fit a grid or an offset of 32 bits, widths and chunks that no kernel has."""
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, device="meta", dtype=dtype)
 
-
-@pytest.mark.parametrize(("shape", "width", "words"), [
-    ((65_535, 256, 64), S, None), ((65_536, 256, 64), S, "65,536 rows, kernels have 65,535"),
-    ((1, 256, 64), 64, "keys of width 64, a decode step in a kernel has 128"),
-    ((1, 256, 96), S, "d_inner 96, kernels have multiples of 64"),
-    ((1, 64, 64), S, "chunk_size 64, kernels have 128, 256, 512")])
-def test_which_steps_no_kernel_makes(shape, width, words):
-    v_BCE = torch.empty(shape, device="meta")
-    assert dispatch.unsupported_step(v_BCE.new_empty(*shape[:2], width), v_BCE) == words
-
-
-@pytest.mark.parametrize(("shape", "words"), [
-    ((2**30, 1), "1,073,741,824 tokens, the norm's kernels have 1,073,741,823"), ((2**30 - 1, 1), None),
-    ((2, 8193), "rows of 8193 numbers, the norm's kernels have 8192"), ((2, 8192), None), ((0, 8), None)])
-def test_what_is_too_large_for_the_norm(shape, words):
-    assert dispatch.unsupported_norm(torch.empty(shape, device="meta")) == words
+    for shape, words in (
+            ((65_536, 1, 256), "65,536 rows, kernels have 65,535"),
+            ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
+            ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
+            ((65_535, 1, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)):
+        assert dispatch.unsupported_attention(empty(*shape), S, 256) == words
+    for (n, c, e), width, words in (
+            ((65_535, 256, 64), S, None), ((65_536, 256, 64), S, "65,536 rows, kernels have 65,535"),
+            ((1, 256, 64), 64, "keys of width 64, a decode step in a kernel has 128"),
+            ((1, 256, 96), S, "d_inner 96, kernels have multiples of 64"),
+            ((1, 64, 64), S, "chunk_size 64, kernels have 128, 256, 512")):
+        assert dispatch.unsupported_step(empty(n, c, width), empty(n, c, e)) == words
+    for shape, words in (
+            ((2**30, 1), "1,073,741,824 tokens, the norm's kernels have 1,073,741,823"), ((2**30 - 1, 1), None),
+            ((2, 8193), "rows of 8193 numbers, the norm's kernels have 8192"), ((2, 8192), None), ((0, 8), None)):
+        assert dispatch.unsupported_norm(empty(*shape)) == words
+    for s, dtype, pooling, words in (
+            (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
+            (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
+            (64, torch.float16, "fixed", 'sums of chunk_pooling "fixed" do not fit float16')):
+        assert dispatch.unsupported_heads(empty(2, 300, 2 * 64, dtype=dtype), s, 256, pooling) == words
 
 
 @pytest.mark.parametrize(("n_chunks", "n_rows", "whole"), [(8, 1, True), (9, 1, False), (32, 1, False), (32, 11, True)])
@@ -123,12 +125,3 @@ def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monk
     mixed_chunk.make_states(uvz, uvz[..., 1536:3072], torch.zeros(4, 1, 1, S), documents, 128, backward=False)
     assert [name for name, _ in grids] == ["walk_states"] + ["scan_states"] * (not whole)
     assert grids[0][1][0] == 48 * n_rows * (1 if whole else n_chunks)
-
-
-@pytest.mark.parametrize(("s", "dtype", "pooling", "words"), [
-    (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
-    (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
-    (64, torch.float16, "fixed", 'sums of chunk_pooling "fixed" do not fit float16')])
-def test_which_heads_that_are_made_outside_kernels_take(s, dtype, pooling, words):
-    uv = torch.empty(2, 300, 2 * 64, dtype=dtype, device="meta")
-    assert dispatch.unsupported_heads(uv, s, 256, pooling) == words

@@ -12,32 +12,22 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
-from kernel_law import DTYPES, S, documents, head_inputs, make_inputs, random, run, run_heads, tiny
+from kernel_law import S, assert_near, documents, head_inputs, make_inputs, random, run, run_heads, tiny
 from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import model_config
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
-from lineartime.generation.generate import generate
 from lineartime.model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference
-from lineartime.ops.reference import rotary
+from marks import rest
 from tiny_models import random_ids
 
 assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
 
 
-ONE_DIRECTION = pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.rest)])
-EVERY_HELD = [(dtype, causal, with_documents) for dtype in DTYPES for causal in (True, False)
-              for with_documents in (False, True)]
-
-
-BY_DEFAULT = {(torch.bfloat16, True, True), (torch.bfloat16, False, True), (torch.float32, True, False),
-              (torch.float16, False, True)}
-"""Each type and each direction; `make test-all` has the others."""
-
-
 @pytest.mark.parametrize(("dtype", "causal", "with_documents"), [
-    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.rest) for case in EVERY_HELD])
+    (torch.bfloat16, True, True), (torch.bfloat16, False, True), (torch.float32, True, False),
+    (torch.float16, False, True), *rest((torch.float32, False, True), (torch.float16, True, False))])
 def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool) -> None:
     """Two chunks and part of a third in an odd number of rows, or one row; in float32 one and a part."""
     odd = with_documents and not causal and dtype == torch.bfloat16
@@ -46,22 +36,21 @@ def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool)
                 segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
 
 
-@pytest.mark.parametrize("chunk, causal", [
-    (256, True), *(pytest.param(*case, marks=pytest.mark.rest) for case in ((256, False), (512, True), (512, False)))])
+@pytest.mark.parametrize(("chunk", "causal"), [(256, True), *rest((256, False), (512, True), (512, False))])
 def test_larger_chunks_are_attended_in_rounds(chunk: int, causal: bool) -> None:
     n_tokens = chunk + 21
     assert_held(make_inputs(1, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
                 segment_ids_BT=documents(1, n_tokens))
 
 
-@ONE_DIRECTION
-def test_sums_in_place_of_means(causal: bool) -> None:
-    assert_held(make_inputs(1, 267, torch.bfloat16), chunk_size=128, causal=causal, pooling="sum",
+def test_sums_in_place_of_means() -> None:
+    assert_held(make_inputs(1, 267, torch.bfloat16), chunk_size=128, causal=True, pooling="sum",
                 segment_ids_BT=documents(1, 267))
 
 
-@pytest.mark.parametrize("kind, causal", [
-    pytest.param(kind, causal, marks=pytest.mark.rest) for kind in ("hopper", "small") for causal in (True, False)])
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["hopper", "small"])
+@pytest.mark.parametrize("causal", [True, False])
 def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiles of the other kinds of GPU."""
     monkeypatch.setattr(mixed_chunk, "tile_class", lambda device: kind)
@@ -69,13 +58,12 @@ def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, m
                 causal=causal)
 
 
-@pytest.mark.parametrize("n_tokens, dtype", [
-    (1, torch.float32), (40, torch.bfloat16), pytest.param(128, torch.float16, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(("n_tokens", "dtype"), [(1, torch.float32), (40, torch.bfloat16)])
 def test_short_rows(n_tokens: int, dtype: torch.dtype) -> None:
     assert_held(make_inputs(2, n_tokens, dtype), chunk_size=128, causal=True)
 
 
-@ONE_DIRECTION
+@pytest.mark.parametrize("causal", [True, *rest(False)])
 def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, how = make_inputs(2, 645, torch.float32), {"chunk_size": 128, "causal": causal,
                                                        "segment_ids_BT": documents(2, 645)}
@@ -102,7 +90,7 @@ def test_every_run_gives_the_same_bits_in_any_layout() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@ONE_DIRECTION
+@pytest.mark.parametrize("causal", [True, *rest(False)])
 def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -> None:
     """By the output at one token, in the middle of a document that begins in a chunk and ends in the next."""
     inputs = make_inputs(1, 300, torch.bfloat16)
@@ -115,23 +103,6 @@ def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -
     seen = set(range(100, 151 if causal else 200))
     found = set(gradient_T.nonzero().flatten().tolist())
     assert found <= seen and len(found) > 0.6 * len(seen)  # relu gives some keys of their own document nothing
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_references_have_the_gradients_of_their_differences(causal: bool) -> None:
-    """torch.autograd.gradcheck in float64."""
-    def small(n_heads: int, length: int) -> list[Tensor]:
-        position_1T = torch.arange(6)[None]
-        sizes = [(2, 6, 10), (n_heads, 4), (n_heads, 4), (2 * length - 1,)]
-        uvz, gamma, beta, w = (torch.randn(size, dtype=torch.float64).requires_grad_() for size in sizes)
-        return [uvz, gamma, beta, *rotary(position_1T, 4, torch.float64), w]
-
-    torch.manual_seed(0)
-    ids_BT = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, -1, -1]])
-    torch.autograd.gradcheck(lambda *x: reference.gated_chunk_attention(
-        *x, chunk_size=4, causal=causal, segment_ids_BT=ids_BT), small(4, 4))
-    torch.autograd.gradcheck(lambda *x: reference.gated_quadratic_attention(
-        *x, scale_len=6, causal=causal, segment_ids_BT=ids_BT), small(2, 6))
 
 
 def test_checkpointed_and_compiled() -> None:
@@ -155,8 +126,7 @@ def test_other_derivatives_are_refused() -> None:
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("preset, norm", [
-    ("flash", "layer_norm"), pytest.param("flash-quad", "scale_norm", marks=pytest.mark.rest)])
+@pytest.mark.parametrize(("preset", "norm"), [("flash", "layer_norm"), *rest(("flash-quad", "scale_norm"))])
 def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str) -> None:
     """Under autocast, with checkpointing, and wrapped for data parallel training."""
     model = tiny(preset, norm=norm, end_of_document=0).train()
@@ -181,24 +151,9 @@ def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str
         dist.destroy_process_group()
 
 
-@pytest.mark.rest
-def test_text_is_that_of_the_reference() -> None:
-    """Greedy, over the ends of chunks, by rows that stand at different places."""
-    model = tiny("flash", end_of_document=0).eval()
-    prompts = [random_ids(n, seed=n, vocab_size=64).tolist() for n in (120, 3)]
-    texts = []
-    for impl in ("reference", "triton"):
-        model.set_impl(impl)
-        texts.append(generate(model, prompts, max_new_tokens=12, temperature=0))
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("pooling, s, causal, with_documents", [
-    ("written", 128, True, True), ("written", 64, False, True), *(
-        pytest.param(*case, marks=pytest.mark.rest) for case in (
-            ("fixed", 128, False, False),
-            ("written", 128, True, False), ("written", 128, False, False), ("fixed", 64, True, True),
-            ("mean", 64, True, True), ("mean", 128, False, True)))])
+@pytest.mark.parametrize(("pooling", "s", "causal", "with_documents"), [
+    ("written", 128, True, True), ("written", 64, False, True), *rest(
+        ("fixed", 128, False, False), ("mean", 64, True, True))])
 def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, causal: bool,
                                                         with_documents: bool) -> None:
     inputs = head_inputs(2, 270, s, torch.bfloat16)
@@ -207,9 +162,7 @@ def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, c
     exact = run_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()}, **how)
     ours, theirs = (run_heads(op, inputs, **how)
                     for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention))
-    for name, a, b, x in zip(["out", *inputs], ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
+    assert_near(ours, theirs, exact, names=("out", *inputs))
 
 
 def test_what_the_ops_return_is_what_they_say() -> None:
@@ -230,13 +183,11 @@ def test_what_the_ops_return_is_what_they_say() -> None:
 
 
 PLUS = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
-OPTIONS = {"query_key_dim 64": {"query_key_dim": 64}, "flash+": PLUS, "heads": {"n_heads": 2, **PLUS}}
 
 
-@pytest.mark.parametrize("name", [
-    "flash+", *(pytest.param(name, marks=pytest.mark.rest) for name in ("query_key_dim 64", "heads"))])
-def test_heads_that_pytorch_makes_are_attended_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, called = tiny("flash", **OPTIONS[name]), []
+@pytest.mark.parametrize("fields", [PLUS, *rest({"query_key_dim": 64}, {"n_heads": 2, **PLUS})], ids=str)
+def test_heads_that_pytorch_makes_are_attended_in_kernels(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = tiny("flash", **fields), []
     inner = mixed_chunk.gated_head_attention
     monkeypatch.setattr(mixed_chunk, "gated_head_attention", lambda *a, **how: called.append(1) or inner(*a, **how))
     ids_BT, made = random_ids(1, 140, vocab_size=64), []
@@ -283,9 +234,10 @@ def test_what_runs_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert dispatch.unsupported_device(cuda, torch.float32) == "Triton is not installed"
 
 
-@pytest.mark.parametrize("op, n_heads, how", [
+@pytest.mark.parametrize(("op", "n_heads", "how"), [
     (gated_chunk_attention, 4, {"chunk_size": 128}), (gated_quadratic_attention, 2, {"scale_len": 140})])
 def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, int]) -> None:
+    """And rows without a token have an empty result, and gradients of zero."""
     inputs = make_inputs(1, 140, torch.float32)
     inputs["gamma"], inputs["beta"] = inputs["gamma"][:n_heads], inputs["beta"][:n_heads]
     if n_heads == 2:
@@ -294,13 +246,7 @@ def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, i
                                       for impl in (None, "triton", "reference"))
     assert torch.equal(by_default, definition) and not torch.equal(kernel, definition)
     assert (kernel - definition).norm() <= 1e-6 * definition.norm()
-
-
-@pytest.mark.parametrize("op, n_heads, how", [
-    (gated_chunk_attention, 4, {"chunk_size": 128}), (gated_quadratic_attention, 2, {"scale_len": 140})])
-@pytest.mark.parametrize("causal", [True, False])
-def test_no_rows_and_no_tokens(op, n_heads: int, how: dict[str, int], causal: bool) -> None:
-    for n_rows, n_tokens in ((1, 0), (0, 5)):
+    for (n_rows, n_tokens), causal in (((1, 0), True), ((0, 5), True), ((1, 0), False), ((0, 5), False)):
         uvz = torch.zeros(n_rows, n_tokens, 2 * 64 + S)
         heads, angles = torch.ones(2, n_heads, S, requires_grad=True), torch.zeros(1, n_tokens, S // 2)
         w = torch.zeros(255 if n_heads == 4 else max(2 * n_tokens - 1, 0))
@@ -308,16 +254,3 @@ def test_no_rows_and_no_tokens(op, n_heads: int, how: dict[str, int], causal: bo
         assert out.shape == (n_rows, n_tokens, 64)
         out.sum().backward()
         assert (heads.grad == 0).all()
-
-
-def test_a_layer_is_the_definition_of_its_op() -> None:
-    """The reference with a layer's weights, in float64: what the layer makes of parts and heads of its own."""
-    torch.manual_seed(0)
-    layer = GatedAttentionUnit(d_model=16, query_key_dim=8, chunk_size=4).double()
-    x_BTD, ids_BT = torch.randn(2, 11, 16, dtype=torch.float64), torch.tensor([[0] * 6 + [1] * 5, [0] * 9 + [-1] * 2])
-    angles = rotary(torch.arange(11)[None], 8, torch.float64)
-    uvz = layer.in_proj(layer.norm(x_BTD))
-    out = reference.gated_chunk_attention(uvz, layer.scale_offset.gamma, layer.scale_offset.beta, *angles,
-                                          layer.rel_pos_bias(4), chunk_size=4, causal=True, segment_ids_BT=ids_BT)
-    made, valid_BT = layer(x_BTD, ids_BT), ids_BT >= 0
-    assert (made - x_BTD - layer.out_proj(out))[valid_BT].abs().max() < 1e-12

@@ -1,5 +1,7 @@
 """No launch of a kernel depends on the order in which a GPU happens to run its programs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import triton
@@ -106,43 +108,13 @@ def adds_the_one_before(x):
     tl.store(x + at, tl.load(x + at) + tl.load(x + at - 1, mask=at > 0, other=0.0))
 
 
-@triton.jit
-def stores_in_one_place(x):
-    tl.store(x, tl.program_id(0))
-
-
-@triton.jit
-def reads_what_it_stored(x):
-    at = tl.program_id(0)
-    tl.store(x + at, 2.0)
-    tl.store(x + at, tl.load(x + at) + 1.0)
-
-
-@triton.jit
-def reads_beyond(x):
-    at = tl.program_id(0)
-    tl.store(x + at, tl.load(x + at + 1))
-
-
-@pytest.mark.parametrize(("kernel", "fault"), [
-    (adds_the_one_before, "a program reads what another stores"),
-    (stores_in_one_place, "two programs store in one place"),
-    (reads_what_it_stored, "a program reads what it has stored"),
-    (reads_beyond, "an address lies outside of all tensors")])
-def test_a_fault_is_seen(kernel, fault, monkeypatch):
-    with launch_order.watched(monkeypatch) as launches:
-        kernel[(8,)](torch.ones(8))
-    assert fault in launches[0].faults()
-
-
-def test_another_order_is_another_result_where_there_is_a_race(monkeypatch):
+def test_a_race_is_seen(monkeypatch):
     made = []
-    for order in ("forwards", "backwards", "shuffled"):
-        x = torch.ones(8)
-        if order == "forwards":
-            adds_the_one_before[(8,)](x)
-        else:
-            with launch_order.in_order(monkeypatch, order):
+    with launch_order.watched(monkeypatch) as launches:
+        for order in ("forwards", "backwards"):
+            x = torch.ones(8)
+            with launch_order.in_order(monkeypatch, order) if order == "backwards" else nullcontext():
                 adds_the_one_before[(8,)](x)
-        made.append(x.tolist())
-    assert made[0] == [1, 2, 3, 4, 5, 6, 7, 8] and made[0] != made[1] != made[2] != made[0]
+            made.append(x.tolist())
+    assert "a program reads what another stores" in launches[0].faults()
+    assert made[0] == [1, 2, 3, 4, 5, 6, 7, 8] != made[1]

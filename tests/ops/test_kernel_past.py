@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
-import kernel_law
-from kernel_law import S, gated_heads, head_inputs, make_inputs, random, run, run_heads, tiny
+from kernel_law import S, assert_near, gated_heads, head_inputs, make_inputs, random, run, run_heads, tiny
 from lineartime import ops
 from lineartime.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
 from lineartime.ops.reference import CarriedState
+from marks import rest
 from tiny_models import random_ids
 
 PARTS = {"one document that goes on": [0] * 256,
@@ -23,215 +23,118 @@ PARTS = {"one document that goes on": [0] * 256,
 """Documents of two chunks of a part of a row, 0 that of the token before it."""
 
 
-def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool) -> list[Tensor]:
-    """The output of parts of rows, what they hand on, and the gradients of uvz, gamma, beta, w and of the states that
-    enter: of 300 tokens before the part and, when not causal, of as many after it, unless it ends in padding."""
-    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    dtype = torch.promote_types(inputs["uvz"].dtype, torch.float32)
-    past_RBF = 100 * random(1 if causal else 2, len(ids_BT), S * 64, seed=8).bfloat16().to(dtype)
-    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: len(past_RBF)].to(dtype)
-    past_RBF.requires_grad_()
+def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, *, causal: bool, carried: bool,
+             pooling: str = "mean") -> dict[str, Tensor]:
+    """The output of parts of rows, what they hand on, and all gradients, also of what enters: sums of k v of 300 tokens
+    before the part and, when not causal, of as many after it, unless it ends in padding; with pooling "written" of
+    gates whose sum is .4 or 90. carried: a `CarriedState`; otherwise what ranks exchange."""
+    leaves = {name: x.detach().requires_grad_(name not in ("sin", "cos")) for name, x in inputs.items()}
+    given, how = list(leaves.values()), {"chunk_size": 128, "causal": causal, "segment_ids_BT": ids_BT}
+    if "heads" in inputs:
+        heads, gate_BT = gated_heads(leaves)
+        given = [leaves["uv"], heads, leaves["w"]]
+        how |= {"pooling": pooling, "gate_BT": gate_BT if pooling == "written" else None}
+    first_BTF = next(iter(inputs.values()))
+    n_rows, dtype = len(first_BTF), torch.promote_types(first_BTF.dtype, torch.float32)
+    s = heads[0].shape[-1] if "heads" in inputs else S
+    entered_RB = torch.ones(1 if causal else 2, n_rows, dtype=dtype)
+    if not causal:
+        entered_RB[1] = (ids_BT[:, -1] >= 0).to(dtype)
+    leaves["past"] = (100 * random(*entered_RB.shape, s * 64, seed=8).bfloat16()).to(dtype).requires_grad_()
+    count_RB = torch.full_like(entered_RB, 300.0)
+    if pooling == "written":
+        count_RB = torch.full_like(entered_RB, 0.4)
+        if carried:
+            count_RB[:, 1::2] = 90.0
+        leaves["count"] = count_RB.requires_grad_()
     handed = []
 
     def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        handed.extend([leaving_DBF, passes_B.double()])
-        return torch.cat([entered_RB1 * past_RBF, 300 * entered_RB1], dim=-1)
+        handed.extend([leaving_DBF, passes_B.to(dtype)])
+        return entered_RB[..., None] * torch.cat([leaves["past"], count_RB[..., None]], dim=-1)
 
-    out = op(*leaves.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_BT, exchange=exchange)
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, handed[0]))]
-    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), past_RBF]
-    gradients = torch.autograd.grad([out, handed[0]], wanted, given)
-    return [x.detach() for x in (out, *handed, *gradients)]
-
-
-@pytest.mark.parametrize("levels, causal", [
-    (1, True), *(pytest.param(*case, marks=pytest.mark.rest) for case in ((2, False), (2, True), (1, False)))])
-def test_a_state_that_enters_is_held_to_float64(levels: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of rows of every layout, with a past of 300 tokens: outputs, what is handed on, and all gradients."""
-    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
-    ids_BT = torch.tensor(list(PARTS.values()))
-    inputs = make_inputs(*ids_BT.shape, torch.bfloat16)
-    exact = run_part(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT, causal)
-    ours, theirs = (run_part(op, inputs, ids_BT, causal)
-                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
-    names = ["out", "handed on", "passes", "uvz", "gamma", "beta", "w", "past"]
-    for name, a, b, x in zip(names, ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
-    unread = exact[-1].abs().amax(-1) == 0
-    assert unread.any() and (ours[-1][unread] == 0).all()  # a past that no token belongs to has no gradient
-
-
-def run_part_of_heads(op, inputs: dict[str, Tensor], ids_BT: Tensor, causal: bool, pooling: str) -> dict[str, Tensor]:
-    """As `run_part`, of made heads; what enters is of 300 tokens, or of gates whose sum is 0.4."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    heads, gate_BT = gated_heads(leaves)
-    written, s = pooling == "written", heads[0].shape[-1]
-    entered_RB1 = torch.stack([torch.ones(len(ids_BT), 1), ids_BT[:, -1:] >= 0])[: 1 if causal else 2].to(gate_BT.dtype)
-    past_RBF = 100 * random(len(entered_RB1), len(ids_BT), s * 64, seed=8).bfloat16()
-    leaves["past"] = past_RBF.to(gate_BT.dtype).requires_grad_()
-    count_RB1 = torch.full_like(entered_RB1, 0.4 if written else 300.0).requires_grad_(written)
-    leaves |= {"count": count_RB1} if written else {}
-    handed = []
-
-    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        handed.append(leaving_DBF)
-        return entered_RB1 * torch.cat([leaves["past"], count_RB1], dim=-1)
-
-    out = op(leaves["uv"], heads, leaves["w"], chunk_size=128, causal=causal, segment_ids_BT=ids_BT, pooling=pooling,
-             gate_BT=gate_BT if written else None, exchange=exchange)
-    assert len(handed) == 1  # ranks wait for each other once
-    made = {"out": out, "handed on": handed[0]}
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in enumerate(made.values())]
-    gradients = torch.autograd.grad(list(made.values()), list(leaves.values()), given)
-    return {name: x.detach() for name, x in (made | dict(zip(leaves, gradients, strict=True))).items()}
-
-
-@pytest.mark.parametrize("pooling, s, causal", [("written", 64, True), *(
-    pytest.param(*case, marks=pytest.mark.rest) for case in (
-        ("written", 128, False), ("fixed", 64, False), ("mean", 128, True)))])
-def test_a_state_that_enters_made_heads_is_held_to_float64(pooling: str, s: int, causal: bool) -> None:
-    ids_BT = torch.tensor(list(PARTS.values())[1::2])
-    inputs = head_inputs(*ids_BT.shape, s, torch.bfloat16)
-    exact = run_part_of_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()}, ids_BT,
-                              causal, pooling)
-    assert_all_held(*(run_part_of_heads(op, inputs, ids_BT, causal, pooling)
-                      for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention)), exact)
-
-
-def assert_all_held(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """At most twice as far from float64 as the reference, or in float32 a millionth."""
-    assert ours.keys() == theirs.keys() == exact.keys()
-    for name, x in exact.items():
-        assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape), name
-        at_the_limit = 1e-6 * float(x.norm()) if ours[name].dtype == torch.float32 else 0.0
-        assert kernel_law.error(ours[name], x) <= max(2 * kernel_law.error(theirs[name], x), at_the_limit), name
-
-
-def run_carried(op, inputs: dict[str, Tensor], ids_BT: Tensor | None) -> list[Tensor]:
-    """The output of rows with a past of 300 tokens, the past of what follows, and the gradients of uvz, gamma, beta, w
-    and of the sums that enter."""
-    leaves = {name: x.detach().requires_grad_(name in kernel_law.NAMES) for name, x in inputs.items()}
-    dtype, n_rows = torch.promote_types(inputs["uvz"].dtype, torch.float32), len(inputs["uvz"])
-    kv_BSE = (100 * random(n_rows, S, 64, seed=8).bfloat16()).to(dtype).requires_grad_()
-    state = CarriedState(kv_BSE, torch.full((n_rows,), 300.0, dtype=dtype))
-    out = op(*leaves.values(), chunk_size=128, causal=True, segment_ids_BT=ids_BT, exchange=state)
-    left_BSE, n_left_B = state.kv_BSE, state.count_B
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in ((6, out), (9, left_BSE))]
-    wanted = [*(leaves[name] for name in kernel_law.NAMES[1:]), kv_BSE]
-    return [x.detach() for x in (out, left_BSE, n_left_B, *torch.autograd.grad([out, left_BSE], wanted, given))]
+    if carried:
+        state = CarriedState(leaves["past"][0].unflatten(1, (s, 64)), count_RB[0])
+        made = {"out": op(*given, exchange=state, **how), "handed on": state.kv_BSE, "number": state.count_B}
+    else:
+        out = op(*given, exchange=exchange, **how)
+        made = {"out": out, "handed on": handed[0], "passes": handed[1]}
+        assert len(handed) == 2  # ranks wait for each other once
+    with_gradient = [x for x in made.values() if x.requires_grad]
+    cotangents = [random(*x.shape, seed=n).bfloat16().to(x.dtype) for n, x in enumerate(with_gradient)]
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients = torch.autograd.grad(with_gradient, list(wanted.values()), cotangents)
+    return {name: x.detach() for name, x in (made | dict(zip(wanted, gradients, strict=True))).items()}
 
 
 WITHOUT_PADDING = torch.tensor([ids for ids in PARTS.values() if min(ids) >= 0])
+EVERY_PART = torch.tensor(list(PARTS.values()))
 
 
-@pytest.mark.parametrize("levels, ids_BT", [(1, WITHOUT_PADDING), *(
-    pytest.param(*case, marks=pytest.mark.rest) for case in ((2, None), (2, WITHOUT_PADDING), (1, None)))])
-def test_a_past_is_carried_as_in_float64(levels: int, ids_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 32 if levels == 1 else 0)
-    inputs = make_inputs(2 if ids_BT is None else len(ids_BT), 256, torch.bfloat16)
-    exact = run_carried(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, ids_BT)
-    ours, theirs = (run_carried(op, inputs, ids_BT)
-                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
-    for name, a, b, x in zip(["out", "left", "number", "uvz", "gamma", "beta", "w", "past"], ours, theirs, exact,
-                             strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert kernel_law.error(a, x) <= 2 * kernel_law.error(b, x), name
-    assert torch.equal(ours[2].double(), exact[2])
+@pytest.mark.parametrize(("of_heads", "how", "ids_BT"), [
+    (False, {"causal": True, "carried": False}, EVERY_PART),
+    (False, {"causal": True, "carried": True}, WITHOUT_PADDING),
+    (True, {"causal": True, "carried": False, "pooling": "written"}, EVERY_PART[1::2]),
+    (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING),
+    *rest((False, {"causal": False, "carried": False}, EVERY_PART),
+          (False, {"causal": True, "carried": True}, None),
+          (True, {"causal": False, "carried": False, "pooling": "fixed"}, EVERY_PART[1::2]),
+          (True, {"causal": True, "carried": True, "pooling": "fixed"}, None))])
+def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_BT: Tensor | None,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of rows of every layout, the chunks' states in one level or, of heads that are made, in two."""
+    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 0 if of_heads else 32)
+    shape = (2, 256) if ids_BT is None else ids_BT.shape
+    inputs = head_inputs(*shape, 64, torch.bfloat16) if of_heads else make_inputs(*shape, torch.bfloat16)
+    name = "gated_head_attention" if of_heads else "gated_chunk_attention"
+    exact = run_part(getattr(reference, name), {key: x.double() for key, x in inputs.items()}, ids_BT, **how)
+    ours, theirs = (run_part(getattr(module, name), inputs, ids_BT, **how) for module in (mixed_chunk, reference))
+    assert_near([*ours.values()], [*theirs.values()], [*exact.values()], 1e-6 if of_heads else 0.0, tuple(exact))
+    if ids_BT is EVERY_PART:  # a past that no token belongs to has no gradient
+        unread = exact["past"].abs().amax(-1) == 0
+        assert unread.any() and (ours["past"][unread] == 0).all()
 
 
-def run_carried_heads(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, pooling: str) -> dict[str, Tensor]:
-    """The output of rows with a past of 300 tokens, or of gates whose sum is 0.4 or 90; the past of what follows; and
-    the gradients of uv, heads, w, gates and of what enters."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    heads, gate_BT = gated_heads(leaves)
-    written, n_rows, s = pooling == "written", len(gate_BT), heads[0].shape[-1]
-    count_B = torch.where(torch.arange(n_rows) % 2 == 0, 0.4, 90.0) if written else torch.full((n_rows,), 300.0)
-    leaves["past"] = (100 * random(n_rows, s, 64, seed=8).bfloat16()).to(gate_BT.dtype).requires_grad_()
-    count_B = count_B.to(gate_BT.dtype).requires_grad_(written)
-    state = CarriedState(leaves["past"], count_B)
-    out = op(leaves["uv"], heads, leaves["w"], chunk_size=128, causal=True, segment_ids_BT=ids_BT, pooling=pooling,
-             gate_BT=gate_BT if written else None, exchange=state)
-    made = {"out": out, "left": state.kv_BSE, "number": state.count_B}
-    with_gradient = [x for x in made.values() if x.requires_grad]
-    given = [random(*x.shape, seed=seed).bfloat16().to(x.dtype) for seed, x in enumerate(with_gradient)]
-    leaves |= {"count": count_B} if written else {}
-    gradients = torch.autograd.grad(with_gradient, list(leaves.values()), given)
-    return {name: x.detach() for name, x in (made | dict(zip(leaves, gradients, strict=True))).items()}
-
-
-@pytest.mark.parametrize("pooling, s, ids_BT", [("written", 64, WITHOUT_PADDING), *(
-    pytest.param(*case, marks=pytest.mark.rest) for case in (
-        ("fixed", 128, None),
-        ("written", 128, None), ("fixed", 64, WITHOUT_PADDING), ("mean", 128, WITHOUT_PADDING), ("mean", 64, None)))])
-def test_a_past_of_made_heads_is_carried_as_in_float64(pooling: str, s: int, ids_BT: Tensor | None) -> None:
-    inputs = head_inputs(2 if ids_BT is None else len(ids_BT), 256, s, torch.bfloat16)
-    exact = run_carried_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()},
-                              ids_BT, pooling)
-    assert ("count" in exact) == (pooling == "written")
-    assert_all_held(*(run_carried_heads(op, inputs, ids_BT, pooling)
-                      for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention)), exact)
-
-
-LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None, [0] * 128 + [1] * 128 + [2] * 128]
+LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None]
 CUTS = slice(0, 128), slice(128, 384)
 
 
-def ids_of(ids_T: list[int] | None) -> list[Tensor | None]:
-    """The documents of one row of 384 tokens, and those of its parts."""
-    if ids_T is None:
-        return [None] * (1 + len(CUTS))
-    ids_BT = torch.tensor([ids_T])
-    return [ids_BT, *(ids_BT[:, part] - (ids_T[part.start - 1] if part.start else 0) for part in CUTS)]
+@pytest.mark.parametrize("ids_T", LAYOUTS, ids=["documents", "one document"])
+@pytest.mark.parametrize(("module", "dtype", "limit"), [
+    (reference, torch.float64, 1e-14), *rest((mixed_chunk, torch.float32, 1e-6))])
+def test_parts_of_a_row_are_the_row(module, dtype: torch.dtype, limit: float, ids_T: list[int] | None) -> None:
+    """One after the other, each with the past of the one before: output and gradients of the whole rows, of heads that
+    are made from z and of heads that are given, whose gates are carried too."""
+    ids_BT = None if ids_T is None else torch.tensor([ids_T])
+    how = {"chunk_size": 128, "causal": True}
 
-
-def assert_equal(made: list[Tensor], expected: list[Tensor], limit: float) -> None:
-    for a, b in zip(made, expected, strict=True):
-        assert (a - b).norm() <= limit * b.norm()
-
-
-@pytest.mark.parametrize("op, dtype, limit, ids_T", [
-    *((reference.gated_chunk_attention, torch.float64, 1e-14, ids_T) for ids_T in LAYOUTS),
-    *(pytest.param(mixed_chunk.gated_chunk_attention, torch.float32, 1e-6, ids_T,
-                   marks=pytest.mark.rest) for ids_T in LAYOUTS)])
-def test_parts_of_a_row_are_the_row(op, dtype: torch.dtype, limit: float, ids_T: list[int] | None) -> None:
-    """One after the other, each with the past of the one before: output and gradients of the whole rows."""
-    inputs, (ids_BT, *ids_of_parts) = make_inputs(1, 384, dtype, parameters=dtype), ids_of(ids_T)
-    whole = run(reference.gated_chunk_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT)
-
-    def in_parts(*given: Tensor, **how: object) -> Tensor:
+    def in_parts(op, tokens: dict[str, object], **others: object) -> Tensor:
+        """tokens: the arguments that have an axis of tokens, the last but one or, of gates, the last."""
         state, outs = CarriedState(torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
-        uvz, gamma, beta, sin, cos, w = given
-        for part, ids_of_part in zip(CUTS, ids_of_parts, strict=True):
-            outs.append(op(uvz[:, part], gamma, beta, sin[:, part], cos[:, part], w, chunk_size=128, causal=True,
-                           segment_ids_BT=ids_of_part, exchange=state))
+        for part in CUTS:
+            ids = None if ids_T is None else ids_BT[:, part] - (ids_T[part.start - 1] if part.start else 0)
+            mine = {name: [x[:, part] for x in each] if isinstance(each, list) else each[:, part]
+                    for name, each in tokens.items() if each is not None}
+            outs.append(op(**mine, **others, **how, segment_ids_BT=ids, exchange=state))
         return torch.cat(outs, 1)
 
-    assert_equal(run(in_parts, inputs), whole, limit)
+    def of_z(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
+        return in_parts(module.gated_chunk_attention, {"uvz_BTF": uvz, "sin": sin, "cos": cos}, gamma_4S=gamma,
+                        beta_4S=beta, w=w)
 
+    def of_heads(uv: Tensor, heads: list[Tensor], w: Tensor, gate_BT: Tensor | None, **more: object) -> Tensor:
+        return in_parts(module.gated_head_attention, {"uv_BTF": uv, "heads": heads, "gate_BT": gate_BT}, w=w, **more)
 
-@pytest.mark.parametrize("op, dtype, limit, pooling, ids_T", [
-    *((reference.gated_head_attention, torch.float64, 1e-14, pooling, ids_T)
-      for pooling in ("written", "fixed", "mean") for ids_T in LAYOUTS),
-    *(pytest.param(mixed_chunk.gated_head_attention, torch.float32, 1e-6, "written", ids_T,
-                   marks=pytest.mark.rest) for ids_T in LAYOUTS)])
-def test_parts_of_a_row_of_made_heads_are_the_row(op, dtype: torch.dtype, limit: float, pooling: str,
-                                                 ids_T: list[int] | None) -> None:
-    """The sums of gates that are carried have gradients too."""
-    inputs, (ids_BT, *ids_of_parts) = head_inputs(1, 384, S, dtype), ids_of(ids_T)
-    inputs = {name: x.to(dtype) for name, x in inputs.items()}
-    how = {"pooling": pooling, "gated": pooling == "written"}
-    whole = run_heads(reference.gated_head_attention, inputs, chunk_size=128, causal=True, segment_ids_BT=ids_BT, **how)
-
-    def in_parts(uv: Tensor, heads: list[Tensor], w: Tensor, gate_BT: Tensor | None, pooling: str) -> Tensor:
-        state, outs = CarriedState(torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
-        for part, ids_of_part in zip(CUTS, ids_of_parts, strict=True):
-            outs.append(op(uv[:, part], [head[:, part] for head in heads], w, chunk_size=128, causal=True,
-                           segment_ids_BT=ids_of_part, pooling=pooling, exchange=state,
-                           gate_BT=None if gate_BT is None else gate_BT[:, part]))
-        return torch.cat(outs, 1)
-
-    assert_equal(run_heads(in_parts, inputs, **how), whole, limit)
+    inputs = make_inputs(1, 384, dtype, parameters=dtype)
+    made = run(of_z, inputs), run(reference.gated_chunk_attention, inputs, segment_ids_BT=ids_BT, **how)
+    inputs = {name: x.to(dtype) for name, x in head_inputs(1, 384, S, dtype).items()}
+    for pooling in ("written", "mean"):
+        more = {"pooling": pooling, "gated": pooling == "written"}
+        whole = run_heads(reference.gated_head_attention, inputs, segment_ids_BT=ids_BT, **more, **how)
+        made[0].extend(run_heads(of_heads, inputs, **more))
+        made[1].extend(whole)
+    for found, wanted in zip(*made, strict=True):
+        assert (found - wanted).norm() <= limit * wanted.norm()
 
 
 def test_a_past_is_carried_over_whole_chunks() -> None:
@@ -249,11 +152,9 @@ def test_a_past_is_carried_over_whole_chunks() -> None:
 FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
 
 
-@pytest.mark.parametrize("name, fields", [
-    ("gated_chunk_attention", {}), *(
-        pytest.param("gated_head_attention", fields, marks=pytest.mark.rest) for fields in (
-            FLASH_PLUS, {"key_conv": 3, "chunk_pooling": "fixed", "linear_divisor": 64.0}, {"query_key_dim": 64},
-            {**FLASH_PLUS, "n_heads": 2}))])
+@pytest.mark.parametrize(("name", "fields"), [
+    ("gated_chunk_attention", {}), *rest(("gated_head_attention", FLASH_PLUS),
+                                         ("gated_head_attention", {"query_key_dim": 64}))])
 def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """With documents, in parts that end inside chunks and are shorter in the last row, which then goes on alone: the

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_law import assert_held, random
+from kernel_law import assert_held, assert_near, random
 from lineartime import ops
 from lineartime.config import model_config
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel, token_losses
 from lineartime.ops import dispatch, reference, windows
-from marks import rest
 from tiny_models import random_ids
 
 E, S = 24, 16
@@ -44,15 +43,10 @@ def run_heads(op, ids_BT: Tensor | None, pooling: str, dtype: torch.dtype, chunk
     return [out.detach(), *torch.autograd.grad(out, leaves, random(*out.shape, seed=1).bfloat16().to(dtype))]
 
 
-SIZES = [(128, 4096), (128, 256), (64, 128), (50, 50), (300, 1)]
-BY_DEFAULT = [(128, 4096, "mean", "documents and padding"), (128, 256, "written", "documents and padding"),
-              (64, 128, "written", "begins at chunks"), (50, 50, "sum", "documents and padding"),
-              (300, 1, "mean", "begins at chunks"), (128, 256, "mean", "one document")]
-EVERY = [(*size, pooling, layout) for size in SIZES for pooling in ("mean", "sum", "written") for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize("chunk, window, pooling, layout", [
-    *BY_DEFAULT, *rest(*(case for case in EVERY if case not in BY_DEFAULT))])
+@pytest.mark.parametrize(("chunk", "window", "pooling", "layout"), [
+    (128, 4096, "mean", "documents and padding"), (128, 256, "written", "documents and padding"),
+    (64, 128, "written", "begins at chunks"), (50, 50, "sum", "documents and padding"),
+    (300, 1, "mean", "begins at chunks"), (128, 256, "mean", "one document")])
 def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int, pooling: str, layout: str,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows in one window, windows of single rows, of single chunks; chunks that blocks do not divide."""
@@ -66,10 +60,14 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
         inputs = make_inputs(3, 300, chunk, torch.float64, torch.float64)
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
                     causal=True, segment_ids_BT=ids_BT, pooling=pooling, floor=2e-15)
+        position_BT = torch.arange(300) + torch.tensor([[0], [7], [1000]])  # each row has its own angles
+        inputs["sin"], inputs["cos"] = reference.rotary(position_BT, S, torch.float64)
+        assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
+                    causal=True, floor=2e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one document", "documents and padding"])
 def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: str) -> None:
     """With parameters of float32, as in training, and of the same type, as in a model that is cast."""
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
@@ -78,17 +76,7 @@ def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: s
                     make_inputs(3, 300, 64, dtype, parameters), chunk_size=64, causal=True, segment_ids_BT=ids_BT)
     exact, ours, theirs = (run_heads(module.gated_head_attention, ids_BT, "written", kind, 64)
                            for module, kind in ((reference, torch.float64), (windows, dtype), (reference, dtype)))
-    for a, b, x in zip(ours, theirs, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert (a - x).norm() <= max(2 * float((b - x).norm()), 1e-6 * float(x.norm()))
-
-
-def test_angles_of_their_own_for_each_row() -> None:
-    inputs = make_inputs(3, 200, 64, torch.float64, torch.float64)
-    position_BT = torch.arange(200) + torch.tensor([[0], [7], [1000]])
-    inputs["sin"], inputs["cos"] = reference.rotary(position_BT, S, torch.float64)
-    assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=64, causal=True,
-                floor=2e-15)
+    assert_near(ours, theirs, exact, 1e-6)
 
 
 def kept_bytes(config, dtype: torch.dtype, impl: str | None) -> int:
@@ -111,7 +99,7 @@ def kept_bytes(config, dtype: torch.dtype, impl: str | None) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("preset, most", [("flash", 0.5), ("flash+", 0.75)])
+@pytest.mark.parametrize(("preset", "most"), [("flash", 0.5), ("flash+", 0.75)])
 def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: torch.dtype) -> None:
     """The bytes of layers: those of one model less those of a model with fewer layers."""
     config = {n: model_config(preset, n_layers=n, d_model=64, query_key_dim=32, chunk_size=128, context=1024,
@@ -145,6 +133,7 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs() and runs(preset="flash+") and runs(dtype=torch.bfloat16)
     assert not runs("c4") and not runs(impl="reference") and not runs(grad=False) and not runs(compiled=True)
     assert not runs(dtype=torch.float16) and not runs(preset="flash-quad")
+    assert not dispatch.use_windows(None, True, False, torch.empty(0, 5, 3, requires_grad=True))
     with pytest.raises(UsageError, match="it is reference or triton"):
         runs(impl="windows")
 
@@ -183,23 +172,6 @@ def test_a_model_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, wanted in found[0].items():
             for other in found[1:]:
                 assert (other[name] - wanted).norm() <= 1e-12 * wanted.norm() + 1e-15, (preset, name)
-
-
-@pytest.mark.parametrize("n_rows, n_chunks", [(1, 1), (5, 3), (7, 8), (2, 9), (3, 40)])
-def test_windows_hold_every_chunk_once_and_states_go_through_them(n_rows: int, n_chunks: int,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_TOKENS", 8 * 10)
-    seen = torch.zeros(n_rows, n_chunks)
-    for rows, window in windows.windows_of(n_rows, n_chunks, 10):
-        part = seen[rows, window]
-        assert part.numel() <= 8 and (len(part) == 1 or part.shape[1] == n_chunks)
-        assert (seen[rows, : window.start] == 1).all() and (seen[rows, window.start :] == 0).all()
-        seen[rows, window] += 1
-    assert (seen == 1).all()
-
-
-def test_dispatch_of_what_is_empty() -> None:
-    assert not dispatch.use_windows(None, True, False, torch.empty(0, 5, 3, requires_grad=True))
 
 
 def test_an_op_in_float32_under_autocast_is_the_reference() -> None:
