@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lineartime.atomic_io import replaced
-from lineartime.plot import DASHED, DPI, STYLE, finish_figure, use_powers_of_two
+from lineartime.plot import DASHED, DPI, STYLE, use_powers_of_two
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,3 +130,18 @@ def scale_axes(axes: "Axes", panel: Panel, panels: Sequence[Panel]) -> None:
         axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
         axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
         axis.set_minor_formatter(NullFormatter())
+
+
+def finish_figure(figure: "Figure", caption: str) -> None:
+    """Put the caption above the panels, and one legend for all of them below, for which the figure grows."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    width, height = figure.get_size_inches()
+    if handles:
+        n_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
+        figure.set_figheight(height + 0.25 * n_rows)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
+                      ncols=math.ceil(len(handles) / n_rows))
+    figure.suptitle(textwrap.fill(caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left", color="#555555")

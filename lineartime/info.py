@@ -1,7 +1,8 @@
 """`lineartime info`: a model's specification, parameters by part, FLOPs and decoding state, from its configuration."""
 
-import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -21,27 +22,24 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
 """Values of fields by their names in the paper's tables, where the two differ."""
 
 OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
-           "cls_softmax", "rope_base", "key_conv", "local_key_conv", "linear_scale_init",
-           "local_scale_init", "linear_rope", "linear_gate",
-           "linear_norm", "linear_divisor", "keys_start_as_queries")
+           "cls_softmax", "rope_base", "key_conv", "local_key_conv", "linear_scale_init", "local_scale_init",
+           "linear_rope", "linear_gate", "linear_norm", "linear_divisor", "keys_start_as_queries")
 """Fields that the paper's tables do not have; `print_description` shows those that are not the default."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a model: its parameters, `each`, and how many times the model has it, `count`."""
+class Part(NamedTuple):
+    """A part of a model, the number of its parameters, and how many times the model has it."""
 
     name: str
     each: int
-    count: int = 1
+    places: int = 1
 
     @property
     def total(self) -> int:
-        return self.each * self.count
+        return self.each * self.places
 
 
-@dataclasses.dataclass(frozen=True)
-class Flops:
+class Flops(NamedTuple):
     """FLOPs of a forward pass, per token of a full row that is one document.
 
     A multiply-add is 2, and only matmuls count: not `key_conv`, `linear_gate` and `linear_norm`. Causal scores are
@@ -59,7 +57,6 @@ class Flops:
 
     @property
     def forward(self) -> float:
-        """FLOPs of a forward pass."""
         return self.projections + self.attention + self.linear + self.head
 
     @property
@@ -68,8 +65,7 @@ class Flops:
         return 3 * self.forward - self.constant
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodingBytes:
+class DecodingBytes(NamedTuple):
     """Bytes of one row's decoding state."""
 
     constant: int
@@ -77,12 +73,10 @@ class DecodingBytes:
     """Growth per token, on average over a chunk if the model keeps a summary of every chunk."""
 
     def at(self, n_tokens: int) -> int:
-        """Bytes after n_tokens tokens."""
         return self.constant + self.per_token * n_tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """What `describe` returns."""
 
     specification: list[tuple[str, str]]
@@ -93,7 +87,6 @@ class Description:
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters, in all parts."""
         return sum(part.total for part in self.parts)
 
 
@@ -102,10 +95,9 @@ def describe(config: ModelConfig) -> Description:
     decoding state."""
     with torch.device("meta"):
         model = LanguageModel(config)
-    decoding = decoding_bytes(config) if config.decodes else DecodingBytes(0, 0)
     parts = count_parameters(model)
     return Description(specification(config, sum(part.total for part in parts)), parts, count_flops(model),
-                       decoding)
+                       decoding_bytes(config) if config.decodes else DecodingBytes(0, 0))
 
 
 def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> DecodingBytes:
@@ -125,19 +117,14 @@ def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> D
 
 def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str]]:
     """The configuration as a column of Tables 8-10: names and values of the rows."""
-    def named(value: str | None) -> str:
-        return "--" if value is None else NAMES.get(value, value)
-
     n_layers = str(config.n_layers) if config.ffn == "gau" else f"{config.n_layers}+{config.n_layers}"
+    named = [(row, getattr(config, field)) for row, field in (
+        ("Attention kernel", "attn_kernel"), ("Attention type", "attn_type"), ("FFN type", "ffn"),
+        ("Activation", "activation"), ("Norm. type", "norm"), ("Absolute position emb.", "abs_pos"),
+        ("Relative position emb.", "rel_pos"))]
     return [
         ("# of attention heads", str(config.n_heads)),
-        ("Attention kernel", named(config.attn_kernel)),
-        ("Attention type", named(config.attn_type)),
-        ("FFN type", named(config.ffn)),
-        ("Activation", named(config.activation)),
-        ("Norm. type", named(config.norm)),
-        ("Absolute position emb.", named(config.abs_pos)),
-        ("Relative position emb.", named(config.rel_pos)),
+        *((row, "--" if value is None else NAMES.get(value, value)) for row, value in named),
         ("# of layers", n_layers),
         ("Hidden size", str(config.d_model)),
         ("Expansion rate", f"{config.expansion_factor:g}"),
@@ -148,17 +135,16 @@ def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str
 
 def count_parameters(model: LanguageModel) -> list[Part]:
     """All parameters by part, each counted once; the head's matrix is the embedding."""
+    # The parameters of one block, added up by what they are for.
+    kinds = (("norm", "norms"), ("scale_offset", "scale and offset"), ("bias", "position bias"),
+             ("conv", "key convolution"), ("gate", "write gate"))
     per_layer: dict[str, int] = {}
-    for layer in list(model.layers)[: len(model.layers) // model.config.n_layers]:
-        attention, feed_forward = isinstance(layer, MultiHeadAttention), isinstance(layer, FeedForward)
-        kind = "attention " * attention + "FFN " * feed_forward
+    for layer in model.layers[: model.layers_per_block]:
+        of = "attention " if isinstance(layer, MultiHeadAttention) else "FFN " if isinstance(layer, FeedForward) else ""
         for name, parameter in layer.named_parameters():
             owner = name.split(".")[0]
-            part = next((part for end, part in (("norm", "norms"), ("scale_offset", "scale and offset"),
-                                                ("bias", "position bias"), ("conv", "key convolution"),
-                                                ("gate", "write gate")) if owner.endswith(end)),
-                        f"{kind}projections")
-            per_layer[part] = per_layer.get(part, 0) + parameter.numel()
+            kind = next((kind for end, kind in kinds if owner.endswith(end)), f"{of}projections")
+            per_layer[kind] = per_layer.get(kind, 0) + parameter.numel()
 
     def size(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
@@ -175,12 +161,12 @@ def count_parameters(model: LanguageModel) -> list[Part]:
 def count_flops(model: LanguageModel) -> Flops:
     """FLOPs per token at `config.context`; see `Flops` for the rule."""
     config = model.config
-    linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    projections = sum(module.weight.numel() for module in model.layers.modules() if isinstance(module, nn.Linear))
     qk, av = config.qk_width * config.n_heads, config.v_width * config.n_heads
     chunk = config.chunk_size or config.context
+    # Keys per query in its row or chunk on average, masked ones included; the last chunk may be a part.
     n_full, rest = divmod(config.context, chunk)
     square = (n_full * chunk**2 + rest**2) / config.context
-    """Keys per query in its row or chunk on average, masked ones included."""
     neighbours = (2 if config.causal else 3) if config.overlap else 1
     attention = masked = linear = constant = 0.0
     if config.attn_type == "rowmajor_axial":
@@ -200,14 +186,8 @@ def count_flops(model: LanguageModel) -> Flops:
         attention += 2 * config.n_chunks * (qk + av)
     if config.cls_softmax:
         attention += 2 * chunk * neighbours * qk / config.context
-    return Flops(
-        projections=2 * sum(linear.weight.numel() for linear in linears),
-        attention=config.n_layers * attention,
-        linear=config.n_layers * linear,
-        head=2 * model.embed.weight.numel(),
-        masked=config.n_layers * masked,
-        constant=config.n_layers * constant,
-    )
+    n = config.n_layers
+    return Flops(2 * projections, n * attention, n * linear, 2 * model.embed.weight.numel(), n * masked, n * constant)
 
 
 def count_performer(config: ModelConfig) -> tuple[float, float]:
@@ -234,66 +214,57 @@ def mib(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:,.1f} MiB"
 
 
-def table(heading: str, *columns: str, width: int = 34) -> Table:
-    """A table without lines: the first column left-aligned and at least `width` wide, the others right-aligned."""
-    made = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    made.add_column(heading, min_width=width)
-    for column in columns:
-        made.add_column(column, justify="right")
-    return made
+def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], total: bool = False) -> None:
+    """Print a table without lines: the first column at the left, the others at the right. total: the last row is
+    bold."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column(columns[0], min_width=34)
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row, style="bold" if total and row is rows[-1] else None)
+    console.print(table)
 
 
 def print_description(config: ModelConfig, title: str) -> None:
     """Print `describe(config)` as tables."""
     console, described = Console(highlight=False), describe(config)
-    console.print(title, style="bold", markup=False)
-    console.print()
-    rows = table("Specification", "")
-    for name, value in described.specification:
-        rows.add_row(name, value)
-    console.print(rows)
-    console.print()
+    console.print(f"{title}\n", style="bold", markup=False)
+    print_table(console, ("Specification", ""), described.specification)
 
-    rows = table("Beside the paper's table", "")
-    rows.add_row("context", f"{config.context:,}")
-    rows.add_row("inner width e", f"{config.d_inner:,}")
+    rows = [("context", f"{config.context:,}"), ("inner width e", f"{config.d_inner:,}")]
     if config.ffn == "gau":
-        rows.add_row("query and key width s", f"{config.query_key_dim:,}")
+        rows.append(("query and key width s", f"{config.query_key_dim:,}"))
     if config.attn_kernel == "relu2":
-        rows.add_row("n of relu²(q k / n + b)", f"{config.scale_len:,}")
-    for name in OPTIONS:
-        if getattr(config, name) != getattr(ModelConfig, name):
-            rows.add_row(name, str(getattr(config, name)).lower())
-    rows.add_row("vocabulary", f"{config.vocab_size:,}")
-    rows.add_row("causal", "yes" if config.causal else "no")
-    console.print(rows)
+        rows.append(("n of relu²(q k / n + b)", f"{config.scale_len:,}"))
+    rows += [(name, str(getattr(config, name)).lower()) for name in OPTIONS
+             if getattr(config, name) != getattr(ModelConfig, name)]
+    rows += [("vocabulary", f"{config.vocab_size:,}"), ("causal", "yes" if config.causal else "no")]
     console.print()
+    print_table(console, ("Beside the paper's table", ""), rows)
 
-    rows = table("Parameters", "each", "places", "total")
-    for part in described.parts:
-        rows.add_row(part.name, millions(part.each), str(part.count), millions(part.total))
-    rows.add_row("total", "", "", millions(described.n_parameters), style="bold")
-    console.print(rows)
     console.print()
+    print_table(console, ("Parameters", "each", "places", "total"), [
+        *((part.name, millions(part.each), str(part.places), millions(part.total)) for part in described.parts),
+        ("total", "", "", millions(described.n_parameters))], total=True)
 
     flops = described.flops
-    rows = table(f"FLOPs per token at context {config.context:,}", "forward", "and backward")
-    for name, n in (("projections", flops.projections), ("attention", flops.attention),
-                    ("linear attention", flops.linear), ("head", flops.head)):
-        if n:
-            rows.add_row(name, millions(n), millions(3 * n))
-    rows.add_row("total", millions(flops.forward), millions(flops.training), style="bold")
-    console.print(rows)
+    parts = [("projections", flops.projections), ("attention", flops.attention), ("linear attention", flops.linear),
+             ("head", flops.head)]
+    console.print()
+    print_table(console, (f"FLOPs per token at context {config.context:,}", "forward", "and backward"), [
+        *((name, millions(n), millions(3 * n)) for name, n in parts if n),
+        ("total", millions(flops.forward), millions(flops.training))], total=True)
     console.print("A multiply-add is 2; matrix products only; backward is twice forward.")
     if flops.masked:
         console.print(f"A causal square is counted whole: {millions(flops.masked)} of the forward pass are masked.")
-    console.print()
 
-    console.print("Decoding state of one row, float32", style="bold")
+    console.print("\nDecoding state of one row, float32", style="bold")
+    decoding = described.decoding
     if not config.decodes:
         console.print("none: the model " + ("does not decode" if config.causal else "is not causal"))
-    elif described.decoding.per_token == 0:
-        console.print(f"{mib(described.decoding.constant)} at any length")
+    elif decoding.per_token == 0:
+        console.print(f"{mib(decoding.constant)} at any length")
     else:
-        console.print(f"{described.decoding.per_token:,} bytes more with each token; "
-                      f"{mib(described.decoding.at(config.context))} at context {config.context:,}")
+        console.print(f"{decoding.per_token:,} bytes more with each token; "
+                      f"{mib(decoding.at(config.context))} at context {config.context:,}")

@@ -19,7 +19,7 @@ from lineartime.config import ModelConfig
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import ALONE, Ranks, in_rows
 from lineartime.distributed.windows import differentiate_windows
-from lineartime.info import mib, table
+from lineartime.info import mib, print_table
 from lineartime.model import LanguageModel, token_losses
 from lineartime.run_config import RunConfig
 from lineartime.runtime import LARGEST_KEPT, rss_bytes
@@ -194,8 +194,5 @@ def print_plan(config: RunConfig, n_ranks: int) -> None:
     how = ", sharded" * config.train.shard + f", {config.train.precision}"
     console.print(f"Memory of each of {n_ranks} process{'es' * (n_ranks > 1)}{how}, micro-batches of "
                   f"{config.micro_batch_rows} x {config.model.context:,} tokens", style="bold")
-    rows = table("", "")
-    for use, n_bytes in asdict(found).items():
-        rows.add_row(USES[use], mib(n_bytes))
-    rows.add_row("most at once", mib(found.total), style="bold")
-    console.print(rows)
+    rows = [(USES[use], mib(n_bytes)) for use, n_bytes in asdict(found).items()]
+    print_table(console, ("", ""), [*rows, ("most at once", mib(found.total))], total=True)

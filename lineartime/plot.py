@@ -3,11 +3,9 @@
 import itertools
 import json
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,19 +34,22 @@ STYLE: dict[Any, Any] = {
 """Settings of matplotlib for all pictures."""
 
 
-@dataclass(frozen=True)
-class Curves:
-    """What the pictures show of a run: losses in nats per token, or per masked token (`unit`), of training and with
-    their steps held out; held-out bits per byte over nats, which is the tokenizer's; the result, when it is over."""
+class Curves(NamedTuple):
+    """What the pictures show of a run."""
 
     title: str
     unit: str
+    """Of the losses, such as nats per token."""
     tokens_per_step: int
     step: np.ndarray
     loss: np.ndarray
+    """The training loss of each step in `step`."""
     held_out: list[tuple[int, float]]
+    """Steps and held-out losses."""
     final: dict[str, Any]
+    """The run's result, empty until it is over."""
     bits_per_nat: float | None
+    """Held-out bits per byte over nats per token, which is the tokenizer's."""
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -68,15 +69,14 @@ def read_curves(run_dir: Path) -> Curves:
             if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
                 scores.append((final["steps"], final["held_out"]))
         config = ModelConfig(**run["model"])
-        whole = final["held_out"] if final else scores[-1][1] if scores else None
+        score = final["held_out"] if final else scores[-1][1] if scores else {}
+        bits_per_nat = score["bits_per_byte"] / score["loss"] if config.causal and "bits_per_byte" in score else None
         return Curves(
             f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
             UNITS.get(run["task"]) or ("nats per token" if config.causal else "nats per masked token"),
             run["train"]["tokens_per_step"],
             np.array([line["step"] for line in training]), np.array([line["loss"] for line in training]),
-            [(step, score["loss"]) for step, score in scores], final,
-            whole["bits_per_byte"] / whole["loss"] if whole and config.causal and "bits_per_byte" in whole else
-            None)
+            [(step, score["loss"]) for step, score in scores], final, bits_per_nat)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
 
@@ -100,11 +100,10 @@ def plot_run(run_dir: Path) -> Path:
                    linewidth=1.8)
         if curves.held_out:
             score = f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""
-            steps, held_out = zip(*curves.held_out, strict=True)
-            draw_curve(axes, steps, held_out, f"held-out{score}", color=COLOURS[1], marker="o")
+            draw_curve(axes, *zip(*curves.held_out, strict=True), f"held-out{score}", color=COLOURS[1], marker="o")
         if curves.bits_per_nat and xz is not None:
             axes.axhline(xz / curves.bits_per_nat, label=f"xz -9e, {xz:.3f} bits per byte", **DASHED)
-        save_figure(figure, run_dir / PLOT_FILE)
+        save_figure(figure, run_dir / PLOT_FILE, n_columns=3)
     return run_dir / PLOT_FILE
 
 
@@ -116,27 +115,26 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     import matplotlib
 
     runs = {label: read_curves(run_dir) for label, run_dir in run_dirs.items()}
-    unit = ", ".join(sorted({curves.unit for curves in runs.values()}))
     blocks = {label: curves.final.get("held_out", {}).get("loss_by_position", []) for label, curves in runs.items()}
     with matplotlib.rc_context(STYLE):
         figure, (losses, *by_position) = empty_figure(2 if any(blocks.values()) else 1)
-        losses.set(title="held-out loss (points) and training loss", xlabel="million tokens of training", ylabel=unit)
+        losses.set(title="held-out loss (points) and training loss", xlabel="million tokens of training",
+                   ylabel=", ".join(sorted({curves.unit for curves in runs.values()})))
         for axes in by_position:
             axes.set(title="held-out loss by position", xlabel="position, tokens")
             use_powers_of_two(axes)
         for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
-            tokens, start = curves.step * curves.tokens_per_step / 1e6, len(curves.step) // 30
+            millions_per_step, start = curves.tokens_per_step / 1e6, len(curves.step) // 30
             scored = bool(curves.held_out)
-            draw_curve(losses, tokens[start:], smoothed(curves.loss)[start:], "" if scored else label, color=colour,
-                       linewidth=1.2, alpha=0.45 if scored else 1)
+            draw_curve(losses, curves.step[start:] * millions_per_step, smoothed(curves.loss)[start:],
+                       "" if scored else label, color=colour, linewidth=1.2, alpha=0.45 if scored else 1)
             if scored:
                 steps, held_out = zip(*curves.held_out, strict=True)
-                draw_curve(losses, np.array(steps) * curves.tokens_per_step / 1e6, held_out, label, color=colour,
-                           marker="o")
+                draw_curve(losses, np.array(steps) * millions_per_step, held_out, label, color=colour, marker="o")
             if blocks[label]:
-                draw_curve(by_position[0], middles(blocks[label]), [block["loss"] for block in blocks[label]], label,
+                draw_curve(by_position[0], middles(blocks[label]), [block["loss"] for block in blocks[label]], "",
                            color=colour, marker="o")
-        save_figure(figure, out_png)
+        save_figure(figure, out_png, n_columns=3)
     return out_png
 
 
@@ -151,12 +149,12 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
     with matplotlib.rc_context(STYLE):
         figure, (gain, loss) = empty_figure(2)
         gain.set(title="gain from context", xlabel="context, tokens", ylabel="nats per token below the shortest")
-        loss.set(title="loss by position", xlabel="tokens of the document so far", ylabel="nats per token")
+        loss.set(title="loss by position (dotted: at the shortest)", xlabel="tokens of the document so far",
+                 ylabel="nats per token")
         for axes in (gain, loss):
             use_powers_of_two(axes)
         for colour, (label, use) in zip(itertools.cycle(COLOURS), uses.items(), strict=False):
-            errors = np.array([error or 0.0 for error in use["gain_errors"]])
-            gains = np.array(use["gains"])
+            gains, errors = np.array(use["gains"]), np.array([error or 0.0 for error in use["gain_errors"]])
             draw_curve(gain, use["contexts"], gains, f"{label}, trained at {use['trained_context']:,}; "
                        f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents", color=colour, marker="o")
             gain.fill_between(use["contexts"], gains - errors, gains + errors, color=colour, alpha=0.18, linewidth=0)
@@ -167,8 +165,7 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
         gain.axhline(0, **DASHED)
         contexts = sorted({context for use in uses.values() for context in use["contexts"]})
         gain.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        save_figure(figure, out_png, "Gain from context, the same tokens; loss by position at the longest context "
-                    "(dotted: the shortest)")
+        save_figure(figure, out_png, n_columns=1)
     return out_png
 
 
@@ -178,9 +175,9 @@ def read_context_use(path: Path) -> dict[str, Any]:
         use = json.loads(read_bytes(path))
         numbers = [*use["contexts"], *use["gains"], *(error or 0.0 for error in use["gain_errors"]), use["n_tokens"],
                    use["trained_context"], len(use["documents"])]
-        places = ("first", "last", "shortest", "longest")
-        numbers += [block[name] for block in use["loss_by_position"] for name in places]
-        if not (all(type(number) in (int, float) and 0 <= abs(number) < 1e15 for number in numbers)
+        numbers += [block[name] for block in use["loss_by_position"]
+                    for name in ("first", "last", "shortest", "longest")]
+        if not (all(type(number) in (int, float) and abs(number) < 1e15 for number in numbers)
                 and len(use["contexts"]) == len(use["gains"]) == len(use["gain_errors"]) > 0
                 and min(use["contexts"]) >= 1):
             raise ValueError
@@ -216,24 +213,13 @@ def use_powers_of_two(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
 
 
-def finish_figure(figure: "Figure", caption: str) -> None:
-    """Put the caption above the panels, and one legend for all of them below, for which the figure grows."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    width, height = figure.get_size_inches()
-    if handles:
-        n_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
-        figure.set_figheight(height + 0.25 * n_rows)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
-                      ncols=math.ceil(len(handles) / n_rows))
-    figure.suptitle(textwrap.fill(caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left", color="#555555")
-
-
-def save_figure(figure: "Figure", path: Path, caption: str = "") -> None:
-    """Finish a figure and write it as PNG, whole or not at all. Raises ResourceError."""
-    finish_figure(figure, caption)
+def save_figure(figure: "Figure", path: Path, n_columns: int) -> None:
+    """Put one legend for all panels below them, for which the figure grows, and write the figure as PNG, whole or not
+    at all. Raises ResourceError."""
+    n_labels = sum(len(axes.get_legend_handles_labels()[1]) for axes in figure.axes)
+    if n_labels:
+        figure.set_figheight(3.5 + 0.25 * math.ceil(n_labels / n_columns))
+        figure.legend(loc="outside lower center", ncols=n_columns)
     with replaced(path) as file:
         figure.savefig(file, format="png", facecolor="white")
 
