@@ -18,7 +18,7 @@ from lineartime.atomic_io import write_json
 from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
-from lineartime.documents.tasks import LabelTask, VectorTask
+from lineartime.documents.tasks import DocumentTask
 from lineartime.errors import UsageError
 from lineartime.finetune_config import FineTuning, name_of
 from lineartime.load import load_model
@@ -34,7 +34,7 @@ from lineartime.weights.transfer import is_flash, load_step
 
 BEST = "best"
 TASKS: dict[str, Callable[..., "DownstreamTask"]] = {
-    "questions": QuestionTask, "classify": LabelTask, "embed": VectorTask}
+    "questions": QuestionTask, "classify": DocumentTask, "embed": DocumentTask}
 
 logger = logging.getLogger(__name__)
 

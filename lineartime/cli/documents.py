@@ -123,7 +123,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                   row_of: "Callable[[Example, Mean], dict[str, Any]]", schema: Callable[[], Any]) -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
     same verb, fields and reading. schema: gives the columns of a `.parquet`."""
-    from lineartime.documents.examples import STDIN, WaitingInput, check_examples, read_examples
+    from lineartime.documents.examples import read_examples, with_stdin
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
     from lineartime.runtime import pick_device
@@ -134,9 +134,11 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     reading, counts = Reading(options.max_tokens, options.batch_rows, options.precision), ReadCounts()
     model.to(pick_device(options.device))
     saved = ("nothing is kept of what was printed" if out is None else
-             f"what is read is in {part_of(out)}; stdin cannot be gone on with" if STDIN in files else
+             f"what is read is in {part_of(out)}; stdin cannot be gone on with" if "-" in files else
              "what is read is kept; the same command goes on")
-    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
+    # Stdin is read first: a signal that comes while it is waited for ends the process at once.
+    with (with_stdin(files, options.stdin) as inputs, StopSignal().listening(say_stopping) as stop,
+          Terminal() as terminal):
         def show(n_read: int) -> None:
             counts.n_tokens = n_read
             terminal.count("bytes of text", counts.n_bytes, total,
@@ -145,15 +147,16 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
 
         def rows(n_done: int = 0) -> Iterator[dict[str, Any]]:
             read = (example._replace(text=counts.counted(example.text))
-                    for example in itertools.islice(examples, n_done, None))
-            for example, mean in named_means(model, tokenizer, read, reading, progress=show, is_idle=piped.is_idle):
+                    for example in itertools.islice(read_examples(inputs, fields), n_done, None))
+            for example, mean in named_means(model, tokenizer, read, reading, progress=show):
                 yield row_of(example, mean)
                 counts.n_documents, counts.n_cut = counts.n_documents + 1, counts.n_cut + mean.is_cut
 
-        # All files are looked through first, so that a wrong one is refused before a model has read those before it.
-        piped = WaitingInput(lambda: stop.check(saved))
-        examples = read_examples(files, fields, stdin=options.stdin, source=piped)
-        check_examples(files, fields, stop.watch("nothing is read yet", terminal.count, "documents checked", None))
+        # All are looked through first, so that a wrong document is refused before a model has read those before it.
+        checked = stop.watch("nothing is read yet", terminal.count, "documents checked", None)
+        for number, example in enumerate(read_examples(inputs, fields), 1):
+            for _ in example.text:
+                checked(number)
         if out is None:
             for row in rows():
                 print(json.dumps(row), flush=True)

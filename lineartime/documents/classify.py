@@ -1,6 +1,5 @@
 """Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +55,7 @@ def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[st
             yield example
 
     means = named_means(model, tokenizer, examples(), reading, progress=progress)
-    return [predict_label(model, mean) for _, mean in means]
+    return [prediction_of(model.head, logits_of(model, mean.vector_D)) for _, mean in means]
 
 
 @torch.inference_mode()
@@ -64,11 +63,6 @@ def logits_of(model: DocumentClassifier, vector_D: np.ndarray) -> np.ndarray:
     """The logits, or the number, for the mean of a document: float64 `[L]`."""
     mean_1D = torch.from_numpy(vector_D)[None].to(model.score.weight)
     return model.label_logits(mean_1D)[0].double().cpu().numpy()
-
-
-def predict_label(model: DocumentClassifier, mean: Mean) -> LabelPrediction:
-    """What a model says of a document whose mean is known."""
-    return prediction_of(model.head, logits_of(model, mean.vector_D))
 
 
 def prediction_of(head: Head, logits_L: np.ndarray) -> LabelPrediction:
@@ -128,7 +122,7 @@ def label_losses(head: Head, logits_BL: Tensor, targets: Tensor, weight_L: Tenso
 
 def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
     """What `lineartime classify` writes of a document: its label and its scores."""
-    found = predict_label(model, mean)
+    found = prediction_of(model.head, logits_of(model, mean.vector_D))
     label = list(found.label) if isinstance(found.label, tuple) else found.label
     return result_row(example, mean, label=label, **({"scores": found.scores} if found.scores else {}))
 
@@ -141,11 +135,6 @@ def labelled_schema(head: Head) -> "pyarrow.Schema":
         return result_schema(label=pyarrow.float64())
     label = pyarrow.string() if head.problem_type == ONE else pyarrow.list_(pyarrow.string())
     return result_schema(label=label, scores=pyarrow.struct([(name, pyarrow.float64()) for name in head.labels]))
-
-
-def label_json(label: Label) -> str:
-    """A label on one line."""
-    return json.dumps(list(label) if isinstance(label, tuple) else label, ensure_ascii=False)
 
 
 def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:

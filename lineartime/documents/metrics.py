@@ -1,18 +1,14 @@
 """Scores of labels, by scikit-learn."""
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from lineartime.config_json import Head
-from lineartime.documents.classify import NUMBER, ONE, documents_of, label_losses, probabilities
+from lineartime.documents.classify import NUMBER, ONE, documents_of, label_losses
 from lineartime.errors import UsageError
-
-N_BINS = 10
-"""Bins of confidence in a calibration curve, of equal width."""
 
 
 def scikit() -> Any:
@@ -27,9 +23,9 @@ def scikit() -> Any:
 def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
     """The scores of N documents. "score" is what the best model has the most of: macro F1, or R^2 of numbers.
 
-    "loss" is the mean of `classify.label_losses`. Of classes there are "accuracy" (all classes of a document right),
-    "macro_f1", the mean over the classes that some document has or is said to have, and "calibration_error"; of numbers
-    "r2", "mean_absolute_error" and "root_mean_squared_error". Raises UsageError as `scikit` does."""
+    "loss" is the mean of `classify.label_losses`. Of classes there are "accuracy" (all classes of a document right) and
+    "macro_f1", the mean over the classes that some document has or is said to have; of numbers "r2",
+    "mean_absolute_error" and "root_mean_squared_error". Raises UsageError as `scikit` does."""
     metrics = scikit()
     loss = label_losses(head, torch.from_numpy(logits_NL), torch.from_numpy(targets)).mean().item()
     if head.problem_type == NUMBER:
@@ -39,13 +35,10 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
                 "mean_absolute_error": float(metrics.mean_absolute_error(targets, found_N)),
                 "root_mean_squared_error": float(metrics.root_mean_squared_error(targets, found_N)),
                 "n_documents": len(targets)}
-    # A class that nobody has and that is never said would have an F1 of 0.
-    true, found, _ = for_scikit(head, logits_NL, targets)
-    seen_L = documents_of(head, targets) + documents_of(head, found_classes(head, logits_NL)) > 0
-    f1_L = np.array([f1 for *_, f1, _ in by_class(head, logits_NL, targets)])
-    f1 = float(f1_L[seen_L].mean()) if seen_L.any() else 0.0
-    return {"loss": loss, "score": f1, "accuracy": float(metrics.accuracy_score(true, found)), "macro_f1": f1,
-            "calibration_error": calibration_error(*confidences(head, logits_NL, targets)),
+    true_NL, said_NL = had_and_said(head, logits_NL, targets)
+    seen_L = (true_NL | said_NL).any(0)  # a class that nobody has and that is never said would have an F1 of 0
+    f1 = float(by_class(true_NL, said_NL)[2][seen_L].mean()) if seen_L.any() else 0.0
+    return {"loss": loss, "score": f1, "accuracy": float((true_NL == said_NL).all(1).mean()), "macro_f1": f1,
             "n_documents": len(targets)}
 
 
@@ -57,52 +50,19 @@ def in_words(scores: dict[str, Any]) -> str:
     return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
 
 
-def found_classes(head: Head, logits_NL: np.ndarray) -> np.ndarray:
-    """The class that the model names, `[N]`, or which classes it names, zeros and ones `[N, L]`."""
-    return logits_NL.argmax(1) if head.problem_type == ONE else (logits_NL > 0).astype(np.float64)
-
-
-def for_scikit(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, Sequence[int]]:
-    """The targets, what the model says, and the labels to score. scikit-learn reads `[N, 1]` as `[N]` of the labels 0
-    and 1, of which 1 is the class."""
-    found = found_classes(head, logits_NL)
-    if head.problem_type != ONE and len(head.labels) == 1:
-        return targets[:, 0], found[:, 0], [1]
-    return targets, found, range(len(head.labels))
-
-
-def by_class(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> list[tuple[str, float, float, float, int]]:
-    """Of each class its name, precision, recall, F1 and number of documents."""
-    true, found, names = for_scikit(head, logits_NL, targets)
-    columns = scikit().precision_recall_fscore_support(true, found, zero_division=0, labels=names)
-    return [(name, float(p), float(r), float(f), int(n))
-            for name, p, r, f, n in zip(head.labels, *columns, strict=True)]
-
-
-def confusion(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Documents of each class, from the top, by what the model calls them, `[L, L]`: of several classes a document,
-    those that have the class of the row and are called the class of the column."""
-    found = found_classes(head, logits_NL)
+def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which classes each document has, and which the model says it has: bool `[N, L]` each."""
     if head.problem_type == ONE:
-        return scikit().confusion_matrix(targets, found, labels=range(len(head.labels)))
-    return targets.T @ found
+        one_LL = np.eye(len(head.labels), dtype=bool)
+        return one_LL[targets], one_LL[logits_NL.argmax(1)]
+    return targets > 0, logits_NL > 0
 
 
-def confidences(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How probable the model holds what it says, and whether that is right, 0 or 1: of the class that it names, or of
-    each class's being there."""
-    p_NL = probabilities(head, torch.from_numpy(logits_NL)).numpy()
-    if head.problem_type == ONE:
-        return p_NL.max(1), (logits_NL.argmax(1) == targets).astype(np.float64)
-    return p_NL.flatten(), targets.flatten()
-
-
-def calibration_error(p_N: np.ndarray, right_N: np.ndarray) -> float:
-    """The expected calibration error: the difference of confidence and share that is right, over the bins of
-    `sklearn.calibration.calibration_curve`."""
-    bin_N = np.searchsorted(np.linspace(0, 1, N_BINS + 1)[1:-1], p_N)
-    gaps = (abs((p_N - right_N)[bin_N == i].sum()) for i in range(N_BINS))
-    return float(sum(gaps)) / len(p_N)
+def by_class(true_NL: np.ndarray, said_NL: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The precision, recall, F1 and number of documents of each class, `[L]` each."""
+    # scikit-learn reads a single column as two classes, 0 and 1, so an empty column stands beside the others.
+    true, said = (np.pad(each_NL, ((0, 0), (0, 1))) for each_NL in (true_NL, said_NL))
+    return scikit().precision_recall_fscore_support(true, said, labels=range(true_NL.shape[1]), zero_division=0)
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from lineartime.config import ModelConfig
 from lineartime.data.read_text import cut
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example
-from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require, require_precision
@@ -101,8 +100,7 @@ def token_pieces(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None
 
 
 def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[Example], reading: Reading, *,
-                progress: Callable[[int], None] | None = None,
-                is_idle: Callable[[], bool] = lambda: False) -> Iterator[tuple[Example, Mean]]:
+                progress: Callable[[int], None] | None = None) -> Iterator[tuple[Example, Mean]]:
     """`read_means` of documents, each with its name. Raises DataError as the reader of the documents does."""
     waiting: collections.deque[Example] = collections.deque()
 
@@ -111,7 +109,7 @@ def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[E
             waiting.append(example)
             yield document_ids(tokenizer, example.text, example.second)
 
-    for mean in read_means(model, ids(), reading, progress=progress, is_idle=is_idle):
+    for mean in read_means(model, ids(), reading, progress=progress):
         yield waiting.popleft(), mean
 
 
@@ -168,12 +166,10 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
 
 @torch.inference_mode()
 def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]], reading: Reading | None = None, *,
-               progress: Callable[[int], None] | None = None,
-               is_idle: Callable[[], bool] = lambda: False) -> Iterator[Mean]:
+               progress: Callable[[int], None] | None = None) -> Iterator[Mean]:
     """The mean of each document, in order. documents: ids in pieces, of `document_ids`. progress is called after each
-    batch or window with the number of tokens read so far. is_idle: whether the next document has to be waited for; then
-    the others are read. The model must be in evaluation mode. Raises DataError as `documents` does, behind the means of
-    those before.
+    batch or window with the number of tokens read so far. The model must be in
+    evaluation mode. Raises DataError as `documents` does.
 
     Memory does not grow with a document but for the keys and values of a causal model with quadratic attention."""
     n_read = 0
@@ -185,7 +181,7 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
             progress(n_read)
 
     sum_D, n_tokens = np.zeros(model.config.d_model), 0
-    for piece, piece_sum_D in piece_sums(model, documents, reading or Reading(), count, is_idle):
+    for piece, piece_sum_D in piece_sums(model, documents, reading or Reading(), count):
         sum_D, n_tokens = sum_D + piece_sum_D, n_tokens + len(piece.ids)
         if piece.is_last:
             yield Mean(sum_D / n_tokens, n_tokens, piece.is_cut)
@@ -193,29 +189,24 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
 
 
 def piece_sums(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]], reading: Reading,
-               count: Callable[[int], None], is_idle: Callable[[], bool]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
+               count: Callable[[int], None]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
     """The pieces of all documents in order, each with the sum of its last hidden states, float64 `[D]`. count is called
     with the number of tokens of each batch."""
     carried, size = carries_state(model.config), window_size(model.config)
     waiting: list[TokenPiece] = []  # for others of a similar length
-    try:
-        for ids in documents:
-            pieces = token_pieces(ids, size, reading.max_tokens)
-            for piece in pieces:
-                if carried and not piece.is_last:
-                    yield from row_sums(model, waiting, reading, count)
-                    yield from carried_sums(model, itertools.chain([piece], pieces), reading, count)
-                    continue
-                waiting.append(piece)
-                n_waiting = sum(len(each.ids) for each in waiting)
-                if (len(waiting) == reading.batch_rows * BATCHES_AHEAD
-                        or n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
-                    yield from row_sums(model, waiting, reading, count)
-            if is_idle():
+    for ids in documents:
+        pieces = token_pieces(ids, size, reading.max_tokens)
+        for piece in pieces:
+            if carried and not piece.is_last:
+                # A long document is read alone, after those in front of it: results keep their order.
                 yield from row_sums(model, waiting, reading, count)
-    except DataError:
-        yield from row_sums(model, waiting, reading, count)
-        raise
+                yield from carried_sums(model, itertools.chain([piece], pieces), reading, count)
+                continue
+            waiting.append(piece)
+            n_waiting = sum(len(each.ids) for each in waiting)
+            if (len(waiting) == reading.batch_rows * BATCHES_AHEAD
+                    or n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
+                yield from row_sums(model, waiting, reading, count)
     yield from row_sums(model, waiting, reading, count)
 
 

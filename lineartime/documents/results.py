@@ -10,8 +10,6 @@ import itertools
 import json
 import logging
 import os
-import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,9 +17,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_BYTES, locked, open_regular, replaced
+from lineartime.atomic_io import MAX_BYTES, locked, replaced
 from lineartime.config import to_dict
-from lineartime.documents.examples import ON_HUB, STDIN, files_of
+from lineartime.documents.examples import ON_HUB, files_of
 from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.settings import require
 
@@ -37,13 +35,10 @@ logger = logging.getLogger(__name__)
 
 ROWS_AT_ONCE = 1024
 BEGINS = b'{"lineartime_rows": "'
-FIRST_LINE = BEGINS + b'%s"}\n'
-N_FIRST, N_CHECKSUM = len(FIRST_LINE % bytes(64)), 16
-"""Bytes of the first line, and of a checksum."""
+N_CHECKSUM = 16
+"""Bytes of a checksum."""
 WHOLE = b"whole\n"
 """The last line once the output is written: all that is left to do is to rename one file and to remove the other."""
-CUT = b'"cut": true'
-"""What only the row of a cut document has: in JSON text a quotation mark has a backslash in front."""
 VECTOR = "embedding"
 """The field of a row that a `.npy` holds."""
 
@@ -66,13 +61,13 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
     was killed between renaming the output and removing it."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
     if os.path.lexists(out):
-        with contextlib.suppress(OSError, ResourceError), open_regular(part_of(out)) as file:
-            is_ours = is_first_line(file.read(N_FIRST))
-            file.seek(-len(WHOLE), os.SEEK_END)
-            if is_ours and file.read() == WHOLE:
-                with opened_part(part_of(out)):
+        if part_of(out).exists():
+            with contextlib.suppress(OSError, ResourceError), opened_part(part_of(out)) as file:
+                is_ours = file.read(len(BEGINS)) == BEGINS
+                file.seek(-len(WHOLE), os.SEEK_END)
+                if is_ours and file.read() == WHOLE:
                     part_of(out).unlink()
-    require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
+        raise UsageError("the output exists already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
 
@@ -90,12 +85,15 @@ def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterab
     never the same twice. Raises DataError for a file that is not there."""
     files: list[list[Any]] = []
     for name in names:
+        if name.startswith(ON_HUB) or name == "-":
+            files.append([name, *([time.time_ns()] if name == "-" else [])])
+            continue
         for path in files_of(name):
-            if not path.is_file():
-                raise DataError("cannot read the input", path, "no such file")
-            found = path.stat()
+            try:
+                found = path.stat()
+            except OSError as e:
+                raise DataError("cannot read the input", path, e.strerror) from None
             files.append([str(path), found.st_size, found.st_mtime_ns])
-        files += [[name]] if name.startswith(ON_HUB) else [[name, time.time_ns()]] if name == STDIN else []
     head = getattr(model, "head", None)
     fields = to_dict(model.config) | (head.fields() if head else {})
     return {"weights": weights_sha256(model), "model": fields, "tokenizer": tokenizer.sha256, "files": files,
@@ -111,20 +109,14 @@ def part_of(out: Path) -> Path:
 def opened_part(path: Path) -> Iterator[IO[bytes]]:
     """Open and lock the unfinished file, or a new one. Raises OSError for a link, a file of two names and what is no
     regular file, ResourceError for a file that another process writes."""
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "it is a link, or no regular file", str(path))
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.stat().st_nlink > 1):
+        raise OSError(errno.EINVAL, "it is a link, or no regular file with one name", str(path))
     try:
         descriptor = locked(path)
     except BlockingIOError:
         raise ResourceError("another process is writing this file", path, "wait for it") from None
     with os.fdopen(descriptor, "r+b") as file:
-        if os.fstat(descriptor).st_nlink > 1:
-            raise OSError(errno.EMLINK, "it has a second name", str(path))
         yield file
-
-
-def is_first_line(line: bytes) -> bool:
-    return re.fullmatch(FIRST_LINE.replace(b"%s", b"[0-9a-f]{64}"), line) is not None
 
 
 @contextlib.contextmanager
@@ -137,7 +129,7 @@ def unfinished_rows(out: Path, description: dict[str, Any],
     description: what the rows are made from. schema: the columns of a `.parquet`. Raises UsageError for a file of
     other rows, ResourceError for the disk and a file that another process writes."""
     path = part_of(out)
-    first = FIRST_LINE % hashlib.sha256(json.dumps(description).encode()).hexdigest().encode()
+    first = BEGINS + hashlib.sha256(json.dumps(description).encode()).hexdigest().encode() + b'"}\n'
     try:
         with opened_part(path) as file:
             n_done, n_cut, last = rows_there(file, first, path)
@@ -150,7 +142,12 @@ def unfinished_rows(out: Path, description: dict[str, Any],
                 file.write(last + line)
                 file.flush()
 
-            yield n_done, n_cut, add
+            try:
+                yield n_done, n_cut, add
+            except BaseException:
+                if n_rows == 0:  # nothing is lost, and other settings are not refused
+                    path.unlink(missing_ok=True)
+                raise
             # The output is whole under its name before the rows go; WHOLE says so to the next process after a kill.
             os.fsync(file.fileno())
             with replaced(out) as whole:
@@ -164,27 +161,23 @@ def unfinished_rows(out: Path, description: dict[str, Any],
 
 def rows_there(file: IO[bytes], first: bytes, path: Path) -> tuple[int, int, bytes]:
     """The number of rows of an open file up to the first that is damaged, that of cut documents among them, and the
-    last checksum; what is behind them is cut off. A file of ours without rows, or an empty one, gets its first line
-    anew. Raises UsageError for any other file."""
-    file.seek(0)
-    begun, n_rows, n_cut, end, last = file.read(N_FIRST), 0, 0, N_FIRST, first
-    has_rows = file.readline(MAX_BYTES).endswith(b"\n")
-    is_half = begun.startswith(BEGINS) and first.startswith(begun)  # of a kill in its first write
-    if begun and not is_half and (has_rows or not is_first_line(begun)):
+    last checksum; what is behind them is cut off. A file without a whole first line gets it. Raises UsageError for a
+    file that does not begin with this line."""
+    begun, n_rows, n_cut, end, last = file.read(len(first)), 0, 0, len(first), first
+    if begun and not (begun.startswith(BEGINS) and first.startswith(begun)):
         raise UsageError("an unfinished file of other documents, of another model or of another version", path,
                          "delete it, or choose another --out")
-    if begun != first:
+    if begun != first:  # it is new, or a kill has cut it off
         file.seek(0)
-        file.truncate()
         try:
             file.write(first)
             file.flush()
-        except OSError:  # of a full disk; a file with a few bytes of a line could not be told from somebody else's
-            path.unlink(missing_ok=True)
+        except OSError:  # of a full disk; what a few bytes of a line are of could not be told
+            path.unlink()
             raise
     # A checksum covers all rows before it: what is behind the first wrong one cannot be trusted.
     for own, row in sound_rows(file, first):
-        last, n_rows, n_cut, end = own, n_rows + 1, n_cut + (CUT in row), end + N_CHECKSUM + len(row)
+        last, n_rows, n_cut, end = own, n_rows + 1, n_cut + json.loads(row)["cut"], end + N_CHECKSUM + len(row)
     file.seek(end)
     rest = file.readline(MAX_BYTES)
     if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line

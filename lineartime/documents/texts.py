@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -16,14 +15,8 @@ from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.run_config import RunConfig
 
-EXCERPT = 300
-"""Characters of a document that a report may show."""
 LEAST_HALF = 2
 """Tokens that each half of a document has at least, the end-of-document token among them."""
-BEFORE = {"validation": "training", "test": "training or validation"}
-"""What is read before a split, see `known_texts`."""
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -35,7 +28,6 @@ class TokenizedTexts:
     labels: list[Label] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     """The places of the documents, for people."""
-    excerpts: list[str] = field(default_factory=list)
     second_ids: list[np.ndarray] = field(default_factory=list)
     """The other texts of pairs, if they are read apart; they begin as those of `ids` do."""
     n_cut: int = 0
@@ -51,10 +43,6 @@ class TokenizedTexts:
     def rows(self) -> list[tuple[np.ndarray, ...]]:
         """The texts of each document: one, or the two of a pair."""
         return list(zip(self.ids, self.second_ids, strict=True)) if self.second_ids else [(ids,) for ids in self.ids]
-
-    def keys(self) -> list[bytes]:
-        """Equal for documents, or pairs, of equal tokens."""
-        return [hashlib.sha256(as_bytes(np.concatenate(row))).digest() for row in self.rows]
 
     def sha256(self) -> str:
         """The hash of all ids and labels."""
@@ -83,9 +71,9 @@ def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: in
         return np.concatenate([np.array(piece.ids, small) for piece in pieces])
 
     for example in examples:
-        where, begun = example.where, list[str]()
+        where = example.where
         # The two texts of a pair are one document for a label, and two for vectors.
-        ids = tokens_of(noting(example.text, begun), None if in_pairs else example.second)
+        ids = tokens_of(example.text, None if in_pairs else example.second)
         if in_pairs:
             ids, second = halves(ids, where) if example.second is None else (ids, tokens_of([example.second]))
             texts.second_ids.append(second)
@@ -93,21 +81,11 @@ def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: in
         if example.label is not None:
             texts.labels.append(example.label)
         texts.where.append(where)
-        texts.excerpts.append(" | ".join(" ".join(each[: 2 * EXCERPT].split())[:EXCERPT]
-                                         for each in (*begun, example.second or "") if each))
         if progress is not None:
             progress(len(texts))
     if in_pairs and len(texts) < 2:
         raise DataError("one pair only", where, "a pair is learned from what is no pair")
     return texts
-
-
-def noting(text: Iterable[str], begun: list[str]) -> Iterator[str]:
-    """The pieces of a text, of which the first is put into `begun`."""
-    for piece in text:
-        if not begun:
-            begun.append(piece)
-        yield piece
 
 
 def halves(ids: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -118,18 +96,6 @@ def halves(ids: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
         raise DataError("a document that is too short to be halved", where,
                         "take it out, or name a second text with --pair-field")
     return first, second
-
-
-def known_texts(splits: dict[str, TokenizedTexts]) -> dict[str, int]:
-    """How many texts of a split the model was trained on or, of the test, chosen on."""
-    seen: set[bytes] = set()
-    found = {}
-    for name, texts in splits.items():
-        keys = texts.keys()
-        if name in BEFORE:
-            found[name] = sum(key in seen for key in keys)
-        seen.update(keys)
-    return found
 
 
 def epoch_rows(texts: TokenizedTexts, config: RunConfig, step: int, side: int = 0) -> list[tuple[int, np.ndarray]]:
@@ -155,10 +121,9 @@ def first_held_out(texts: TokenizedTexts, config: RunConfig, least: int = 1) -> 
     rows = texts.rows
     before = np.cumsum([0, *(sum(map(len, rows[i])) for i in order)])[:-1]
     chosen = order[: max(int((before < config.train.eval_tokens).sum()), least)]
-    def part(column: list[T]) -> list[T]:
-        return [column[i] for i in chosen] if column else []
-
-    return TokenizedTexts(part(texts.ids), part(texts.labels), second_ids=part(texts.second_ids))
+    ids, labels, second_ids = ([column[i] for i in chosen] if column else []
+                               for column in (texts.ids, texts.labels, texts.second_ids))
+    return TokenizedTexts(ids, labels, second_ids=second_ids)
 
 
 def read_vectors(model: LanguageModel, ids: Iterable[np.ndarray], reading: Reading,

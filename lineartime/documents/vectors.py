@@ -14,15 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.documents.pooling import Reading
-from lineartime.documents.texts import (
-    TokenizedTexts,
-    as_bytes,
-    read_vectors,
-)
+from lineartime.documents.texts import TokenizedTexts, as_bytes, read_vectors
 from lineartime.model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32
 
 TEMPERATURE = 0.05
+HOW = "The partner of each text is looked for among as many others."
 BLOCK = 1024
 """Texts that are compared with all others at once."""
 
@@ -56,16 +53,16 @@ def no_negatives(same_N2: Tensor, rows_R: Tensor, side: int = 0) -> Tensor:
 
 
 def score_texts(model: LanguageModel, texts: TokenizedTexts, reading: Reading,
-                progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], list[int]]:
+                progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     """`score_pairs` of pairs that are read whole. progress is called with the number of tokens read."""
     vectors = torch.from_numpy(np.array(read_vectors(model, [*texts.ids, *texts.second_ids], reading, progress)))
     first_ND, second_ND = vectors.chunk(2)
     return score_pairs(first_ND, second_ND, same_texts(texts))
 
 
-def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> tuple[dict[str, Any], list[int]]:
-    """The scores of finding the second text of each first one among all N by cosine similarity, and its rank for each
-    pair, from 1; texts that are equal do not count against each other.
+def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> dict[str, Any]:
+    """The scores of finding the second text of each first one among all N by cosine similarity; its rank is counted
+    from 1, and texts that are equal do not count against each other.
 
     "score" and "mrr": the mean of 1 / rank. "recall_at_1", "recall_at_10": the share of ranks up to 1 and 10. "loss":
     nats per text of a pair, among N instead of a micro-batch's rows."""
@@ -84,7 +81,7 @@ def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> tup
     ranks_N = np.array(ranks)
     mrr = float((1 / ranks_N).mean())
     return {"loss": loss / (2 * n), "score": mrr, "mrr": mrr, "recall_at_1": float((ranks_N == 1).mean()),
-            "recall_at_10": float((ranks_N <= 10).mean()), "n_documents": n}, ranks
+            "recall_at_10": float((ranks_N <= 10).mean()), "n_documents": n}
 
 
 def in_words(scores: dict[str, Any]) -> str:

@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lineartime.atomic_io import MAX_LINES_BYTES, hash_of, read_bytes, replaced, write_json
+from lineartime.atomic_io import hash_of, write_json
+from lineartime.checkpoint import point
 from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.errors import CheckpointError, DataError
+from lineartime.errors import DataError
 from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model import LanguageModel, SpanModel
-from lineartime.qa.metrics import guess_by_overlap, in_words, score
+from lineartime.qa.metrics import in_words, score, score_by_overlap
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import (
     WindowConfig,
@@ -136,7 +137,7 @@ class QuestionTask:
             precision=run.train.precision, progress=self.watch("answering", len(self.validation), ranks))
         if ranks.is_first:
             write_json(Path(run.out) / PREDICTIONS_FILE, answers, ascii_only=False)
-        return {**dataclasses.asdict(score(self.validation, answers)), "loss": loss, "n_windows": n_windows}
+        return {**score(self.validation, answers), "loss": loss, "n_windows": n_windows}
 
     def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
         return scores["f1"], scores["exact_match"]
@@ -145,18 +146,10 @@ class QuestionTask:
         return in_words(scores)
 
     def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
-        """Copy the answers of the best run, and score the baseline of word overlap."""
+        """Point a link at the answers of the best run, and score the baseline of word overlap."""
         if ranks.is_first:
-            answers = Path(best.out) / PREDICTIONS_FILE
-            try:
-                content = read_bytes(answers, MAX_LINES_BYTES)
-            except OSError as e:
-                raise CheckpointError("cannot read", answers,
-                                      f"{e.strerror}; delete {best.out} and run the same command again") from None
-            with replaced(self.plan.out / PREDICTIONS_FILE) as file:
-                file.write(content)
-        baseline = score(self.validation, {question.id: guess_by_overlap(question) for question in self.validation})
-        return {"word_overlap": dataclasses.asdict(baseline), "train_questions": self.train.counts}
+            point(self.plan.out / PREDICTIONS_FILE, Path(Path(best.out).name) / PREDICTIONS_FILE)
+        return {"word_overlap": score_by_overlap(self.validation), "train_questions": self.train.counts}
 
 
 class SpanObjective:
@@ -190,4 +183,4 @@ class SpanObjective:
                                             batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
                                             progress=progress)
         scores = score([question for question in asked if question.id in answers], answers)
-        return {"loss": loss, "exact_match": scores.exact_match, "f1": scores.f1}
+        return {"loss": loss, "exact_match": scores["exact_match"], "f1": scores["f1"]}

@@ -5,7 +5,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,20 +50,10 @@ def _f1(prediction: list[str], answer: list[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of predictions in percent, over the questions that have an accepted answer."""
-
-    exact_match: float
-    f1: float
-    n_questions: int
-    n_missing: int
-    """Questions without a prediction, each of which counts as 0."""
-
-
-def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> Scores:
-    """EM and F1 of predictions by question id, each by the rules of its question's source. Raises DataError if no
-    question has an answer."""
+def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict[str, Any]:
+    """The scores of predictions by question id, each by the rules of its question's source: "exact_match" and "f1" in
+    percent over the "n_questions" that have an accepted answer; those without a prediction, "n_missing", count as 0.
+    Raises DataError if no question has an answer."""
     em = overlap = 0.0
     n_questions = n_missing = 0
     for question in questions:
@@ -78,17 +67,22 @@ def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> Scor
         overlap += f1(predictions[question.id], question.accepted, question.rules)
     if not n_questions:
         raise DataError("no question has an answer to compare with", "the questions", "scores need labelled questions")
-    return Scores(100 * em / n_questions, 100 * overlap / n_questions, n_questions, n_missing)
+    return {"exact_match": 100 * em / n_questions, "f1": 100 * overlap / n_questions, "n_questions": n_questions,
+            "n_missing": n_missing}
 
 
 def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> dict[str, Any]:
-    """The counts "questions" and "questions_without_document". If any question has an accepted answer, also the fields
-    of `Scores`, and under "word_overlap" those of `guess_by_overlap`."""
+    """The counts "questions" and "questions_without_document". If any question has an accepted answer, also those of
+    `score`, and under "word_overlap" those of `guess_by_overlap`."""
     counts = {"questions": len(questions), "questions_without_document": sum(not q.documents for q in questions)}
     if not any(question.accepted for question in questions):
         return counts
-    guesses = {question.id: guess_by_overlap(question) for question in questions}
-    return counts | asdict(score(questions, answers)) | {"word_overlap": asdict(score(questions, guesses))}
+    return counts | score(questions, answers) | {"word_overlap": score_by_overlap(questions)}
+
+
+def score_by_overlap(questions: Sequence[Question]) -> dict[str, Any]:
+    """The scores of `guess_by_overlap`."""
+    return score(questions, {question.id: guess_by_overlap(question) for question in questions})
 
 
 def in_words(scores: Mapping[str, float]) -> str:

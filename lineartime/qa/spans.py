@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.errors import UsageError
 from lineartime.model import SpanModel
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.qa.metrics import occurrences, score_answers, words_of
 from lineartime.qa.questions import Question
 from lineartime.settings import require, require_precision
@@ -88,10 +89,6 @@ class Passage:
         text = self.text[start:stop]
         return start + len(text) - len(text.lstrip()), stop - len(text) + len(text.rstrip())
 
-    def is_blank(self, first: int, stop: int) -> np.ndarray:
-        """Which of the tokens [first, stop) are white space or empty; no answer begins or ends at these."""
-        return np.array([not self.text[a:b].strip() for a, b in self.offsets[first:stop]], dtype=bool)
-
 
 class Window(NamedTuple):
     """One row for the model, and the place of its tokens in the document."""
@@ -109,11 +106,6 @@ class Window(NamedTuple):
     """The window holds the document's tokens [first, stop)."""
     answered: bool
 
-    @property
-    def passage_slice(self) -> slice:
-        """The places of the document's tokens in the row."""
-        return slice(self.offset, self.offset + self.stop - self.first)
-
 
 def separator_of(tokenizer: Tokenizer) -> int:
     """The id of [SEP]. Raises UsageError for a tokenizer without it."""
@@ -123,24 +115,19 @@ def separator_of(tokenizer: Tokenizer) -> int:
     return tokenizer.separator
 
 
-def find_spans(question: Question, passage: Passage) -> list[tuple[int, int]]:
-    """The first and the last token of each answer in a document: SQuAD's gold spans, otherwise every place that
-    `metrics.occurrences` finds, widened to whole tokens."""
-    spans = question.spans
-    if spans is None:
-        spans = tuple(occurrences(words_of(passage.text), question.answers)) if question.answers else ()
-    return [passage.tokens(start, stop) for start, stop in spans]
-
-
 def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
-    """All windows of a question, in the order of its documents. An answer counts only if the window holds all of it."""
+    """All windows of a question, in the order of its documents. An answer counts only if the window holds all of it.
+    Answers are SQuAD's gold spans, otherwise every place that `metrics.occurrences` finds, widened to whole tokens."""
     separator = separator_of(tokenizer)
     asked = windows.question(tokenizer, question.text)
     head = np.array([tokenizer.end_of_document, *asked, separator], np.int64)
     for number, document in enumerate(question.documents):
         text = document.text()
         passage = Passage(text, *tokenizer.encode_with_offsets(text))
-        spans = np.array(find_spans(question, passage), np.int64).reshape(-1, 2)
+        found = question.spans
+        if found is None:
+            found = tuple(occurrences(words_of(text), question.answers)) if question.answers else ()
+        spans = np.array([passage.tokens(*characters) for characters in found], np.int64).reshape(-1, 2)
         for first, stop in windows.cut(len(asked), len(passage.ids)):
             ids = np.concatenate([head, passage.ids[first:stop], [separator]])
             # An answer may be [CLS] (there is none) or lie in the document, never in the question.
@@ -188,7 +175,6 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
 
     The choice is a function of (seed, question id, document, place). progress is called with the number of questions
     read."""
-    require(0 <= negatives <= 1, "negatives is a share", f"negatives = {negatives}", "it lies between 0 and 1")
     rows = TrainingWindows()
     counts, small = rows.counts, np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     for question in questions:
@@ -229,8 +215,7 @@ def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
     """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are cut off first."""
     longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
-    logits_BT2 = model(ids_BT, padding_mask_BT=roles_BT > 0)
-    logits_BT2 = logits_BT2 if logits_BT2.dtype == torch.float64 else logits_BT2.float()
+    logits_BT2 = at_least_float32(model(ids_BT, padding_mask_BT=roles_BT > 0))
     return logits_BT2.masked_fill((roles_BT & CANDIDATE == 0)[..., None], -torch.inf)
 
 
@@ -270,13 +255,6 @@ class AnswerPrediction:
     def answer(self) -> str:
         return "" if self.span is None else self.span.text
 
-    def add(self, span: Span | None, loss: float) -> None:
-        """Take in the next window: its best span, and its loss."""
-        if span is not None and (self.span is None or span.score > self.span.score):
-            self.span = span
-        self.loss += loss if self.question.answers else 0.0
-        self.n_windows += 1
-
 
 @torch.inference_mode()
 def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
@@ -299,7 +277,10 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
     while batch := list(itertools.islice(waiting, batch_rows)):
         found = score_windows(model, [(window, passage) for _, window, passage in batch], windows, precision)
         for (prediction, *_), (span, loss) in zip(batch, found, strict=True):
-            prediction.add(span, loss)
+            if span is not None and (prediction.span is None or span.score > prediction.span.score):
+                prediction.span = span
+            prediction.loss += loss if prediction.question.answers else 0.0
+            prediction.n_windows += 1
         n_scored += len(batch)
         if progress is not None:
             progress(n_scored)
@@ -371,12 +352,11 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
 
 
 def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:
-    """The best span of at most `max_tokens` tokens in one window; None for a window of white space.
-
-    Among equal scores the earliest start wins, then the shortest span."""
-    places = window.passage_slice
-    logits_N2 = np.where(passage.is_blank(window.first, window.stop)[:, None], -np.inf, logits_T2[places])
-    n = len(logits_N2)
+    """The best span of at most `max_tokens` tokens in one window; None for a window of white space. It neither begins
+    nor ends with a token that is white space. Among equal scores the earliest start wins, then the shortest span."""
+    n = window.stop - window.first
+    is_blank_N = np.array([not passage.text[a:b].strip() for a, b in passage.offsets[window.first : window.stop]], bool)
+    logits_N2 = np.where(is_blank_N[:, None], -np.inf, logits_T2[window.offset : window.offset + n])
     if n == 0 or not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)

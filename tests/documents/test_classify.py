@@ -21,7 +21,6 @@ from lineartime import finetuning
 from lineartime.config_json import Head
 from lineartime.documents import metrics, report, tasks
 from lineartime.documents.classify import class_weights, head_of, label_losses, prediction_of, targets_of
-from lineartime.documents.pooling import document_ids
 from lineartime.documents.tasks import LabelObjective
 from lineartime.documents.texts import TokenizedTexts, drawn_stretch
 from lineartime.errors import CheckpointError, DataError, Stopped, UsageError, escaped
@@ -32,6 +31,7 @@ from lineartime.run import Run, read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal
 from made_documents import CONTEXT, made_rows, write_model, write_rows
+from marks import rest
 from rendered_markdown import ODD, rendered
 from tiny_runs import assert_same, what_is_left
 
@@ -39,14 +39,18 @@ CPU = torch.device("cpu")
 ONE = Head("single_label_classification", ("a", "b", "c"))
 SEVERAL = Head("multi_label_classification", ("a", "b", "c"))
 NUMBER = Head("regression", ("number",), 5.0, 2.0)
+RATES = ("lr-3e-02", "lr-1e-03")
+
+
+class Killed(BaseException):
+    pass
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_pictures():
-    """A picture is the numbers that it is drawn from; test_guide.py draws them."""
+    """test_guide.py draws them."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("draw_confusion", "draw_calibration", "draw_numbers"):
-            patch.setattr(report, name, lambda path, *drawn: path.write_text(str(drawn)))
+        patch.setattr(report, "draw", lambda path, *drawn: path.write_text("drawn"))
         yield
 
 
@@ -55,7 +59,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classify")
     write_model(folder / "model")
     for kind in ("one", "several", "number"):
-        for part, n in (("train", 24), ("dev", 11 if kind == "number" else 12), ("test", 9)):
+        for part, n in (("train", 24), ("dev", 12), ("test", 8 if kind == "number" else 9)):
             write_rows(folder / f"{part}-{kind}.jsonl", made_rows(n, len(part), kind))
     return folder
 
@@ -65,7 +69,7 @@ def plan(folder, out, kind="one", **changes):
               "settings": {"tokens_per_step": 8 * CONTEXT, "micro_batch_tokens": 4 * CONTEXT, "eval_every": 3,
                            "save_every": 5, "clip": None}, **changes}
     return FineTuning(folder / "model", (folder / f"train-{kind}.jsonl",), (folder / f"dev-{kind}.jsonl",), out,
-                          test=(folder / f"test-{kind}.jsonl",), **fields)
+                      test=(folder / f"test-{kind}.jsonl",), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +77,6 @@ def done(folder):
     """A fine-tuning that nothing disturbed."""
     finetune(plan(folder, folder / "done"), device=CPU)
     return folder / "done"
-
-
-RATES = ("lr-3e-02", "lr-1e-03")
 
 
 def assert_same_outcome(out, done):
@@ -110,35 +111,19 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     lines = [json.loads(line) for line in (done / "predictions.jsonl").read_text().splitlines()]
     assert [line["predicted"] for line in lines] == [each.label for each in found]
     text = (done / report.REPORT_FILE).read_text()
-    assert "9 test documents" in text and f"| {best} (best) | {step} of 12 |" in text and "## Most wrong" in text
-    assert all((done / name).exists() for name in (report.CONFUSION_FILE, report.CALIBRATION_FILE))
-    assert "are longer than a row" not in text and result["documents"]["longer_than_a_row"] > 3
+    assert "9 test documents" in text and f"| {best} (best) | {step} of 12 |" in text and "| without reading |" in text
+    assert (done / report.CONFUSION_FILE).exists()
 
 
 def test_a_model_of_pairs_asks_for_them(folder, tmp_path, call):
     rows = write_rows(tmp_path / "rows.jsonl", [{**row, "second": row["text"]} for row in made_rows(8, 1)])
     given = {"fields": Fields(pair="second"), "epochs": 1, "learning_rates": (1e-3,)}
-    finetune(replace(plan(folder, tmp_path / "out", **given), data=(rows,), validation=(rows,), test=()),
-                       device=CPU)
-    assert lineartime.load_classifier(tmp_path / "out")[0].head.pairs
-    for model in (tmp_path / "out", tmp_path / "out" / "best"):
-        assert_refused(*call("classify", model, rows)[::2], 2, "learned from pairs of texts", "--pair-field")
+    finetune(replace(plan(folder, tmp_path / "out", **given), data=(rows,), validation=(rows,), test=()), device=CPU)
+    assert_refused(*call("classify", tmp_path / "out", rows)[::2], 2, "learned from pairs of texts", "--pair-field")
     assert len(call("classify", tmp_path / "out", rows, "--pair-field", "second")[1].splitlines()) == 8
     model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
     with pytest.raises(UsageError, match="learned from pairs of texts: text 2"):
         lineartime.classify(model, tokenizer, [("a", "b"), "a"])
-
-
-def test_a_copy_of_the_best_weights_under_another_name_is_not_called_damaged(done, tmp_path, call):
-    shutil.copytree(done / "best", tmp_path / "mine")
-    assert_refused(*call("classify", tmp_path / "mine", tmp_path)[::2], 4, "a checkpoint under another name",
-                   "give it its name back, such as step-00000042, or copy with `lineartime export`")
-
-
-def test_a_model_without_labels_is_refused(folder):
-    model, tokenizer, _ = lineartime.load_model(folder / "model")
-    with pytest.raises(UsageError, match="this model has no labels: LanguageModel; see load_classifier"):
-        lineartime.classify(model, tokenizer, ["a text"])
 
 
 @pytest.mark.parametrize("kind", ["several", "number"])
@@ -147,33 +132,31 @@ def test_several_labels_and_numbers(folder, tmp_path, kind):
     model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
     found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4, kind)])
     if kind == "number":
-        # The mean in training is another one than that of what is held out.
-        assert result["test"]["r2"] > 0.8 and -0.02 < result["without_reading"]["r2"] < -0.01
-        assert "Without reading: the mean in training" in (tmp_path / "out" / report.REPORT_FILE).read_text()
+        # The mean in training is another one than that of the test.
+        assert result["test"]["r2"] > 0.8 and -0.03 < result["without_reading"]["r2"] < -0.02
         assert all(90 < each.label < 130 and not each.scores for each in found)
         assert (tmp_path / "out" / report.NUMBERS_FILE).exists()
     else:
         assert result["test"]["macro_f1"] > 0.8 and model.head.labels == ("odd", "sea", "town", "wood")
-        assert any(len(each.label) == 2 for each in found) and (tmp_path / "out" / report.CONFUSION_FILE).exists()
-        assert "one that has two is in both rows" in (tmp_path / "out" / report.REPORT_FILE).read_text()
+        assert any(len(each.label) == 2 for each in found)
 
 
 def test_the_same_settings_are_complete_and_others_refused(folder, done):
     best = os.readlink(done / "best")
     (done / "best").unlink()  # a disk that failed at the link leaves none
     assert finetune(plan(folder, done), device=CPU)["already"] and os.readlink(done / "best") == best
-    for changes in ({"epochs": 6}, {"balance": True}, {"patience": 2}, {"max_tokens": 9}, {"context": 16}):
+    for changes in ({"epochs": 6}, {"balance": True}, {"patience": 2}, {"max_tokens": 9}):
         with pytest.raises(UsageError, match="another fine-tuning is here"):
             finetune(plan(folder, done, **changes), device=CPU)
 
 
-@pytest.mark.parametrize("when", [7, "evaluation", "second rate"])
+@pytest.mark.parametrize("when", ["evaluation", *rest("second rate")])
 def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
     stop, seen = StopSignal(), []
 
     def at(record):
         seen.append(record)
-        if when == record["step"] or (when == "evaluation" and "held_out" in record and record["step"] == 9) or (
+        if (when == "evaluation" and "held_out" in record and record["step"] == 9) or (
                 when == "second rate" and len([r for r in seen if r["step"] == 8]) == 2):
             stop.number = signal.SIGTERM
 
@@ -186,11 +169,8 @@ def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
     assert_same_outcome(out, done)
 
 
-@pytest.mark.parametrize("place", ["step", "load_step", "write_labels_report", "write_json"])
+@pytest.mark.parametrize("place", ["step", "write_json", *rest("load_step", "write_report")])
 def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, place):
-    class Killed(BaseException):
-        pass
-
     def killed(*arguments, **more):
         raise Killed
 
@@ -201,8 +181,7 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if place != "step":
-            owner = {"load_step": tasks, "write_json": finetuning}.get(place, report)
-            patch.setattr(owner, place, killed)
+            patch.setattr({"load_step": tasks, "write_json": finetuning}.get(place, report), place, killed)
         finetune(plan(folder, out), device=CPU, on_step=at)
     assert not (out / "result.json").exists()
     finetune(plan(folder, out), device=CPU)
@@ -211,10 +190,8 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
 
 def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     """The scores are given; the best checkpoint stays, whatever is saved and wherever the run is killed."""
-    class Killed(BaseException):
-        pass
-
     scores = {3: (0.2, 1.0), 6: (0.9, 1.0), 9: (0.5, 1.5), 12: (0.9, 1.1), 15: (0.9, 0.1)}
+    steps, kill_at = [6], [8]
 
     def evaluate(self, model, progress=None):
         score, loss = scores[steps[-1]]
@@ -223,24 +200,20 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     def at(record):
         if "loss" in record:
             steps.append(record["step"])
-        if record["step"] == kill_at[0] and "held_out" not in record:
-            kill_at[0] = None
+        if record["step"] in kill_at and "held_out" not in record:
+            kill_at.clear()
             raise Killed
 
     monkeypatch.setattr(LabelObjective, "evaluate", evaluate)
     how = plan(folder, tmp_path / "out", learning_rates=(1e-2,), patience=2, epochs=5)
-    for kill in (8, 11, None):
-        steps, kill_at = [9] if kill is None else [6], [kill]
-        if kill is not None:
-            with pytest.raises(Killed):
-                finetune(how, device=CPU, on_step=at)
-            continue
+    with pytest.raises(Killed):
         finetune(how, device=CPU, on_step=at)
+    steps[:] = [6]
+    finetune(how, device=CPU, on_step=at)
     run = tmp_path / "out" / "lr-1e-02"
     assert [line["step"] for line in read_metrics(run) if "held_out" in line] == [3, 6, 9, 12]
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000006", "step-00000012"]
     assert os.readlink(tmp_path / "out" / "best") == "lr-1e-02/step-00000006"
-    assert json.loads((run / "result.json").read_text())["best_step"] == 6
 
 
 def test_a_run_goes_on_while_the_loss_falls(tmp_path):
@@ -263,22 +236,23 @@ def test_a_run_goes_on_while_the_loss_falls(tmp_path):
 # The task
 
 
-def test_batches_are_a_function_of_seed_and_step(folder):
-    train = TokenizedTexts(ids=[np.arange(1, n + 1, dtype=np.uint16) + 50 * n for n in (5, 32, 33, 100, 7, 64, 1, 20)],
-                      labels=["a", "b"] * 4)
+def objective_of(train, head, seed=0, weights=None, **fields):
+    how = FineTuning("", ("x",), ("x",), Path("x"), "classify",
+                     settings={"seed": seed, "tokens_per_step": 4 * CONTEXT})
+    config = lineartime.model_config("flash", context=CONTEXT, **fields)
+    return LabelObjective(runs_of(how, config, len(train), 9)["1e-03"], head, train, train, weights)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    train = TokenizedTexts([np.arange(1, n + 1, dtype=np.uint16) + 50 * n for n in (5, 32, 33, 100, 7, 64, 1, 20)],
+                           ["a", "b"] * 4)
     head = head_of(train, "one", "")
-
-    def task(seed=0):
-        settings = {"seed": seed, "tokens_per_step": 4 * CONTEXT}
-        how = FineTuning("", ("x",), ("x",), Path("x"), "classify", settings=settings)
-        config = runs_of(how, lineartime.model_config("flash", context=CONTEXT), 8, 9)["1e-03"]
-        return LabelObjective(config, head, train, train, None)
-
-    batches = [task().batch(step) for step in range(100)]
-    assert not np.array_equal(task(1).batch(0)[0], batches[0][0])
+    batches = [objective_of(train, head).batch(step) for step in range(60)]
+    assert not np.array_equal(objective_of(train, head, seed=1).batch(0)[0], batches[0][0])
     windows = []
     for step, (ids_BT, targets_B) in enumerate(batches):
-        assert ids_BT.shape == (4, CONTEXT) and np.array_equal(task().batch(step)[0], ids_BT)
+        assert ids_BT.shape == (4, CONTEXT)
+        assert np.array_equal(objective_of(train, head).batch(step)[0], ids_BT)
         lengths = (ids_BT >= 0).sum(1).tolist()
         assert lengths == sorted(lengths, reverse=True)
         for ids, n, target in zip(ids_BT, lengths, targets_B, strict=True):
@@ -287,9 +261,8 @@ def test_batches_are_a_function_of_seed_and_step(folder):
             assert head.labels[target] == train.labels[row] and first % CONTEXT == 0
             assert np.array_equal(ids[:n], train.ids[row][first : first + CONTEXT])
             windows.append((row, first))
-    for row, ids in enumerate(train.ids):  # fifty epochs, each with one window of each document
-        firsts = [first for each, first in windows if each == row]
-        assert len(firsts) == 50 and set(firsts) <= set(range(0, len(ids), CONTEXT))
+    for row in range(8):  # thirty epochs, each with one window of each document
+        assert len([first for each, first in windows if each == row]) == 30
     assert {first for row, first in windows if row == 3} == {0, 32, 64, 96}
 
 
@@ -314,20 +287,17 @@ def test_losses():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_loss_of_a_row_does_not_depend_on_its_batch(folder, causal):
+def test_the_loss_of_a_row_does_not_depend_on_its_batch(causal):
     """Padding and neighbours count for nothing: each row is its document alone, as it is read when it is classified."""
     train = TokenizedTexts([np.arange(n, dtype=np.uint16) + 20 for n in (5, 32, 17, 1)], ["a", "b", "c", "a"])
-    how = FineTuning("", ("x",), ("x",), "x", "classify", settings={"tokens_per_step": 4 * CONTEXT})
-    config = runs_of(how, replace(lineartime.load_model(folder / "model")[0].config, causal=causal), 4, 9)["1e-03"]
-    task = LabelObjective(config, ONE, train, train, [0.5, 2.0, 3.0])
-    model = DocumentClassifier(config.model, ONE).double()
+    task = objective_of(train, ONE, weights=[0.5, 2.0, 3.0], causal=causal, n_layers=1, d_model=16, vocab_size=259,
+                        query_key_dim=8, chunk_size=8, init_std=0.2)
+    model = DocumentClassifier(task.config.model, ONE).double()
     ids_BT, targets_B = map(torch.from_numpy, task.batch(0))
     losses_B = task.losses(model, ids_BT, targets_B)
     for ids_T, target, loss in zip(ids_BT, targets_B, losses_B, strict=True):
-        whole = ids_T[ids_T >= 0]
-        logits_1L = model.score(model.hidden(whole[None])[0].mean(0, keepdim=True))
-        expected = F.cross_entropy(logits_1L, target[None]) * task.weights[target]
-        assert abs(loss - expected) < 1e-12
+        logits_1L = model.score(model.hidden(ids_T[ids_T >= 0][None])[0].mean(0, keepdim=True))
+        assert abs(loss - F.cross_entropy(logits_1L, target[None]) * task.weights[target]) < 1e-12
     assert task.n_targets(ids_BT, targets_B) == 4
 
 
@@ -341,18 +311,16 @@ def test_weights_make_every_class_count_the_same():
 
 
 def test_classes_are_in_order():
-    assert head_of(TokenizedTexts(labels=["10", "9", "-1"]), "one", "").labels == ("-1", "9", "10")
-    assert head_of(TokenizedTexts(labels=["b", "a", "10"]), "one", "").labels == ("10", "a", "b")
-    assert head_of(TokenizedTexts(labels=[("a",), ()]), "several", "").labels == ("a",)
-    assert head_of(TokenizedTexts(labels=["--1", "2"]), "one", "").labels == ("--1", "2")
-    assert head_of(TokenizedTexts(labels=["1" * 5000, "2"]), "one", "").labels == ("1" * 5000, "2")
+    for labels, kind, expected in ((["10", "9", "-1"], "one", ("-1", "9", "10")),
+                                   (["b", "a", "10"], "one", ("10", "a", "b")), ([("a",), ()], "several", ("a",)),
+                                   (["--1", "2"], "one", ("--1", "2")), (["1" * 5000, "2"], "one", ("1" * 5000, "2"))):
+        assert head_of(TokenizedTexts(labels=labels), kind, "").labels == expected
     assert head_of(TokenizedTexts(labels=[1.0, 3.0]), "number", "") == Head("regression", ("number",), 2.0, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "labels", "words"), [
     ("several", [("a", "b"), ("b", "a")], "the same labels"), ("number", [0.1] * 3, "the same number"),
-    ("number", [1e308, -1e308, 1e308], "too large"), ("number", [1e39, 0.0], "too large"),
-    ("number", [0.0, 1e-60], "too near each other")])
+    ("number", [1e39, 0.0], "too large"), ("number", [0.0, 1e-60], "too near each other")])
 def test_labels_that_teach_nothing_are_refused(kind, labels, words):
     with pytest.raises(DataError, match=words):
         head_of(TokenizedTexts(labels=labels), kind, "x.csv")
@@ -364,21 +332,13 @@ def test_scores():
     assert scores["accuracy"] == 0.75 and scores["macro_f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
     without_c = metrics.score_labels(ONE, logits_NL[:2], targets_of(ONE, ["a", "b"]))
     assert without_c["macro_f1"] == 1  # a class that no document has, nor is said to have, does not count
-    p = np.exp(logits_NL).max(1) / np.exp(logits_NL).sum(1)
-    p_right = [(p[0], 1), (p[1], 1), (p[2], 0), (p[3], 1)]  # 0.79, 0.91, 0.58 and 1.00: the second and the last share
-    gap = abs(p_right[0][0] - 1) + abs(p_right[2][0]) + 2 * abs((p[1] + p[3]) / 2 - 1)
-    assert scores["calibration_error"] == pytest.approx(gap / 4)
     assert prediction_of(SEVERAL, np.array([1.0, -1.0, 2.0])).label == ("a", "c")
-    assert metrics.confusion(ONE, logits_NL, targets_of(ONE, ["a", "b", "c", "c"])).tolist() == [
-        [1, 0, 0], [0, 1, 0], [0, 1, 1]]
-    said_NL = np.array([[1, -1, 1], [-1, 1, -1], [-1, -1, -1]], np.float64)  # a and c; b; nothing
-    assert metrics.confusion(SEVERAL, said_NL, targets_of(SEVERAL, [("a", "b"), ("b",), ("c",)])).tolist() == [
-        [1, 0, 1], [1, 1, 1], [0, 0, 0]]
     single, said_N1 = Head(SEVERAL.problem_type, ("a",)), np.array([[1.0], [1.0], [-1.0], [-1.0], [-1.0]])
-    scores = metrics.score_labels(single, said_N1, targets_of(single, [("a",), (), (), (), ()]))
+    targets = targets_of(single, [("a",), (), (), (), ()])
+    scores = metrics.score_labels(single, said_N1, targets)
     assert scores["macro_f1"] == pytest.approx(2 / 3) and scores["accuracy"] == 0.8
-    rows = metrics.by_class(single, said_N1, targets_of(single, [("a",), (), (), (), ()]))
-    assert rows == [("a", 0.5, 1.0, pytest.approx(2 / 3), 1)]
+    columns = metrics.by_class(*metrics.had_and_said(single, said_N1, targets))
+    assert [column.tolist() for column in columns] == [[0.5], [1.0], [pytest.approx(2 / 3)], [1]]
     assert prediction_of(NUMBER, np.array([1.5])) == (1.5, {})
     assert metrics.in_words(metrics.score_labels(NUMBER, np.array([[1.0]]), np.array([1.5]))).startswith("R^2 -, mean")
     perfect = metrics.score_labels(NUMBER, np.array([[1.0], [2.0]]), np.array([1.0, 2.0]))
@@ -392,43 +352,17 @@ def test_a_missing_library_is_said_before_anything_is_read(folder, tmp_path, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_has_names_as_they_are_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "MOST_WRONG", len(ODD))
-    lines = report.table(["class"], [["new\nline"], ["<b>a|b</b>"], ["\x1b[1m"]])
-    assert lines[2:] == ["| new line |", r"| &lt;b>a\|b&lt;/b> |", r"| \\x1b\[1m |"]
-    for kind in ("one", "several"):
-        labels = ODD if kind == "one" else [(name,) for name in ODD]
-        head = Head(ONE.problem_type if kind == "one" else SEVERAL.problem_type, tuple(ODD))
-        documents = TokenizedTexts([np.arange(3)] * len(ODD), labels, [f"a/{name}.txt" for name in ODD],
-                              [" ".join(name.split()) for name in ODD])
-        logits_NL = np.roll(np.eye(len(ODD)), 1, 0) * 2 - 1
-        scores = metrics.score_labels(head, logits_NL, targets_of(head, labels))
-        rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
-        report.write_labels_report(tmp_path, head, documents, logits_NL, {
-            "best": "lr-1e-03", "learning_rates": rates, "without_reading": scores, "known": {"validation": 0}})
-        words, more = rendered((tmp_path / report.REPORT_FILE).read_text())
-        assert more == [report.CONFUSION_FILE, report.CALIBRATION_FILE]
-        for name in ODD:
-            shown = escaped(" ".join(name.split()))
-            assert {shown, f"a/{shown}.txt"} <= {*words.splitlines()}, name
-
-
-def test_what_was_seen_in_training_is_said(folder, tmp_path, caplog):
-    rows = made_rows(8, 1)
-    paths = {name: write_rows(tmp_path / f"{name}.jsonl", content) for name, content in (
-        ("train", [*rows, {"text": "a class of its own", "label": "hill"}]),
-        ("dev", [{**rows[0], "text": "held out"}, rows[1]]),
-        ("test", [rows[0], rows[1], {**rows[0], "text": "held out"}, {**rows[0], "text": "new"}]))}
-    out = tmp_path / "out"
-    short = plan(folder, out, epochs=1, learning_rates=(1e-3,))
-    result = finetune(replace(short, data=(paths["train"],), validation=(paths["dev"],),
-                                        test=(paths["test"],)), device=CPU)
-    assert result["known"] == {"validation": 1, "test": 3}
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        "1 of 2 validation documents are also in training", "3 of 4 test documents are also in training or validation",
-        "one training document only: 1 of 4 classes, hill"]
-    text = (out / report.REPORT_FILE).read_text()
-    assert "3 of them are also in training or validation, so the scores" in text and "No choice" not in text
+def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
+    head, logits_NL = Head(ONE.problem_type, tuple(ODD)), np.roll(np.eye(len(ODD)), 1, 0) * 2 - 1
+    targets = targets_of(head, ODD)
+    scores = metrics.score_labels(head, logits_NL, targets)
+    rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
+    report.write_report(tmp_path, "accuracy 0.5 on 9 documents", {
+        "task": "classify", "best": "lr-1e-03", "learning_rates": rates, "without_reading": scores}, scores,
+        "without_reading", report.label_lines(tmp_path, head, targets, logits_NL))
+    words, more = rendered((tmp_path / report.REPORT_FILE).read_text())
+    assert more == [report.CONFUSION_FILE]
+    assert {escaped(" ".join(name.split())) for name in ODD} <= {*words.splitlines()}
 
 
 # The verb
@@ -446,8 +380,6 @@ def test_classify_writes_what_python_says(folder, done, tmp_path, call):
     assert parquet.read_table(tmp_path / "x.parquet").to_pylist() == rows
     code, out, _ = call("classify", done, "-", stdin=texts[0])
     assert json.loads(out)["scores"] == rows[0]["scores"]
-    whole = [i for pieces in document_ids(tokenizer, [texts[0]]) for i in pieces]
-    assert json.loads(out)["tokens"] == len(whole)
     lines = (folder / "test-one.jsonl").read_text(encoding="utf-8")
     code, out, err = call("classify", done, "-", "--stdin", "jsonl", stdin=lines)
     assert code == 0 and [json.loads(line) | {"file": rows[0]["file"]} for line in out.splitlines()] == rows, err
@@ -463,7 +395,7 @@ def test_the_command_line_finetunes(folder, tmp_path, call):
     code, out, _ = call(*line)
     assert code == 0 and "complete: " in out
     said = "in training documents were cut to 20 tokens"
-    for words, is_said in (((), True), (("--max-tokens", 30), True), (("--max-tokens", 20), False)):
+    for words, is_said in (((), True), (("--max-tokens", 20), False)):
         code, _, err = call("classify", tmp_path / "out", folder / "test-one.jsonl", *words)
         assert code == 0 and (said in err) == is_said, (words, err)
 
@@ -480,53 +412,53 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
 
     good = made_rows(6)
     refuse(3, "no label", "documents.jsonl:2", documents=[good[0], {**good[1], "label": None}])
-    refuse(3, "no field 'label'", "documents.jsonl:1", documents=[{"text": "x"}])
     refuse(3, "one class only", "sea", documents=[good[0], good[3]])
     refuse(3, "an empty document", "documents.jsonl:2", documents=[good[0], {**good[1], "text": " "}])
     refuse(3, "a label that no training document has", "validation.jsonl:2", "'hill'",
            validation=[good[0], {**good[1], "label": "hill"}])
     refuse(3, "a label that no training document has", "test.jsonl:1", test=[{**good[1], "label": "hill"}])
     refuse(3, "a label that is no number", more=["--labels", "number"])
-    refuse(3, "the same number", more=["--labels", "number"], documents=[{"text": "x", "label": 1}] * 2,
-           validation=[{"text": "x", "label": 2}])
     refuse(2, "the same input twice", more=["--documents", folder / "train-one.jsonl"])
-    refuse(2, "unknown kind of labels", more=["--labels", "many"])
-    refuse(2, "unknown setting of training", more=["--set", "chunk_size=8"])
-    refuse(2, "tokens_per_step", more=["--set", "tokens_per_step=100"])
-    refuse(2, "not sharded", more=["--set", "shard=true"])
-    refuse(2, "unknown task", more=["--task", "classification"])
-    for option, value in (("--questions", folder / "x.json"), ("--stride", 3), ("--negatives", 0.5)):
-        refuse(2, "for another task", option, more=[option, value])
+    for option, value, words in (
+            ("--labels", "many", "unknown kind of labels"), ("--set", "chunk_size=8", "unknown setting of training"),
+            ("--set", "tokens_per_step=100", "tokens_per_step"), ("--set", "shard=true", "not sharded"),
+            ("--task", "classification", "unknown task"), ("--stride", 3, "for another task"),
+            ("--questions", folder / "x.json", "for another task"), ("--patience", 0, "patience = 0"),
+            ("--max-tokens", 0, "max_tokens = 0"), ("--context", 1, "context = 1")):
+        refuse(2, words, more=[option, value])
     refuse(2, "for another task", "--labels", "--task embed", more=["--labels", "several", "--task", "embed"])
     refuse(2, "no classes to balance", more=["--labels", "number", "--balance"])
-    refuse(2, "patience = 0", more=["--patience", 0])
-    refuse(2, "max_tokens = 0", more=["--max-tokens", 0])
-    refuse(2, "context = 1", more=["--context", 1])
     (tmp_path / "taken").write_text("notes")
     refuse(2, "not a folder", "taken", more=["--out", tmp_path / "taken"])
     named = ["--task", "classify", "--validation", folder / "dev-one.jsonl", "--out", tmp_path / "out"]
     assert_refused(*call("finetune", folder / "model", *named)[::2], 2, "--documents")
-    assert_refused(*call("finetune", done, *named, "--documents",
-                         folder / "train-one.jsonl")[::2], 2, "has a head already")
+    assert_refused(*call("finetune", done, *named, "--documents", folder / "train-one.jsonl")[::2], 2,
+                   "has a head already")
     assert_refused(*call("finetune", folder / "model", "--documents", "x", "--out", "y")[::2], 2, "--documents",
                    "--task questions")
     text = folder / "test-one.jsonl"
-    assert_refused(*call("classify", "nowhere", text)[::2], 2, "no weights here")
-    assert_refused(*call("classify", folder / "model", text)[::2], 2, "not fine-tuned on labels")
-    assert_refused(*call("classify", done, text, "--out", tmp_path / "x.npy")[::2], 2, ".jsonl, .parquet")
+    for arguments, words in (
+            (["nowhere", text], "no weights here"), ([folder / "model", text], "not fine-tuned on labels"),
+            ([done, text, "--out", tmp_path / "x.npy"], ".jsonl, .parquet"),
+            ([done, "-", "--stdin", "lines"], "unknown kind of stdin"),
+            ([done, "-", "--pair-field", "b"], "no pairs of texts")):
+        assert_refused(*call("classify", *arguments, stdin="x")[::2], 2, words)
     assert_refused(*call("generate", done, "x")[::2], 2, "this one labels")
-    assert_refused(*call("classify", done, "-", "--stdin", "lines")[::2], 2, "unknown kind of stdin", "text, jsonl")
-    assert_refused(*call("classify", done, "-", "--pair-field", "b")[::2], 2, "no pair of texts", "--stdin jsonl")
     assert_refused(*call("answer", done, "--question", "?", "--document", text)[::2], 2, "not fine-tuned on questions")
     assert_refused(*call("train", "--from", done / "best", "--data", folder, "--out", tmp_path / "t")[::2], 2,
                    "labels documents")
+    shutil.copytree(done / "best", tmp_path / "mine")
+    assert_refused(*call("classify", tmp_path / "mine", text)[::2], 4, "a checkpoint under another name",
+                   "give it its name back, such as step-00000042, or copy with `lineartime export`")
+    with pytest.raises(UsageError, match="this model has no labels: LanguageModel; see load_classifier"):
+        lineartime.classify(*lineartime.load_model(folder / "model")[:2], ["a text"])
 
 
 def test_a_damaged_folder_is_named(folder, done, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(done, out, symlinks=True)
     whole = json.loads((out / "result.json").read_text())
-    for text in ("", "{}", json.dumps({**whole, "learning_rates": {"3e-02": {"score": None}}})):
+    for text in ("{}", json.dumps({**whole, "learning_rates": {"3e-02": {"score": None}}})):
         (out / "result.json").write_text(text)
         with pytest.raises(CheckpointError, match="damaged"):
             lineartime.load_model(out)

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from fake_hub import Hub
-from lineartime.documents.examples import Fields, check_inputs, read_examples
+from lineartime.documents.examples import Fields, check_inputs, read_examples, with_stdin
 from lineartime.errors import DataError, UsageError
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": 'a "word"\nof it', "label": "b"}, {"text": "é", "label": "a"}]
@@ -21,9 +21,11 @@ def write_rows(path, rows=ROWS):
     if name.endswith(".parquet"):
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         return path
-    if name.endswith(".csv"):
+    if name == "x.json":
+        text = json.dumps(rows, indent=1)
+    elif name.endswith((".csv", ".tsv")):
         cells = [list(rows[0]), *([str(value).replace('"', '""') for value in row.values()] for row in rows)]
-        text = "".join(",".join(f'"{cell}"' for cell in row) + "\r\n" for row in cells)
+        text = "".join("\t,"[".csv" in name].join(f'"{cell}"' for cell in row) + "\r\n" for row in cells)
     else:
         text = "".join(json.dumps(row) + "\n" for row in rows)
     path.write_bytes(gzip.compress(text.encode()) if path.name.endswith(".gz") else text.encode())
@@ -31,11 +33,13 @@ def write_rows(path, rows=ROWS):
 
 
 def read(*names, fields=None, labels="one", stdin="text"):
-    return [("".join(example.text), example.second, example.label)
-            for example in read_examples(names, fields, labels, stdin)]
+    with with_stdin(names, stdin) as inputs:
+        return [("".join(example.text), example.second, example.label)
+                for example in read_examples(inputs, fields, labels)]
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.jsonl", "x.jsonl.gz", "x.json.gz", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.tsv", "x.jsonl", "x.jsonl.gz", "x.json", "x.json.gz",
+                                  "x.parquet"])
 def test_records(tmp_path, name):
     path = write_rows(tmp_path / name)
     assert read(path) == [(row["text"], None, row["label"]) for row in ROWS]
@@ -59,6 +63,7 @@ def test_a_folder_by_label(tmp_path, caplog):
     assert read(tmp_path, labels=None)[-1] == ("at the top", None, None)
     with pytest.raises(DataError, match=r"no label: .*c.txt; put it into a folder"):
         read(tmp_path)
+    assert read(tmp_path / "a" / "**" / "*.*t*", labels=None) == read(tmp_path / "a" / "0.txt", labels=None)
 
 
 @pytest.mark.parametrize(("labels", "given", "read_as"), [
@@ -144,8 +149,8 @@ def test_inputs_that_are_none(tmp_path):
     for names, error, words in (([tmp_path / "x.docx"], UsageError, "unknown kind of file"),
                                 ([tmp_path / "y.txt"], DataError, "cannot read the input"),
                                 ([tmp_path / "empty"], DataError, "nothing to read"),
+                                ([tmp_path / "*.csv"], DataError, "there is no such file"),
                                 (["/dev/null"], DataError, "not a regular file"),
-                                (["-"], UsageError, "stdin has no label"),
                                 (["hub:imdb"], UsageError, "no such name on the hub")):
         with pytest.raises(error, match=words):
             read(*names)
@@ -174,17 +179,20 @@ def test_the_hub_and_stdin(monkeypatch):
     piped(lines)
     assert read("-", stdin="jsonl") == read("hub:me/reviews/train")
     piped(lines)
-    assert [each.where for each in read_examples(["-"], stdin="jsonl")] == ["stdin:1", "stdin:3", "stdin:5"]
-    piped("")
-    with pytest.raises(DataError, match="nothing on stdin"):
-        read("-", labels=None)
-    for text, words in (("{", "stdin:1"), ("", "nothing on stdin"), ('{"text": " "}', "an empty document: stdin:1")):
+    with with_stdin(["-"], "jsonl") as inputs:
+        for _ in range(2):  # what came is kept
+            assert [each.where for each in read_examples(inputs)] == ["stdin:1", "stdin:3", "stdin:5"]
+    for text, kind, words in (
+            ("", "text", "nothing on stdin"), (" ", "text", "an empty document: stdin"), ("a\0", "text", "a NUL byte"),
+            ("{", "jsonl", "stdin:1"), ("", "jsonl", "nothing on stdin"),
+            ('{"text": " "}', "jsonl", "an empty document: stdin:1")):
         piped(text)
         with pytest.raises(DataError, match=words):
-            read("-", labels=None, stdin="jsonl")
+            read("-", labels=None, stdin=kind)
     with pytest.raises(UsageError, match=r"unknown kind of stdin.*jsonl"):
         read("-", labels=None, stdin="json")
-    with pytest.raises(UsageError, match=r"no pair of texts.*--stdin jsonl"):
+    piped("one text")
+    with pytest.raises(UsageError, match=r"no pairs of texts: stdin"):
         read("-", labels=None, fields=Fields(pair="b"))
 
 

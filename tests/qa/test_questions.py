@@ -118,8 +118,7 @@ def question(id, *accepted, rules="triviaqa", text="Who?", documents=()):
 def test_a_question_without_prediction_counts_as_zero_and_one_without_answer_does_not_count():
     asked = [question("1", "x"), question("2", "y"), question("3"), question("4", "well known", rules="squad")]
     scores = score(asked, {"1": "the X", "3": "z", "4": "well-known", "other": "?"})
-    assert (scores.n_questions, scores.n_missing) == (3, 1)
-    assert (scores.exact_match, scores.f1) == pytest.approx((100 / 3, 100 / 3))
+    assert scores == pytest.approx({"n_questions": 3, "n_missing": 1, "exact_match": 100 / 3, "f1": 100 / 3})
     with pytest.raises(DataError, match="labelled"):
         score([question("3")], {"3": "z"})
 
