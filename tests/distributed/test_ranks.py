@@ -21,6 +21,7 @@ from lineartime.hf import LineartimeForCausalLM
 from lineartime.load import load_model
 from lineartime.release.export import export
 from made_questions import write_questions
+from marks import rest
 from ranks_here import RanksHere, differences, state_of
 from tiny_runs import command, prepare_text, steps_done, steps_saved
 
@@ -53,32 +54,38 @@ def cold_ranks(tmp_path):
     here.close()
 
 
-def assert_same_state(out, expected):
-    assert not differences(out, expected)
-
-
 GLOBAL = {"clip_scope": "global"}
-
-
 SHARDED = GLOBAL | {"shard": True}
 
 
-@pytest.mark.parametrize(("settings", "numbers"), [
-    pytest.param({}, [4], id="local clipping"), pytest.param(SHARDED, [2, 4], id="sharded"),
-    pytest.param({}, [2, 8], id="local clipping, other ranks", marks=pytest.mark.rest),
-    pytest.param(SHARDED, [8], id="sharded, eight ranks", marks=pytest.mark.rest),
-    pytest.param({"clip": "none", "shard": True}, [2], id="sharded, not clipped", marks=pytest.mark.rest),
-    pytest.param(GLOBAL | {"precision": "bfloat16"}, [2, 4], id="global clipping, bfloat16", marks=pytest.mark.rest)])
-def test_any_number_of_ranks_ends_in_the_same_bits(settings, numbers, data, ranks, tmp_path):
-    def train(n_ranks):
-        assert ranks.run(n_ranks, command(data, tmp_path / str(n_ranks), **SIZES, **settings)) == [0] * n_ranks, (
-            ranks.printed())
-        return state_of(tmp_path / str(n_ranks))
+@pytest.fixture(scope="module")
+def trained(data, warm_command, tmp_path_factory):
+    """A run of one process, and one of two that share the model out."""
+    folder = tmp_path_factory.mktemp("trained")
+    here = RanksHere(warm_command, folder)
+    for n_ranks, settings in ((1, {}), (2, SHARDED)):
+        codes = here.run(n_ranks, command(data, folder / str(n_ranks), **SIZES, **settings))
+        assert codes == [0] * n_ranks, here.printed()
+    here.close()
+    return folder
 
-    alone = train(1)
-    for n_ranks in numbers:
-        train(n_ranks)
-        assert_same_state(tmp_path / str(n_ranks), alone)
+
+def test_any_number_of_ranks_ends_in_the_same_bits(data, ranks, trained, tmp_path):
+    for name, n_ranks, settings in (("1", 4, {}), ("2", 1, SHARDED)):
+        out = tmp_path / str(n_ranks)
+        assert ranks.run(n_ranks, command(data, out, **SIZES, **settings)) == [0] * n_ranks, ranks.printed()
+        assert not differences(out, state_of(trained / name))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("settings", "numbers"), [
+    ({}, [2, 8]), (SHARDED, [4, 8]), ({"clip": "none", "shard": True}, [2]),
+    (GLOBAL | {"precision": "bfloat16"}, [2, 4])], ids=str)
+def test_any_further_number_of_ranks_ends_in_the_same_bits(settings, numbers, data, ranks, tmp_path):
+    for n_ranks in (1, *numbers):
+        out = tmp_path / str(n_ranks)
+        assert ranks.run(n_ranks, command(data, out, **SIZES, **settings)) == [0] * n_ranks, ranks.printed()
+        assert n_ranks == 1 or not differences(out, state_of(tmp_path / "1"))
 
 
 @pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e20])
@@ -92,15 +99,14 @@ def test_masked_models_too(masked_data, ranks, tmp_path):
     for n_ranks in (1, 4):
         assert ranks.run(n_ranks, command(masked_data, tmp_path / str(n_ranks), **SIZES, causal=False)) == (
             [0] * n_ranks), ranks.printed()
-    assert_same_state(tmp_path / "4", state_of(tmp_path / "1"))
+    assert not differences(tmp_path / "4", state_of(tmp_path / "1"))
 
 
-@pytest.mark.parametrize("settings", [
-    pytest.param({}, id="whole"), pytest.param(GLOBAL | {"shard": True}, id="sharded", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("settings", [{}, *rest(SHARDED)], ids=["whole", "sharded"])
 def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_path):
-    settings = SIZES | settings | {"steps": 80, "eval_every": 40, "save_every": 15}
+    settings = SIZES | settings | {"steps": 40, "eval_every": 20, "save_every": 15}
     assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
-    for n_ranks, until in ((4, 5), (1, 20), (2, 35), (8 if "shard" in settings else 4, None)):
+    for n_ranks, until in ((4, 4), (1, 12), (2, None)):
         ranks.start(n_ranks, command(data, tmp_path / "run", **settings))
         if until is not None:
             wait_for_step(ranks, tmp_path / "run", until)
@@ -110,17 +116,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_p
             assert len(ranks.errors()) == 1 and "saved at step" in ranks.errors()[0]
         else:
             assert ranks.end() == [0] * n_ranks, ranks.printed()
-    assert_same_state(tmp_path / "run", state_of(tmp_path / "whole"))
+    assert not differences(tmp_path / "run", state_of(tmp_path / "whole"))
 
 
-def test_the_weights_of_a_sharded_run_are_exported_as_one_file(data, ranks, tmp_path):
-    assert ranks.run(2, command(data, tmp_path / "run", **SIZES | GLOBAL | {"shard": True})) == [0, 0]
-    folder = tmp_path / "run" / "latest"
+def test_the_weights_of_a_sharded_run_are_exported_as_one_file(trained, tmp_path):
+    run = trained / "2"
     with pytest.raises(UsageError, match="the weights of a sharded run are in parts"):
-        LineartimeForCausalLM.from_pretrained(folder)
-    export(tmp_path / "run", tmp_path / "out", data=None, about="", prompt="Once", device=torch.device("cpu"))
+        LineartimeForCausalLM.from_pretrained(run / "latest")
+    export(run, tmp_path / "out", data=None, about="", prompt="Once", device=torch.device("cpu"))
     whole = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    model, _, _ = load_model(tmp_path / "run")
+    model, _, _ = load_model(run)
     assert {name: p.detach().bfloat16().tolist() for name, p in model.named_parameters()} == {
         name: weight.tolist() for name, weight in whole.items()}
     assert LineartimeForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
@@ -133,25 +138,19 @@ def wait_for_step(ranks, out, step, timeout=60):
         time.sleep(0.01)
 
 
-def test_a_killed_rank_ends_the_others_and_is_named(data, cold_ranks, tmp_path):
-    cold_ranks.start(2, command(data, tmp_path / "run", **SIZES | {"steps": 100_000}))
-    wait_for_step(cold_ranks, tmp_path / "run", 4)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, -signal.SIGKILL), (signal.SIGUSR2, None)],
+                         ids=["killed", "hangs"])
+def test_a_rank_that_is_killed_or_hangs_ends_the_others_and_is_named(number, code, data, ranks, tmp_path):
+    """By SIGKILL or SIGSTOP, see `warm_command.SIGNALS`."""
+    ranks.start(2, [*command(data, tmp_path / "run", **SIZES | {"steps": 100_000}), "--rank-timeout", 3])
+    wait_for_step(ranks, tmp_path / "run", 4)
     began = time.monotonic()
-    cold_ranks.processes[1].kill()
-    assert cold_ranks.end(30) == [7, -signal.SIGKILL], cold_ranks.printed()
-    assert time.monotonic() - began < 15
-    assert cold_ranks.errors() == ["error: a rank was lost: rank 1 of 2; see its own output; the same command goes on "
-                                   "from the last checkpoint"]
-
-
-def test_a_rank_that_hangs_is_lost_after_the_time_that_is_set(data, cold_ranks, tmp_path):
-    cold_ranks.start(2, [*command(data, tmp_path / "run", **SIZES | {"steps": 100_000}), "--rank-timeout", 3])
-    wait_for_step(cold_ranks, tmp_path / "run", 4)
-    cold_ranks.processes[1].send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    assert cold_ranks.processes[0].wait(30) == 7, cold_ranks.printed()
-    assert 3 <= time.monotonic() - began < 15
-    assert len(cold_ranks.errors()) == 1 and "a rank was lost: rank 1 of 2" in cold_ranks.errors()[0]
+    ranks.processes[1].send_signal(number)
+    assert ranks.processes[0].wait(30) == 7, ranks.printed()
+    assert (0 if code else 3) <= time.monotonic() - began < 15
+    assert code is None or ranks.processes[1].wait(30) == code
+    assert ranks.errors() == ["error: a rank was lost: rank 1 of 2; see its own output; the same command goes on "
+                              "from the last checkpoint"]
 
 
 @pytest.mark.rest
@@ -181,6 +180,7 @@ def test_a_store_that_never_answers_is_left_and_said(monkeypatch):
     left.set()
 
 
+@pytest.mark.rest
 def test_rank_1_speaks_where_rank_0_and_the_store_are_lost(data, cold_ranks, tmp_path):
     cold_ranks.start(2, command(data, tmp_path / "run", **SIZES | {"steps": 100_000}))
     wait_for_step(cold_ranks, tmp_path / "run", 4)
@@ -241,25 +241,25 @@ def test_one_error_is_said_once(data, ranks, tmp_path):
     assert ranks.run(2, ["--help"]) == [0, 0] and ranks.printed().count("Usage:") == 1
 
 
-def test_evaluate_divides_the_work(data, ranks, tmp_path):
-    assert ranks.run(1, command(data, tmp_path / "run", **SIZES)) == [0]
+def test_evaluate_divides_the_work(data, ranks, trained):
     printed = []
     for n_ranks in (1, 3):
-        arguments = ["evaluate", tmp_path / "run", "--data", data, "--json"]
+        arguments = ["evaluate", trained / "1", "--data", data, "--json"]
         assert ranks.run(n_ranks, arguments) == [0] * n_ranks, ranks.printed()
         printed.append(ranks.printed())
     assert printed[0] == printed[1] and json.loads(printed[0])["loss"] > 0
 
 
 def test_fine_tuning_ends_in_the_same_bits(masked_data, ranks, tmp_path):
-    assert ranks.run(1, command(masked_data, tmp_path / "pretrained", **SIZES, causal=False)) == [0], ranks.printed()
+    assert ranks.run(1, command(masked_data, tmp_path / "pretrained", **SIZES | {"steps": 2}, causal=False,
+                                warmup_steps=1)) == [0], ranks.printed()
     questions = write_questions(tmp_path / "train.json", 0, 12), write_questions(tmp_path / "dev.json", 100, 4)
     for n_ranks in (1, 4):
         options = ("--questions", questions[0], "--validation", questions[1], "--out", tmp_path / str(n_ranks),
-                   "--context", 48, "--learning-rates", "1e-2", "--epochs", 2, "--max-answer-tokens", 6,
+                   "--context", 48, "--learning-rates", "1e-2", "--epochs", 1, "--max-answer-tokens", 6,
                    "--set", "chunk_size=4", "--set", "tokens_per_step=192", "--set", "micro_batch_tokens=48")
         assert ranks.run(n_ranks, ["finetune", tmp_path / "pretrained", *options]) == [0] * n_ranks, ranks.printed()
-    assert_same_state(tmp_path / "4" / "lr-1e-02", state_of(tmp_path / "1" / "lr-1e-02"))
+    assert not differences(tmp_path / "4" / "lr-1e-02", state_of(tmp_path / "1" / "lr-1e-02"))
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("1", "4")]
     assert results[0] == results[1] and results[0]["best"] == "lr-1e-02"
     assert (tmp_path / "4" / "predictions.json").read_bytes() == (tmp_path / "1" / "predictions.json").read_bytes()
@@ -298,4 +298,4 @@ def test_thirty_killed_ranks_change_no_bit(settings, most_kills, data, ranks, co
         codes = cold_ranks.end()
         assert {*codes} <= {0, 7, -signal.SIGKILL}, cold_ranks.printed()
     assert n_kills == most_kills
-    assert_same_state(out, state_of(tmp_path / "whole"))
+    assert not differences(out, state_of(tmp_path / "whole"))

@@ -337,7 +337,7 @@ def run_cases(world, data, push):
             for causal in (True, False):
                 results["bytes"][f"{name}, causal {causal}"] = [bytes_per_layer(name, causal, length, ranks_of[3])
                                                                 for length in (LENGTH, 4 * LENGTH)]
-    if 2 in ranks_of and push:
+    if 2 in ranks_of and not push:
         results["compiled"]["linear_attention"] = compiled_error(ranks_of[2])
     dist.barrier()
     for n_in_row in (2, 4) if push else ():

@@ -3,7 +3,9 @@
 import datetime
 import json
 import os
+import signal
 import subprocess
+from contextlib import suppress
 
 import torch
 from torch.distributed import TCPStore
@@ -56,6 +58,9 @@ class RanksHere:
 
     def close(self):
         for process in self.processes:
+            process.send_signal(signal.SIGUSR1)  # a warm command, see `warm_command.SIGNALS`, may have stopped
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
             process.kill()
             process.wait()
 

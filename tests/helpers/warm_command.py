@@ -14,6 +14,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR1: signal.SIGKILL,
+           signal.SIGUSR2: signal.SIGSTOP}
+"""What the process that runs the command gets for a signal to the one that asked for it; some cannot be handed on."""
+
 
 class WarmCommand:
     """The process that is forked; `command` stands for `python -m lineartime`."""
@@ -43,11 +47,12 @@ def ask(path, arguments):
         socket.send_fds(pipe, [json.dumps(request).encode() + b"\n"], [0, 1, 2])
         answers = pipe.makefile()
         pid = int(answers.readline())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: os.kill(pid, number))
+        for number, sent in SIGNALS.items():
+            signal.signal(number, lambda _, frame, sent=sent: os.kill(pid, sent))
         code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
