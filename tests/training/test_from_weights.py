@@ -31,7 +31,6 @@ from lineartime.run import read_metrics
 from lineartime.run_config import nearest_preset, run_config
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.warm_start import check_shapes
-from marks import rest
 from ranks_here import RanksHere
 from tiny_runs import SETTINGS, assert_same, prepare_text, steps_saved, what_is_left
 
@@ -212,16 +211,11 @@ def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, call: Call, tex
 # More steps
 
 
-@pytest.mark.parametrize("changes", [{"schedule": "constant"}, {"schedule": "wsd", "decay_share": 0.5}])
-def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(root: Path, tmp_path: Path,
-                                                                  changes: dict[str, object]) -> None:
-    common = {"warmup_steps": 1, "save_every": 1, "eval_every": 2, **changes}
+def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(root: Path, tmp_path: Path) -> None:
+    common = {"warmup_steps": 1, "save_every": 1, "eval_every": 2, "schedule": "wsd", "decay_share": 0.5}
     begun(root, tmp_path / "whole", steps=8, **common)
-    if changes["schedule"] == "constant":
-        begun(root, tmp_path / "longer", steps=4, **common)
-    else:  # stopped where the decay of 4 steps begins
-        with pytest.raises(Stopped):
-            begun(root, tmp_path / "longer", steps=4, stop_at=2, **common)
+    with pytest.raises(Stopped):  # where the decay of 4 steps begins
+        begun(root, tmp_path / "longer", steps=4, stop_at=2, **common)
     del common["warmup_steps"]  # a run keeps its own
     (tmp_path / "longer/step-00000050.bak").mkdir()  # somebody's copy is no checkpoint
     assert not begun(root, tmp_path / "longer", steps=8, **common).already
@@ -229,7 +223,7 @@ def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(root: Path, 
     assert_same(tmp_path / "longer", what_is_left(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"schedule": "cosine"}, {"schedule": "wsd", "decay_share": 0.5}])
+@pytest.mark.parametrize("changes", [{}, {"schedule": "wsd", "decay_share": 0.5}])
 def test_a_learning_rate_that_has_fallen_cannot_be_given_more_steps(root: Path, tmp_path: Path,
                                                                     changes: dict[str, object]) -> None:
     begun(root, tmp_path / "run", steps=4, warmup_steps=1, save_every=1, **changes)
@@ -340,11 +334,11 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     assert str(root) not in card
 
 
-@pytest.mark.parametrize("shard", [True, *rest(False)])
-def test_two_processes_end_in_the_bits_of_one(root: Path, tmp_path: Path, warm_command: list[str], shard: bool) -> None:
+@pytest.mark.rest
+def test_two_processes_end_in_the_bits_of_one(root: Path, tmp_path: Path, warm_command: list[str]) -> None:
     """From weights, on a mixture; each begins with its own part of the weights."""
     data = f"{root}/a/prepared:2,{root}/b/prepared:1"
-    changes = {"steps": 3, "eval_every": 2, "micro_batch_tokens": 32, "clip_scope": "global", "shard": shard}
+    changes = {"steps": 3, "eval_every": 2, "micro_batch_tokens": 32, "clip_scope": "global", "shard": True}
     begun(root, tmp_path / "one", data=data, **changes)
     ranks = RanksHere(warm_command, tmp_path)
     words = [f"{name}={value}" for name, value in {**TRAINING, **changes}.items()]

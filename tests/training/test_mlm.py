@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 import sys
 from dataclasses import replace
 
@@ -16,26 +14,22 @@ from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import open_split
-from lineartime.errors import NumericsError, UsageError
+from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.load import load_model
 from lineartime.masking import NO_TARGET, mask_tokens, masked_rows, masked_sample
 from lineartime.model import LanguageModel, masked_token_losses
 from lineartime.objectives import MaskedTokens
-from lineartime.plot import plot_side_by_side
 from lineartime.run import read_metrics
 from lineartime.run_config import run_config
 from lineartime.training import compute_gradient
-from marks import rest
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import (
     EVAL_EVERY,
     SETTINGS,
     STEPS,
-    assert_same,
     command,
     prepare_text,
-    what_is_left,
 )
 from train_process import Launches
 
@@ -175,27 +169,6 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     assert imread(out / "loss.png").shape[1] == 1200
 
 
-@pytest.mark.parametrize("moment", ["compute_gradient 8", *rest("final evaluate 1")])
-def test_killed_and_started_again_it_leaves_the_same_bytes(moment, whole, data, processes, tmp_path):
-    launches = Launches(processes, tmp_path, command(data, tmp_path / "run", task="c4"))
-    pid = launches.start(wait_at=moment)
-    launches.wait_for(moment)
-    os.kill(pid, signal.SIGKILL)
-    assert processes.wait(pid) == -signal.SIGKILL
-    assert not (tmp_path / "run" / "result.json").exists()
-    assert launches.run() == 0, launches.printed()
-    assert_same(tmp_path / "run", what_is_left(whole[0]))
-
-
-def test_bfloat16_and_recomputed_activations(data, tmp_path, call, whole):
-    code, out, err = call(*command(data, tmp_path / "run", task="c4", precision="bfloat16", steps=4,
-                                   activation_checkpointing="true"))
-    assert code == 0 and "held-out masked" in out, err
-    losses, expected = ([line["loss"] for line in read_metrics(folder) if "loss" in line][:4]
-                        for folder in (tmp_path / "run", whole[0]))
-    assert losses == pytest.approx(expected, rel=0.01) and losses != expected
-
-
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as its compiler is imported
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it where it is shown, not raised
@@ -223,12 +196,11 @@ def test_evaluate_from_the_command_line_is_the_same_for_any_batch_rows(whole, da
     stored = json.loads((out / "result.json").read_text())["held_out"]
     code, printed, _ = call("evaluate", out, "--data", data)
     assert code == 0 and "validation masked" in printed and "position" in printed and "byte" not in printed
-    for batch_rows in (1, 5, 1000):
-        code, printed, _ = call("evaluate", out, "--data", data, "--json", "--batch-rows", batch_rows)
-        found = json.loads(printed)
-        assert code == 0 and found["masked"] is True
-        assert (found["n_tokens"], found["n_read"]) == (stored["n_tokens"], stored["n_read"])
-        assert found["perplexity"] == pytest.approx(stored["perplexity"], rel=1e-6)
+    code, printed, _ = call("evaluate", out, "--data", data, "--json", "--batch-rows", 5)
+    found = json.loads(printed)
+    assert code == 0 and found["masked"] is True
+    assert (found["n_tokens"], found["n_read"]) == (stored["n_tokens"], stored["n_read"])
+    assert found["perplexity"] == pytest.approx(stored["perplexity"], rel=1e-6)
 
 
 def test_the_model_is_given_the_same_masks_whatever_the_batch(stream):
@@ -285,14 +257,6 @@ def test_where_no_token_is_masked_the_loss_is_zero():
     assert (Evaluation(0, 0.0, 0, 0, [], n_read=5).loss, Evaluation(0, 0.0, 0, 0, [], n_read=5).perplexity) == (0, 1)
 
 
-def test_a_loss_that_is_not_finite_is_refused(stream):
-    model = tiny(stream)
-    with torch.no_grad():
-        model.head_bias[0] = math.nan
-    with pytest.raises(NumericsError):
-        evaluate(model, stream, context=40)
-
-
 # What a person sees
 
 
@@ -330,6 +294,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
         evaluate(tiny(open_split(plain, "validation")), open_split(plain, "validation"), context=32)
 
 
-def test_masked_runs_are_drawn_beside_each_other(whole, tmp_path):
-    picture = plot_side_by_side({"a": whole[0], "b": whole[0]}, tmp_path / "two.png")
-    assert imread(picture).shape[1] == 1305

@@ -10,7 +10,6 @@ from matplotlib.image import imread
 from lineartime.config import TrainConfig, model_config, to_dict
 from lineartime.errors import CheckpointError, DataError, ResourceError, UsageError
 from lineartime.plot import plot_context_use, plot_run, plot_side_by_side, read_curves, smoothed
-from marks import rest
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 
@@ -69,9 +68,7 @@ def test_plot_run_draws_training_and_held_out_loss(tmp_path):
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("options", [
-    {"n_steps": 1, "result": False}, {"n_steps": 30},
-    *rest({"n_steps": 1}, {"n_steps": 30, "held_out": False}, {"n_steps": 30, "held_out": False, "result": False})])
+@pytest.mark.parametrize("options", [{"n_steps": 1, "result": False}, {"n_steps": 30, "held_out": False}])
 def test_a_run_at_any_stage_can_be_drawn(tmp_path, options):
     run = make_run(tmp_path / "run", **options)
     assert coloured(plot_run(run), "#0072B2") > 0
