@@ -34,7 +34,7 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
 
             if out_of_memory(e):
                 return fail(e, 6, debug, "out of memory")
-        refused = getattr(e, "format_message", None)
+        refused = getattr(e, "format_message", None)  # what typer does not understand, such as an unknown option
         text = str(e).partition("\nException raised from")[0]  # the rest is the stack of PyTorch's C++
         what = refused() if refused else f"internal: {type(e).__name__}: {text}; run again with --debug and report it"
         return fail(e, 2 if refused else 1, debug, what)

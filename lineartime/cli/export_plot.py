@@ -23,8 +23,11 @@ def export(
     """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores.
     Of a folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
     results_are_files()
+    from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
+
     folder = named_folder(run)
-    if is_of_documents(folder):
+    result = folder / RESULT_FILE
+    if result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result):  # labels or vectors
         if data is not None or about is not None or prompt:
             raise UsageError("options that do not go together", "export",
                              "its report is the card: leave out --data, --about and --prompt")
@@ -47,14 +50,6 @@ def export(
     say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
         "transformers)")
     say(f"card     {out / 'README.md'}")
-
-
-def is_of_documents(folder: Path) -> bool:
-    """Whether a folder is one of `lineartime finetune` for documents, and whole."""
-    from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
-
-    result = folder / RESULT_FILE
-    return result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result)
 
 
 def plot(

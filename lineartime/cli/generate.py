@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,27 +24,36 @@ OTHERS = {"SpanModel": "this one answers: see `lineartime answer`",
           "DocumentEncoder": "this one gives vectors: see `lineartime embed`"}
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    max_new_tokens: Annotated[int, "Most tokens to add."] = 200
+    temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8
+    top_k: Annotated[int | None, "Draw from the k likeliest tokens only."] = None
+    top_p: Annotated[float | None, "Draw only from the likeliest tokens that together reach probability p."] = None
+    seed: Annotated[int, "The same seed gives the same text."] = 0
+    capture: Annotated[bool, "Run each token as one CUDA graph, which is faster on a GPU."] = False
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, "seed must not be negative", f"{self.seed}")
+
+
 def generate(
     arguments: Annotated[tuple[str, ...], "The model: a run, one of its checkpoints, an exported folder, or the "
                          "shipped model `small`. Then prompts: `-` reads one from stdin; without any, a new document "
                          "begins.", "MODEL [PROMPT]"] = (),
+    *,
     shipped: ShippedModel = None,
     prompt_file: Annotated[tuple[Path, ...], "File with a prompt; may be given again."] = (),
-    max_new_tokens: Annotated[int, "Most tokens to add."] = 200,
-    temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8,
-    top_k: Annotated[int | None, "Draw from the k likeliest tokens only."] = None,
-    top_p: Annotated[float | None, "Draw only from the likeliest tokens that together reach probability p."] = None,
-    seed: Annotated[int, "The same seed gives the same text."] = 0,
+    sampling: Sampling,
     stop: Annotated[tuple[str, ...], "End the text where this would come; may be given again."] = (),
     precision: Precision = "float32",
-    capture: Annotated[bool, "Run each token as one CUDA graph, which is faster on a GPU."] = False,
     strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Continue prompts.
     One prompt is printed as it grows; several are continued together and printed one after another."""
-    if seed < 0:
-        raise UsageError("seed must not be negative", f"{seed}")
     require_precision(precision)
     require(shipped is not None or bool(arguments), "generate needs a model", "none is named",
             "name a run, or the shipped model small")
@@ -55,7 +65,7 @@ def generate(
     from lineartime.load import load_model
     from lineartime.runtime import pick_device
 
-    check_sampling(max_new_tokens, temperature, top_k, top_p)
+    check_sampling(sampling.max_new_tokens, sampling.temperature, sampling.top_k, sampling.top_p)
     model, tokenizer, _ = load_model(run, strict=strict)
     if not model.config.causal or type(model).__name__ in OTHERS:
         raise UsageError("only a causal model continues text", run,
@@ -69,9 +79,8 @@ def generate(
             if n_read >= longest:
                 terminal.close()
 
-        generate(model.to(pick_device(device), getattr(torch, precision)), ids, max_new_tokens=max_new_tokens,
-                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stream.is_over, capture=capture,
-                 on_prompt=show if longest >= LONG_PROMPT else None)
+        generate(model.to(pick_device(device), getattr(torch, precision)), ids, stop=stream.is_over,
+                 on_prompt=show if longest >= LONG_PROMPT else None, **asdict(sampling))
     stream.finish()
 
 

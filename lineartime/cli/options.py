@@ -40,6 +40,7 @@ Option = tuple[str, Any, Any]
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb as typer takes it: every parameter becomes an option, and a dataclass an option for each of its fields.
     The dataclass checks the values."""
+    # "Taken" is what the verb's function takes, "given" what typer found on the command line: one flat table.
     taken = [(each.name, each.annotation, each.default)
              for each in inspect.signature(verb, eval_str=True).parameters.values()]
 

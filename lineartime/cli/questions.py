@@ -1,7 +1,7 @@
 """`lineartime finetune` and `lineartime answer`, and `evaluate --questions`."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,6 @@ from lineartime.settings import require
 
 if TYPE_CHECKING:
     from lineartime.cli.evaluate import EvaluateOptions
-    from lineartime.qa.spans import AnswerPrediction
 
 FOR_QUESTIONS = ("--questions", "--evidence", "--negatives", "--stride", "--max-answer-tokens")
 FOR_LABELS = ("--labels", "--label-field", "--balance")
@@ -92,65 +91,66 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
         say(f"next     lineartime {plan.task} {out} FILES")
 
 
-def answer(
-    run: Annotated[str, "A folder of `lineartime finetune`, or one of its runs or checkpoints.", "RUN"],
-    question: Annotated[str, "The question."] = "",
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What `lineartime answer` takes. Raises UsageError for what is wrong or missing."""
+
+    run: Annotated[str, "A folder of `lineartime finetune`, or one of its runs or checkpoints.", "RUN"]
+    question: Annotated[str, "The question."] = ""
     document: Annotated[tuple[str, ...], "Text file in which the answer is searched, `-` for stdin; may be given again."
-                        ] = (),
-    context: Annotated[int | None, "Tokens in a window; by default as in training."] = None,
-    stride: Stride = None,
-    max_answer_tokens: MaxAnswerTokens = 30,
-    batch_rows: Annotated[int, "Windows read at once; changes only speed and memory."] = 4,
-    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
-    strict: Strict = False,
-    device: Device = None,
-) -> None:
+                        ] = ()
+    context: Annotated[int | None, "Tokens in a window; by default as in training."] = None
+    stride: Stride = None
+    max_answer_tokens: MaxAnswerTokens = 30
+    batch_rows: Annotated[int, "Windows read at once; changes only speed and memory."] = 4
+    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
+    strict: Strict = False
+    device: Device = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.question.strip() and self.document), "options are missing", "answer",
+                'it takes --question "..." and --document FILE')
+        require(self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}", "it takes whole numbers from 1")
+        require(self.document.count("-") <= 1, "stdin is read once", "-", "name it once")
+
+
+def answer(options: AnswerOptions) -> None:
     """Answer one question from documents of any length."""
-    require(bool(question.strip() and document), "options are missing", "answer",
-            'it takes --question "..." and --document FILE')
-    require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
-    require(document.count("-") <= 1, "stdin is read once", "-", "name it once")
-    folder = named_folder(run)
+    folder = named_folder(options.run)
     from lineartime.data.read_text import check_text
     from lineartime.qa.questions import Document, Question, read_utf8
 
-    check_text(question, "the question", "--question")
-    documents = tuple(Document("stdin", read_prompts("-")[0]) if name == "-" else
-                      Document(name, read_utf8(Path(name))) for name in document)
+    check_text(options.question, "the question", "--question")
+    documents = tuple(Document("stdin", read_prompts("-")[0]) if name == "-" else Document(name, read_utf8(Path(name)))
+                      for name in options.document)
     if not any(each.text().strip() for each in documents):
-        raise DataError("nothing but white space", ", ".join(document))
+        raise DataError("nothing but white space", ", ".join(options.document))
     from lineartime.load import load_span_model
     from lineartime.qa.spans import WindowConfig, predict
     from lineartime.runtime import pick_device
 
-    model, tokenizer, facts = load_span_model(folder, strict=strict)
-    windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
-    model.check_length(windows.context)
+    model, tokenizer, facts = load_span_model(folder, strict=options.strict)
+    context = model.config.context if options.context is None else options.context
+    windows = WindowConfig(context, options.stride, options.max_answer_tokens)
+    model.check_length(context)
     with Terminal() as terminal:
-        (found,) = predict(model.to(pick_device(device)), tokenizer, [Question("", question, documents, (), ())],
-                           windows, batch_rows=batch_rows, progress=terminal.counting("windows read"))
-    if found.span is None:
-        raise DataError("the tokenizer finds nothing in the document", ", ".join(document))
-    say_answer(found, facts if as_json else None)
-
-
-def say_answer(found: "AnswerPrediction", facts: dict[str, Any] | None) -> None:
-    """Say an answer and where it stands, or with `facts` print it as one JSON object beside them."""
-    span = found.span
-    assert span is not None
-    document = found.question.documents[span.document]
-    text = document.text()
-    before, after = (" ".join(part.split()) for part in (text[max(span.start - 120, 0) : span.start],
-                                                         text[span.stop : span.stop + 120]))
-    if facts is not None:
-        print(json.dumps({**facts, "answer": span.text, "score": span.score, "document": document.name,
-                          "start": span.start, "stop": span.stop, "before": before, "after": after,
-                          "windows": found.n_windows}))
+        asked = [Question("", options.question, documents, (), ())]
+        (found,) = predict(model.to(pick_device(options.device)), tokenizer, asked, windows,
+                           batch_rows=options.batch_rows, progress=terminal.counting("windows read"))
+    if (span := found.span) is None:
+        raise DataError("the tokenizer finds nothing in the document", ", ".join(options.document))
+    # The answer, with the text around it.
+    where, text = documents[span.document].name, documents[span.document].text()
+    before, answer, after = (" ".join(part.split()) for part in (
+        text[max(span.start - 120, 0) : span.start], span.text, text[span.stop : span.stop + 120]))
+    if options.as_json:
+        say(json.dumps({**facts, "answer": span.text, "score": span.score, "document": where, "start": span.start,
+                        "stop": span.stop, "before": before, "after": after, "windows": found.n_windows}))
         return
-    say(f"answer   {' '.join(span.text.split())}")
+    say(f"answer   {answer}")
     say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
-    say(f"where    characters {span.start:,} to {span.stop:,} of {document.name} ({found.n_windows:,} windows read)")
-    say(f"         ... {before} [{' '.join(span.text.split())}] {after} ...")
+    say(f"where    characters {span.start:,} to {span.stop:,} of {where} ({found.n_windows:,} windows read)")
+    say(f"         ... {before} [{answer}] {after} ...")
 
 
 def evaluate_questions(run: Path | None, options: "EvaluateOptions") -> None:

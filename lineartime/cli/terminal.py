@@ -46,6 +46,7 @@ class Screen(io.TextIOWrapper):
 def screens() -> Iterator[None]:
     """Inside the block, sys.stdout and sys.stderr are `Screen`s. Closed streams are opened on /dev/null first, so that
     no file of ours takes their numbers."""
+    # The lowest free number is taken, so this ends when 0, 1 and 2 are all open.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -103,22 +104,19 @@ def interrupted_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class Lines(logging.Handler):
-    """Print the library's log, a line per record: information on stdout, warnings on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Print the library's log inside the block, a line per record: information on stdout, warnings on stderr."""
+    def show(record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING:
             say(record.getMessage())
         else:  # a kernel that does not run is a note
             kind = "note" if record.name.startswith("lineartime.ops") else "warning"
             note(f"{kind}: {record.getMessage()}")
 
-
-@contextmanager
-def shown_log() -> Iterator[None]:
-    """Print the library's log inside the block."""
-    logger, lines = logging.getLogger("lineartime"), Lines()
+    logger, lines = logging.getLogger("lineartime"), logging.Handler()
     level = logger.level
+    lines.emit = show  # type: ignore[method-assign]
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     try:
@@ -169,6 +167,7 @@ class Terminal:
             self.close()
             self.bar, self.what = self.new_bar(what, total), what
         self.bar.update(self.bar.task_ids[0], completed=done, description=words)
+        # Off a terminal, in a log file, a line now and then.
         if self.console.is_terminal or time.time() - self.last_line < 10:
             return
         self.last_line = time.time()

@@ -6,8 +6,7 @@ Nothing is sent: each writes files below the run's folder. What they cannot writ
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +29,35 @@ def require_tracker(name: str) -> None:
             f"pip install {name}, or leave out --log: metrics.jsonl has all of it")
 
 
-@contextmanager
-def tracked(name: str, config: RunConfig) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A callback for `train`'s `on_step` that also writes each line by a library of `TRACKERS`. It is opened at the
-    first line, so that a run that is complete leaves no trace. When it fails, that is said, and it is left alone."""
-    library: Library | None = None
-    failed = False
+class Tracker:
+    """An `on_step` of training that writes each line by one of `TRACKERS`. It is opened at the first line, so that
+    a run that is complete leaves no trace. When it fails, that is said once and nothing more is written."""
 
-    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
-        nonlocal failed
+    def __init__(self, name: str, config: RunConfig):
+        self.name, self.config = name, config
+        self.library: Library | None = None
+        self.failed = False
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        if not self.failed:
+            self.attempt(self.write, record)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.library = self.library or open_library(self.name, self.config, record)
+        self.library[0](numbers_of(record), record)
+
+    def close(self) -> None:
+        if self.library is not None:
+            self.attempt(self.library[1])
+
+    def attempt(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Call a library that is not ours, whose errors do not stop the training."""
         try:
-            return None if failed else act(*arguments)
-        except Exception as e:  # of a library that is not ours
-            logger.warning(f"{name} does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
-            failed = True
-
-    def on_step(record: dict[str, Any]) -> None:
-        nonlocal library
-        library = library or attempt(open_library, name, config, record)
-        if library is not None:
-            attempt(library[0], numbers_of(record), record)
-
-    yield on_step
-    if library is not None:
-        attempt(library[1])
+            act(*arguments)
+        except Exception as e:
+            if not self.failed:
+                logger.warning(f"{self.name} does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
+            self.failed = True
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:

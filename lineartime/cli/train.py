@@ -4,7 +4,8 @@ import itertools
 import statistics
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from lineartime.cli.terminal import (
     say_stopping,
     summary,
 )
-from lineartime.cli.tracking import TRACKERS, require_tracker, tracked
+from lineartime.cli.tracking import TRACKERS, Tracker, require_tracker
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.run_config import SIZES, RunConfig
@@ -36,21 +37,39 @@ RECENT = 32
 """Micro-batches by whose times the time left is told."""
 
 
-def train(
+@dataclass(frozen=True)
+class RunOptions:
+    """The settings of a run that have an option of their own, by their names in a file, but for `weights`: "from"."""
+
     model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file of settings.", "MODEL|FILE", PRESETS
-                     ] = None,
-    *,
+                     ] = None
     data: Annotated[str | None, "Folder made by `lineartime prepare`, or several with their shares: "
-                    "books:0.7,wiki:0.3."] = None,
+                    "books:0.7,wiki:0.3."] = None
     weights: Annotated[str | None, "Begin with the weights of a run, a checkpoint, an exported folder, or `small`.",
-                       "--from RUN"] = None,
-    out: Annotated[str | None, "Folder for the run; an unfinished run there is continued."] = None,
+                       "--from RUN"] = None
+    out: Annotated[str | None, "Folder for the run; an unfinished run there is continued."] = None
     size: Annotated[str | None, f"How large the model and its training are: {', '.join(SIZES)}. By default what fits "
-                    "the machine; paper for a file that sets layers, width, batch and steps.", SIZES] = None,
-    task: Annotated[str | None, "Take the model as the paper has it for c4, wiki40b or pg19.", TASKS] = None,
-    context: Annotated[int | None, "Tokens in a row."] = None,
-    tokens_per_step: Annotated[int | None, "Tokens in a batch."] = None,
-    steps: Annotated[int | None, "Number of steps."] = None,
+                    "the machine; paper for a file that sets layers, width, batch and steps.", SIZES] = None
+    task: Annotated[str | None, "Take the model as the paper has it for c4, wiki40b or pg19.", TASKS] = None
+    context: Annotated[int | None, "Tokens in a row."] = None
+    tokens_per_step: Annotated[int | None, "Tokens in a batch."] = None
+    steps: Annotated[int | None, "Number of steps."] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The table of settings: those of the file, then those that are given, which stand."""
+        given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
+        if not (self.model or "-").endswith(".toml"):
+            return given
+        file = read_toml(Path(given.pop("model")))
+        whole = {"steps", "tokens_per_step"} | (set() if "from" in file else {"n_layers", "d_model"})
+        if whole <= file.keys():  # nothing is to be chosen: what the file does not name is the paper's
+            file.setdefault("size", "paper")
+        return file | given
+
+
+def train(
+    options: RunOptions,
+    *,
     log: Annotated[str | None, f"Also write the metrics for one of these libraries: {', '.join(TRACKERS)}. Nothing is "
                    "sent.", TRACKERS] = None,
     settings: Setting,
@@ -61,15 +80,8 @@ def train(
     results_are_files()
     if log is not None:
         require_tracker(log)
-    is_file = model is not None and model.endswith(".toml")
-    given: dict[str, Any] = read_toml(Path(model or "")) if is_file else {}
-    whole = {"steps", "tokens_per_step"} | (set() if "from" in given else {"n_layers", "d_model"})
-    if whole <= given.keys():  # nothing is to be chosen: what the file does not name is the paper's
-        given.setdefault("size", "paper")
-    typed = {"model": None if is_file else model or None, "from": weights, "data": data, "out": out, "size": size,
-             "task": task, "context": context, "tokens_per_step": tokens_per_step, "steps": steps}
-    given |= {name: value for name, value in typed.items() if value is not None} | settings
-    with interrupted_at_once():
+    given = options.settings() | settings
+    with interrupted_at_once():  # the imports take seconds
         from lineartime.data.run_settings import sized_config
 
         config, size_words = sized_config(given, device)
@@ -78,7 +90,7 @@ def train(
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, size_words, device)
-    tracker = tracked(log, config) if log is not None and launched().is_first else nullcontext()
+    tracker = closing(Tracker(log, config)) if log is not None and launched().is_first else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
         pace = Pace(config, tokens_of(manifests, "validation"), terminal)
 
@@ -105,6 +117,7 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
 
     if (Path(config.out) / RESULT_FILE).exists():
         return
+    # What the model is, and what it will read.
     model, train = config.model, config.train
     n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
     held_out = tokens_of(manifests, "validation")
@@ -119,6 +132,7 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {n_tokens / n_train:,.2f} epochs"
         + (": above ten, the model learns the text by heart; lower --steps" if n_tokens > 10 * n_train else ""))
+    # What memory it takes, if the run is long enough that counting it does not matter: 6 FLOPs a parameter and token.
     if 6 * model.least_parameters * n_tokens < COUNTED_FROM:
         return
     from lineartime.plan import plan
@@ -166,6 +180,7 @@ class Pace:
     def left(self, step: int, number: int = 0) -> str | None:
         """How long the run will still take, in words, now that `number` micro-batches of the next step are done; None
         before the first one's end."""
+        # The median, of the last ones alone: while a machine is busy, single micro-batches take very long.
         lengths = [b - a for a, b in itertools.pairwise([*self.began, time.perf_counter()])]
         return duration(self.seconds_left(step, number, statistics.median(lengths))) if lengths else None
 

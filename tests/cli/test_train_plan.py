@@ -18,6 +18,7 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import plan
 from lineartime.cli import train
+from lineartime.cli.describe import MODELS
 from lineartime.cli.terminal import Terminal, duration
 from lineartime.cli.train import Pace
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
@@ -25,9 +26,9 @@ from lineartime.data import run_settings
 from lineartime.data.run_settings import fitting_size, sized_config, stored_sizes
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
-from lineartime.info import describe
 from lineartime.run_config import SIZES, run_config
 from lineartime.training import StopSignal
+from marks import rest
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 ROOT = Path(__file__).parents[2]
@@ -39,37 +40,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("plan"))
 
 
-@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("model", PRESETS)
-def test_without_a_size_a_model_is_the_papers(model: str, task: str) -> None:
-    for size in ({}, {"size": "paper"}):
-        config = run_config({"model": model, "task": task, **size, **PLACE})
-        assert config.model == model_config(model, task)
-        assert config.train == (TrainConfig(clip=None) if model == "transformer" else TrainConfig())
-
-
-@pytest.mark.parametrize("model", PRESETS)
-def test_the_sizes_of_every_model_rise_and_are_alike(model: str) -> None:
-    counts = [describe(run_config({"model": model, "size": size, **PLACE}).model).n_parameters for size in SIZES]
-    assert counts == pytest.approx([7.6e6, 13.8e6, 58e6, 112e6], rel=0.12)
+def test_without_a_size_a_model_is_the_papers_and_a_size_has_the_recipe_that_was_best(model: str) -> None:
+    """The recipes are those of benchmarks/tables/results.md, "The recipes of the sizes"."""
     for task in TASKS:
-        config = run_config({"model": model, "task": task, "size": "tiny", **PLACE})
-        assert config.model.d_model == 192 and config.model.init_std == 0.04
-
-
-@pytest.mark.parametrize("model", PRESETS)
-def test_a_size_has_the_recipe_that_was_best_for_the_model(model: str) -> None:
-    """The table of benchmarks/tables/results.md, "The recipes of the sizes"."""
-    config = run_config({"model": model, "size": "tiny", "steps": 120, **PLACE})
-    train = config.train
-    gau = model in ("flash", "flash+", "flash-quad")
+        for size in ({}, {"size": "paper"}):
+            config = run_config({"model": model, "task": task, **size, **PLACE})
+            assert config.model == model_config(model, task)
+            assert config.train == (TrainConfig(clip=None) if model == "transformer" else TrainConfig())
+        tiny = run_config({"model": model, "task": task, "size": "tiny", **PLACE}).model
+        assert tiny.d_model == 192 and tiny.init_std == 0.04
+    train = run_config({"model": model, "size": "tiny", "steps": 120, **PLACE}).train
     found = (train.learning_rate, train.warmup_steps, train.clip, train.clip_scope, train.adam_beta2)
-    if gau:
-        assert found == (8e-3, 6, 0.1, "local", 0.999)
-    else:
-        fast = model in ("mc-tfm++", "performer", "performer-matmul")
-        assert found == (8e-3 if fast else 4e-3, 24, 1.0, "global", 0.95)
-    assert config.model.init_std == 0.04
+    fast = model in ("mc-tfm++", "performer", "performer-matmul")
+    assert found == ((8e-3, 6, 0.1, "local", 0.999) if model in ("flash", "flash+", "flash-quad") else
+                     (8e-3 if fast else 4e-3, 24, 1.0, "global", 0.95))
+    assert MODELS[model][1] == pytest.approx([7.6, 13.8, 58, 112], rel=0.12)  # millions of parameters, of every size
 
 
 def test_what_is_set_stands_and_the_rest_fits_it() -> None:
@@ -110,10 +96,10 @@ def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tm
         assert words.startswith(f"small, but for {but}, for" if but else "small, for")
 
 
-@pytest.mark.parametrize(("width", "n_heads"), [(64, 1), (100, 1), (256, 4), (300, 3), (320, 5)])
-def test_heads_fit_the_width(width: int, n_heads: int) -> None:
-    model = run_config({"model": "transformer++", "size": "tiny", "d_model": width, **PLACE}).model
-    assert (model.d_model, model.n_heads) == (width, n_heads)
+def test_heads_fit_the_width() -> None:
+    for width, n_heads in ((64, 1), (100, 1), (256, 4), (300, 3), (320, 5)):
+        model = run_config({"model": "transformer++", "size": "tiny", "d_model": width, **PLACE}).model
+        assert (model.d_model, model.n_heads) == (width, n_heads)
 
 
 @pytest.mark.parametrize(("left_out", "size"), [([], "paper"), (["steps"], "tiny"), (["n_layers"], "tiny")])
@@ -240,7 +226,7 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     assert "size " not in call(*command(data, tmp_path / "run"))[1]
 
 
-@pytest.mark.parametrize("model", ["flash", "combiner", "transformer"])
+@pytest.mark.parametrize("model", ["flash", *rest("combiner", "transformer")])
 def test_the_memory_of_a_run_is_counted(model: str, data: Path, capsys: pytest.CaptureFixture[str],
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "rss_bytes", lambda: 2**29)  # other tests have left this process larger than a run's
