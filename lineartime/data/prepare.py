@@ -36,7 +36,7 @@ from lineartime.data.tokenizer import (
     with_tokens,
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_file
-from lineartime.data.units import FINISHED, UNITS, Encoded, MadeTokenizer, encode_unit, joined_ids, units_of
+from lineartime.data.units import FINISHED, UNITS, Encoded, encode_unit, joined_ids, units_of
 from lineartime.data.workers import Run, worker_pool
 from lineartime.errors import DataError, ResourceError, UsageError
 from lineartime.settings import require
@@ -261,8 +261,8 @@ def _encode(folder: Path, files: list[CheckedFile], asked: PrepareSettings, read
     for name in (UNITS, FINISHED):
         (folder / name).mkdir(exist_ok=True)
     (folder / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
-    made = MadeTokenizer(str(folder / TOKENIZER_FILE), tokenizer.sha256, tokenizer.name, manifest.dtype)
-    tasks = [(number, unit.slices, reading, made, str(folder)) for number, unit in enumerate(units)]
+    tasks = [(number, unit.slices, reading, str(folder), tokenizer.sha256, tokenizer.name)
+             for number, unit in enumerate(units)]
     shown = show("tokenising", zip(units, run(encode_unit, tasks), strict=True),
                  sum(unit.characters for unit in units), lambda item: item[0].characters)
     return [(unit.split, Encoded(**fields)) for unit, fields in shown]
@@ -274,7 +274,7 @@ def _describe(manifest: Manifest, tokenizer: Tokenizer, files: list[CheckedFile]
                           "end_of_document": tokenizer.end_of_document}
     if tokenizer.mask is not None:
         manifest.tokenizer |= {"mask": tokenizer.mask, "separator": tokenizer.separator, "special": tokenizer.special}
-    manifest.dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    manifest.dtype = tokenizer.dtype
     manifest.blank_documents = sum(file.blank for file in files)
     asked, n_empty = manifest.settings.get("vocab_size", 0), sum(file.documents + file.blank == 0 for file in files)
     if tokenizer.vocab_size < asked:

@@ -259,15 +259,7 @@ def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES,
         if n_bytes > limit:
             raise _too_large(name)
         if not line.isspace():
-            yield Row(where, _record_of_line(line, where), Place(file.tell(), number) if can_seek else None)
-
-
-def _record_of_line(line: bytes, where: str) -> Any:
-    try:
-        text = line.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
-    except UnicodeDecodeError as e:
-        raise DataError("not valid UTF-8", f"{where}, byte {e.start} of the line", AS_UTF8) from None
-    return parse_json(text, where, object_pairs_hook=_object)
+            yield Row(where, _json_value(line, where), Place(file.tell(), number) if can_seek else None)
 
 
 def _is_array(file: Any) -> bool:
@@ -280,12 +272,23 @@ def _array_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
     content = file.read(MAX_ARRAY_BYTES + 1)
     if len(content) > min(MAX_ARRAY_BYTES, most_bytes(path)):
         raise DataError("the array is too large", path, "write each item on a line of its own, as .jsonl")
-    try:
-        items = parse_json(content.decode("utf-8-sig"), path, object_pairs_hook=_object)
-    except UnicodeDecodeError as e:
-        raise DataError("not valid UTF-8", f"{path}, byte {e.start}", AS_UTF8) from None
-    for number, item in enumerate(items, 1):
+    for number, item in enumerate(_json_value(content, str(path)), 1):
         yield Row(f"{path}, item {number}", item)
+
+
+def _json_value(content: bytes, where: str) -> Any:
+    """What a file or line of JSON says. A name that occurs twice in an object is refused."""
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            raise ValueError("a name occurs twice in an object")
+        return record
+
+    try:
+        return parse_json(content.decode("utf-8-sig"), where, object_pairs_hook=as_dict)
+    except UnicodeDecodeError as e:
+        raise DataError("not valid UTF-8", f"{where}, byte {e.start}", AS_UTF8) from None
 
 
 def _csv_rows(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Row]:
@@ -392,13 +395,6 @@ def parse_json(text: str, where: object, **hooks: Any) -> Any:
         raise DataError("not valid JSON", f"{where}{line}, column {e.colno}", e.msg) from None
     except ValueError as e:
         raise DataError("not valid JSON", where, str(e)) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("a name occurs twice in an object")
-    return record
 
 
 def checked(text: Any, what: str, where: str) -> str:

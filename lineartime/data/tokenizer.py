@@ -7,7 +7,6 @@ import hashlib
 import json as json_module
 import os
 import re
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -102,6 +101,11 @@ class Tokenizer:
         except BaseException as e:
             raise DataError(what, self.name, " ".join(str(e).split())) from None
 
+    @property
+    def dtype(self) -> str:
+        """The smallest type that holds every id."""
+        return "<u2" if self.vocab_size <= 1 << 16 else "<u4"
+
     def json_with_beginning(self) -> str | None:
         """The tokenizer.json by which other programs begin each text with the end-of-document token, as training does;
         `Tokenizer` does not heed it. None for a tokenizer that adds something of its own."""
@@ -115,24 +119,20 @@ class Tokenizer:
             # Only the batch methods release the interpreter's lock, so that threads encode in parallel.
             return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def packer(self, dtype: str) -> Callable[[str], bytes]:
-        """A function that returns the ids of a text as bytes: `<u2` or `<u4`, those of `encode`.
+    def packer(self) -> Callable[[str], bytes]:
+        """A function that returns the ids of a text, those of `encode`, as bytes of `dtype`.
 
         It remembers the ids of words, with which a byte-level tokenizer takes a third of the time. It raises DataError
         as `encode` does."""
-        code = {"<u2": "H", "<u4": "I"}[dtype]
-
-        def packed_ids(ids: list[int]) -> bytes:
-            return struct.pack(f"<{len(ids)}{code}", *ids)
-
+        tokenizer, dtype = self, self.dtype
         if not _cuts_as_gpt2(self.json):
-            return lambda text: packed_ids(self.encode(text))
-        tokenizer = self
+            return lambda text: np.array(self.encode(text), dtype).tobytes()
 
         class Cache(dict[str, bytes]):
             def __missing__(self, word: str) -> bytes:
                 with tokenizer._refused("the tokenizer cannot encode this text"):
-                    packed = packed_ids(tokenizer._inner.encode(word, add_special_tokens=False).ids)  # no other thread
+                    ids = tokenizer._inner.encode(word, add_special_tokens=False).ids  # no other thread
+                packed = np.array(ids, dtype).tobytes()
                 if len(word) <= LONGEST_CACHED:
                     if len(self) >= CACHED_WORDS:
                         self.clear()
@@ -253,7 +253,7 @@ def with_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
     would not give back; and for a file that cannot be read or names none."""
     try:
-        lines = read_bytes(path).decode().splitlines()
+        lines = read_bytes(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError("cannot read the tokens", path, getattr(e, "strerror", None) or "it is not UTF-8") from None
     inner, seen = tokenizers.Tokenizer.from_str(tokenizer.json), {*tokenizer._inner.get_vocab()}

@@ -98,29 +98,26 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder.
 
     Raises UsageError for a missing folder, DataError for a missing, damaged or newer manifest."""
-    folder = Path(folder)
-    path = folder / DATA_MANIFEST
-    require(folder.is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
+    path = Path(folder) / DATA_MANIFEST
+    require(Path(folder).is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
     try:
         fields = json.loads(read_bytes(path))
         digest, version = fields.pop("manifest_sha256"), fields["version"]
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise DataError("prepared by a newer lineartime", path,
+                            f"it has format {version}, this reads {FORMAT_VERSION}")
+        if digest != _digest(fields):
+            raise ValueError
+        del fields["version"]
+        manifest = Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
+        _check_manifest(manifest)
+        return manifest
     except FileNotFoundError:
         raise DataError("no manifest: not a prepared folder", path, "make one with `lineartime prepare`") from None
     except OSError as e:
         raise DataError("cannot read", path, e.strerror) from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise DataError("damaged manifest", path, "prepare the data again") from None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise DataError("prepared by a newer lineartime", path, f"it has format {version}, this reads {FORMAT_VERSION}")
-    if digest != _digest(fields):
-        raise DataError("damaged manifest", path, "prepare the data again")
-    try:
-        del fields["version"]
-        manifest = Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
-        _check_manifest(manifest)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise DataError("damaged manifest", path, "prepare the data again") from None
-    return manifest
 
 
 def _check_manifest(manifest: Manifest) -> None:
@@ -252,17 +249,17 @@ def verify_files(folder: Path, manifest: Manifest, names: list[str]) -> None:
 
     What was verified is remembered in `VERIFIED_FILE`, if the folder can be written and the files are large. Processes
     that open the same data at once wait for the first one. Raises DataError for a file that differs."""
-    large = sum(manifest.files[name]["bytes"] for name in names) >= REMEMBERED_BYTES
-    if not large or not os.access(folder, os.W_OK):
-        known = _verified(folder) if large else {}
+    if sum(manifest.files[name]["bytes"] for name in names) < REMEMBERED_BYTES:
         for name in names:
-            verify_file(folder, manifest, name, by_hash=known.get(name) != _mark(folder, manifest, name))
+            verify_file(folder, manifest, name)
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        known = _verified(folder)
+        known: dict[str, Any] = {}
+        with contextlib.suppress(CheckpointError):  # missing or damaged: everything is hashed again
+            known = read_json(folder / VERIFIED_FILE)
         new = {}
         for name in names:
             mark = _mark(folder, manifest, name)
@@ -284,13 +281,6 @@ def _mark(folder: Path, manifest: Manifest, name: str) -> list[Any] | None:
     except OSError:
         return None
     return [manifest.files[name]["sha256"], found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _verified(folder: Path) -> dict[str, Any]:
-    try:
-        return read_json(folder / VERIFIED_FILE)
-    except CheckpointError:  # missing or damaged: everything is hashed again
-        return {}
 
 
 def verify_data(data_dir: Path) -> Manifest:
@@ -316,9 +306,8 @@ def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStrea
     names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
     if verify:
         verify_files(folder, manifest, names)
-    else:
-        for name in names:
-            verify_file(folder, manifest, name, by_hash=False)
+    for name in [] if verify else names:
+        verify_file(folder, manifest, name, by_hash=False)
     return TokenStream(folder, split, manifest)
 
 

