@@ -160,33 +160,34 @@ class Terminal:
             self.bar.stop()
         self.bar, self.what, self.words, self.held_out = None, "", "", ""
 
-    def count(self, what: str, done: int, total: int | None, words: str = "", left: str | None = None) -> None:
-        """Show how much of some work is done, of `total` if that is known; it replaces what was shown of other work.
-        left: the time left, by default by the speed of the last minutes."""
+    def count(self, what: str, done: float, total: int | None, words: str = "") -> None:
+        """Show how much of some work is done, of `total` if that is known; it replaces what was shown of other work."""
         if self.bar is None or self.what != what:
             self.close()
-            self.bar, self.what = self.new_bar(what, total), what
-        self.bar.update(self.bar.task_ids[0], completed=done, description=words)
-        # Off a terminal, in a log file, a line now and then.
-        if self.console.is_terminal or time.time() - self.last_line < 10:
-            return
-        self.last_line = time.time()
-        if left is None and (seconds := self.bar.tasks[0].time_remaining):
-            left = duration(seconds)
-        note("  ".join([f"{what} {done:,}" + ("" if total is None else f"/{total:,}"), *([words] if words else []),
-                        *([] if left is None else [f"{left} left"])]))
+            self.bar, self.what = self.new_bar(what, done, total), what
+        shown = f"{what} {int(done):,}" + ("" if total is None else f"/{total:,}")
+        self.bar.update(self.bar.task_ids[0], completed=done, description=words, shown=shown)
+        # Off a terminal, as in a log file: a line now and then.
+        if not self.console.is_terminal and time.time() - self.last_line >= 10:
+            self.last_line = time.time()
+            note("  ".join(filter(None, [shown, words, self.left() and f"{self.left()} left"])))
 
-    def new_bar(self, what: str, total: int | None) -> "Progress":
+    def left(self) -> str:
+        """The time left in words, by the speed of the last minutes; "" while that is not known."""
+        seconds = None if self.bar is None else self.bar.tasks[0].time_remaining
+        return "" if not seconds else duration(seconds)
+
+    def new_bar(self, what: str, done: float, total: int | None) -> "Progress":
         """A live bar, which is shown on a terminal alone."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        of = "{task.completed:,.0f}" if total is None else "{task.completed:,.0f}/{task.total:,.0f}"
         left = [] if total is None else [TextColumn("left"), TimeRemainingColumn()]
-        bar = Progress(TextColumn(f"{what} {of}", markup=False), BarColumn(),
+        bar = Progress(TextColumn("{task.fields[shown]}", markup=False), BarColumn(),
                        TextColumn("{task.description}", markup=False), TimeElapsedColumn(), *left, console=self.console,
                        transient=not self.stay and what != "step", disable=not self.console.is_terminal,
-                       get_time=time.time, speed_estimate_period=300)
-        bar.add_task("", total=total)
+                       get_time=time.time, speed_estimate_period=600)
+        task = bar.add_task("", total=total, shown=what)
+        bar.tasks[task].completed = done  # what was done before is not counted in the speed
         bar.start()
         return bar
 
@@ -194,8 +195,8 @@ class Terminal:
         """The `progress` callback for a function that passes a count alone."""
         return lambda done: self.count(what, done, total)
 
-    def step(self, record: dict[str, Any], left: str | None = None) -> None:
-        """Show a line of the metrics; the `on_step` callback of training. left: see `count`."""
+    def step(self, record: dict[str, Any]) -> None:
+        """Show a line of the metrics; the `on_step` callback of training."""
         step, steps = record["step"], record["steps"]
         if "held_out" in record:
             self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
@@ -203,7 +204,7 @@ class Terminal:
         if step == steps or not self.words:  # the first step and the last one are told at once
             self.last_line = 0.0
         self.words = f"loss {record['loss']:.3f}{self.held_out}  {record['clock']['tokens_per_s']:,.0f} tokens/s"
-        self.count("step", step, steps, self.words, left)
+        self.count("step", step, steps, self.words)
 
 
 def counted_documents(n: int) -> str:

@@ -1,9 +1,7 @@
 """`lineartime train`: a model, from nothing or from weights; its plan, its time, and what it gave."""
 
 import itertools
-import statistics
-import time
-from collections import deque
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,6 @@ from lineartime.atomic_io import read_toml
 from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import (
     Terminal,
-    duration,
     interrupted_at_once,
     results_are_files,
     say,
@@ -33,8 +30,6 @@ COUNTED_FROM = 1e12
 """FLOPs of a run, at least, from which its memory is counted, which takes seconds."""
 TIMED = 3
 """Micro-batches of the run that are timed before its time is told."""
-RECENT = 32
-"""Micro-batches by whose times the time left is told."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +87,13 @@ def train(
     say_plan(config, manifests, size_words, device)
     tracker = closing(Tracker(log, config)) if log is not None and launched().is_first else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
-        pace = Pace(config, tokens_of(manifests, "validation"), terminal)
-
         def on_step(record: dict[str, Any]) -> None:
-            terminal.step(record, pace.left(record["step"]))
+            terminal.step(record)
             if track is not None:
                 track(record)
 
         done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
-                     on_micro_batch=pace, rank_timeout=rank_timeout)
+                     on_micro_batch=shown_pace(config, terminal), rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -148,49 +141,24 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
     say(f"memory   about {found.total / 2**30:.1f} GiB{each}{free}")
 
 
-def n_micro_batches(config: RunConfig) -> int:
-    """Micro-batches of a step that each process has."""
-    return max(config.rows_per_step // config.micro_batch_rows * config.train.context_parallel // launched().size, 1)
-
-
 def tokens_of(manifests: "list[Manifest]", split: str) -> int:
     """The tokens of a split of all texts."""
     return sum(manifest.splits[split].tokens for manifest in manifests if split in manifest.splits)
 
 
-class Pace:
-    """Shows how far a step is and how long the run will still take, and tells its time after its first micro-batches;
-    the `on_micro_batch` of training."""
+def shown_pace(config: RunConfig, terminal: Terminal) -> Callable[[int, int], None]:
+    """An `on_micro_batch` of training: shows how far a step is, and prints how long the run will take once a few
+    micro-batches are timed."""
+    train, n_begun = config.train, itertools.count()
+    per_step = max(config.rows_per_step // config.micro_batch_rows * train.context_parallel // launched().size, 1)
 
-    def __init__(self, config: RunConfig, n_held_out: int, terminal: Terminal):
-        self.config, self.n_held_out, self.terminal = config, n_held_out, terminal
-        self.n_begun, self.first = 0, 0
-        self.began: deque[float] = deque(maxlen=RECENT)
+    def show(step: int, number: int) -> None:
+        where = f"micro-batch {number + 1}/{per_step}" if per_step > 1 else ""
+        terminal.count("step", step + number / per_step, train.steps, "  ".join(filter(None, [where, terminal.words])))
+        if next(n_begun) == TIMED:
+            say(f"time     {terminal.left()} for {train.steps - step:,} steps")
 
-    def __call__(self, step: int, number: int) -> None:
-        self.first = self.first if self.n_begun else step
-        left, steps, of = self.left(step, number), self.config.train.steps, n_micro_batches(self.config)
-        if self.n_begun == TIMED:
-            say(f"time     {left}" + (f" for the {steps - step:,} steps that are left" if self.first else ""))
-        self.n_begun += 1
-        self.began.append(time.perf_counter())
-        where = [f"micro-batch {number + 1}/{of}"] if of > 1 else []
-        self.terminal.count("step", step, steps, "  ".join([*where, *filter(None, [self.terminal.words])]), left)
-
-    def left(self, step: int, number: int = 0) -> str | None:
-        """How long the run will still take, in words, now that `number` micro-batches of the next step are done; None
-        before the first one's end."""
-        # The median, of the last ones alone: while a machine is busy, single micro-batches take very long.
-        lengths = [b - a for a, b in itertools.pairwise([*self.began, time.perf_counter()])]
-        return duration(self.seconds_left(step, number, statistics.median(lengths))) if lengths else None
-
-    def seconds_left(self, step: int, number: int, micro_batch_s: float) -> float:
-        """Of the steps and of the held-out scores, of which a token takes a third of one in training."""
-        train = self.config.train
-        n_scores = train.steps // train.eval_every - step // train.eval_every
-        scored = n_scores * min(train.eval_tokens, self.n_held_out) + min(train.last_eval_tokens, self.n_held_out)
-        of_scores = scored / train.micro_batch_tokens / 3 / launched().size
-        return micro_batch_s * (n_micro_batches(self.config) * (train.steps - step) - number + of_scores)
+    return show
 
 
 def say_trained(done: "TrainResult") -> None:
@@ -214,11 +182,11 @@ def say_trained(done: "TrainResult") -> None:
             f"{'better' if scores['bits_per_byte'] < xz else 'worse'}")
     if not done.sample:
         say("sample   none is written of a sharded model: see `lineartime generate`")
-    elif not config.model.causal:
-        say(f"sample   {out / 'sample.txt'}, with masks, with what the model puts there, and as it is:\n"
-            + "".join(f"         {line[:200]}\n" for line in done.sample.splitlines()[:3]).rstrip())
-    else:
+    elif config.model.causal:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
+    else:  # three lines: with masks, with what the model puts there, and as the text is
+        say("\n         ".join([f"sample   {out / 'sample.txt'}, with masks, with what the model puts there, and as it "
+                                "is:", *(line[:200] for line in done.sample.splitlines()[:3])]))
     say(f"\nrun      {out}")
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
     say(f"plot     {out / 'loss.png'}")
