@@ -464,7 +464,6 @@ def lock(run_dir: Path) -> Iterator[None]:
     try:
         _make_dirs(path.parent)
         descriptor = locked(path)
-        _held.add(descriptor)
         os.ftruncate(descriptor, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
@@ -479,22 +478,8 @@ def lock(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptor in _held:
-            _held.remove(descriptor)
-            os.close(descriptor)
+        os.close(descriptor)
 
-
-_held: set[int] = set()
-"""Descriptors of this process's locks."""
-
-
-def _release_all() -> None:
-    """Release the locks that a forked child shares with its parent, which it may outlive."""
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_release_all)
 
 # A save changes the disk by these names and `hashed_file`, so that a test can end the process at each change.
 _mkdir, _rename, _symlink, _unlink, _fsync_dir = os.mkdir, os.rename, os.symlink, os.unlink, fsync

@@ -70,6 +70,7 @@ class Run:
     def describe(self, facts: dict[str, Any]) -> str:
         """Write the description, or compare it with the one that is there; returns the run's id. Raises as `Run`."""
         out, config = self.out, self.config
+        # What a run is: its settings, and the facts that its numbers depend on.
         description = {"preset": config.preset, "task": config.task, "data": config.data,
                        "model": to_dict(config.model), "train": to_dict(config.train), **facts}
         path = out / RUN_FILE
@@ -118,6 +119,7 @@ class Run:
         CheckpointError, and DataError for damaged metrics.
 
         parts: what the rank updates; it reads no other moments, whatever number of ranks has written them."""
+        # The weights that this rank holds: all of them, or of a sharded model its parts.
         newest = checkpoint.newest(self.out, self.ranks)
         held = parts if self.config.train.shard else parts_of(model)
         wanted: Wanted = {part.name: (part.whole.shape, part.start, part.stop) for part in held}
@@ -136,7 +138,7 @@ class Run:
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
-        # AdamW's state is given to it as its first step would make it.
+        # The moments are given to AdamW as its first step would make them.
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
         with torch.no_grad():
@@ -155,6 +157,7 @@ class Run:
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
         by file name. Every rank calls it, and writes the moments of its parts."""
+        # The moments of what this rank updates; 0 before the first step, as AdamW would begin.
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
         tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.own][kind])
@@ -162,7 +165,8 @@ class Run:
                                for part in own for kind in MOMENTS}}
         if self.is_sharded:
             tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}
-        if ranks.size > 1:  # a file for each rank, and an index of what they hold
+        # Of several ranks each writes a file, and an index says which elements each file has.
+        if ranks.size > 1:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
             for stem in tuple(tensors):
                 tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)

@@ -60,6 +60,7 @@ def as_arguments(ranks: Ranks) -> tuple[int, int, str]:
 @torch.library.custom_op("lineartime::fold_states", mutates_args=())
 def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int, group: str) -> Tensor:
     """`exchange_states`, or its transpose: gradients of the states that enter to gradients of those that leave."""
+    # Every rank gets what all have sent, and adds in the same order, so that all agree to the last bit.
     d, (b, f) = len(states_DBF), states_DBF.shape[1:]
     # One message has the states and whether a document passes through.
     sent = torch.cat([states_DBF.flatten(), passes_B.to(states_DBF.dtype)])
@@ -80,6 +81,7 @@ def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: in
 def exchange_edges(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int, group: str) -> Tensor:
     """The first n_before positions from the rank before, the others from the rank after, or where there is none 0:
     `[B, K, S]`. transposed: the first from the rank after, the others from the rank before."""
+    # All edges go to all ranks: they are a few positions, and the backward pass needs the same collective.
     received_WBKS = gather(edges_BKS, Ranks(rank, size, group or None))
     step = 1 if transposed else -1
     parts = [(rank + step, slice(0, n_before)), (rank - step, slice(n_before, None))]

@@ -99,6 +99,7 @@ def merge(sums: Sums) -> None:
 def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[ParameterPart]:
     """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
     all of it."""
+    # A part shares the memory of its parameter, so that the optimizer's update is the model's.
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
         return [ParameterPart(name, p, 0, p.numel(), p) for name, p in named]
@@ -152,6 +153,7 @@ def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
     """Replace the gradient of this rank's part of some rows by that of the rows. ranks: those that share them."""
     if ranks.size == 1:
         return
+    # Each rank adds its own parts in the order of the row, and gives them to the others.
     shares = cut(tuple(g.shape for g in gradient), ranks.size)[ranks.rank]
     for g, (start, stop), own in zip(gradient, shares, exchange(gradient, ranks), strict=True):
         g.view(-1)[start:stop] = own

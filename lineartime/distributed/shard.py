@@ -36,6 +36,7 @@ class OrderedReduceScatter:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object,
                  async_op: bool = False) -> None:
         """input_tensor: `[W N]`, the gradients by the rank they go to; output_tensor: `[N]`. op is a sum."""
+        # Not PyTorch's reduce-scatter, which adds in an order that depends on the number of ranks.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor * self.share, group=group)
         (total,) = tree_sum([piece] for piece in received.chunk(group.size()))

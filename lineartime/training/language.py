@@ -78,6 +78,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
             train = settings.train
             logger.warning(f"size {size}; it takes {train.steps:,} steps of {train.tokens_per_step:,} tokens")
     stop = stop or StopSignal()
+    # What decides the numbers is stored with the run: the hashes of the text, the tokenizer, and the first weights.
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)
     facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"]}
@@ -92,6 +93,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
         return finish(run, model, data, stop, ranks, progress)
 
+    # The run itself. Of one that was complete before, nothing is trained or scored, but what it left must be readable.
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
     if launched().is_first:
@@ -124,6 +126,7 @@ def weights_to_begin(config: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str,
 def new_model(config: RunConfig) -> LanguageModel:
     """The run's model, initialised from its seed, or on the meta device if it is to be sharded. Raises ResourceError if
     its training cannot fit into memory."""
+    # Refused before memory is asked for: a system without enough of it may kill the process without a word.
     per_parameter = 4 if torch.cuda.is_available() else 16  # the weight; on a CPU also its gradient and two moments
     needed, available = per_parameter * config.model.least_parameters, available_bytes()
     if config.train.shard:
@@ -141,6 +144,7 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
     """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, unless the model is sharded, write a
     sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process in training; if
     the run was resumed, earlier processes do not count."""
+    # Before the scores, which need other memory than training.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(data, "validation")
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
@@ -155,10 +159,12 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     if not ranks.is_first:
         return result
+    # Short text is compared with what `xz` makes of it.
     stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
     small = open_split(stream.folder, "train").n_bytes + stream.n_bytes <= XZ_LIMIT_BYTES
     if config.model.causal and not by_source and small and is_whole:
         result["xz_bits_per_byte"] = xz_bits_per_byte(stream.folder)
+    # A sample: masked text that the model fills, or text that it writes.
     model.eval()
     if run.is_sharded:  # all weights would be gathered again for every token
         return result

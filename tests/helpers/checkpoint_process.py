@@ -152,12 +152,9 @@ def do_save_limited(run_dir, step, limit):
     save(run_dir, step)
 
 
-def do_hold(run_dir, ready, until, orphan=False):
-    """Hold the lock from the file `ready` until the file `until`; the orphan is a forked worker that outlives this."""
+def do_hold(run_dir, ready, until):
+    """Hold the lock from the file `ready` until the file `until`."""
     with checkpoint.lock(Path(run_dir)):
-        if orphan and os.fork() == 0:
-            wait_for(until)
-            os._exit(0)
         Path(ready).touch()
         wait_for(until)
 
