@@ -53,19 +53,6 @@ def test_blocks_of_ranks_are_subtrees(n, n_ranks):
     assert all(torch.equal(a, b) for a, b in zip(whole, tree_sum(iter(blocks)), strict=True))
 
 
-def test_few_sums_are_kept():
-    alive = []
-
-    def counted():
-        for i, term in enumerate(terms(64)):
-            alive.append(i)
-            yield term
-
-    heights = [bin(i).count("1") for i in range(65)]
-    assert max(heights) <= 6  # the pending sums after i terms are the ones of i in binary
-    assert len(tree_sum(counted())) == 2 and len(alive) == 64
-
-
 @pytest.mark.parametrize(("shard", "fitting"), [(False, [1, 3, 6, 12]), (True, [1, 2, 4, 12])])
 def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(shard, fitting):
     for n_ranks in range(1, 25):

@@ -1,7 +1,6 @@
 """Several processes train one model: they end in the bits of one, stop together, and one of them speaks."""
 
 import json
-import random
 import signal
 import socket
 import sys
@@ -23,7 +22,7 @@ from lineartime.release.export import export
 from made_questions import write_questions
 from marks import rest
 from ranks_here import RanksHere, differences, state_of
-from tiny_runs import command, prepare_text, steps_done, steps_saved
+from tiny_runs import command, prepare_text, steps_done
 
 SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_every": 5, "eval_every": 4}
 """Eight micro-batches a step."""
@@ -277,25 +276,3 @@ def test_a_full_disk_of_one_rank_is_said_by_that_rank(data, cold_ranks, tmp_path
     assert not list((tmp_path / "run").glob("*step-*"))
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(("settings", "most_kills"), [
-    pytest.param({}, 30, id="whole"), pytest.param(GLOBAL | {"shard": True}, 10, id="sharded"),
-    pytest.param({"precision": "bfloat16"}, 10, id="bfloat16"),
-    pytest.param({"context_parallel": 2}, 10, id="shared rows")])
-def test_thirty_killed_ranks_change_no_bit(settings, most_kills, data, ranks, cold_ranks, tmp_path):
-    settings = SIZES | settings | {"steps": 60, "save_every": 1, "eval_every": 2}
-    numbers = [n for n in (1, 2, 4) if n % settings.get("context_parallel", 1) == 0]
-    assert ranks.run(numbers[0], command(data, tmp_path / "whole", **settings)) == [0] * numbers[0]
-    chance, out, n_kills, codes = random.Random(0), tmp_path / "run", 0, [None]
-    while set(codes) != {0}:
-        n_ranks = chance.choice(numbers)
-        cold_ranks.start(n_ranks, [*command(data, out, **settings), "--rank-timeout", 15])
-        if n_kills < most_kills and steps_saved(out) < 57:
-            wait_for_step(cold_ranks, out, steps_saved(out) + chance.randrange(3), timeout=120)
-            time.sleep(chance.uniform(0, 0.3))
-            cold_ranks.processes[chance.randrange(n_ranks)].kill()
-            n_kills += 1
-        codes = cold_ranks.end()
-        assert {*codes} <= {0, 7, -signal.SIGKILL}, cold_ranks.printed()
-    assert n_kills == most_kills
-    assert not differences(out, state_of(tmp_path / "whole"))

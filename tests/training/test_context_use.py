@@ -8,22 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lineartime.config import ModelConfig, model_config
 from lineartime.context_use import (
-    TOKENS_AT_ONCE,
     ContextUse,
     describe,
     measure_context_use,
-    row_batches,
-    rows_of_document,
 )
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
 from lineartime.errors import DataError, NumericsError, UsageError
-from lineartime.model import LanguageModel, token_losses
+from lineartime.model import LanguageModel
 from marks import rest
 
 LENGTHS = [150, 40, 9, 70, 41]
@@ -91,48 +86,6 @@ def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives
         for loss, (total, count) in zip((short, long), shown[:, :, first - 1 : last], strict=True):
             assert loss == pytest.approx(total.sum() / count.sum(), rel=1e-10)
     assert use.loss_by_position[0][0] == 1 and use.loss_by_position[-1][1] == n_most
-
-
-@settings(max_examples=200)
-@given(n_tokens=st.integers(1, 300), context=st.integers(2, 64), first=st.integers(0, 299))
-def test_rows_score_each_target_once_after_half_a_context(n_tokens: int, context: int, first: int) -> None:
-    first = first if context <= first < n_tokens else 0
-    scored = []
-    for start, begin, stop in rows_of_document(n_tokens, context, first):
-        assert 0 <= start <= begin < stop <= n_tokens and stop - start <= context
-        assert start == begin == first == 0 or begin - start == context - context // 2
-        scored += range(begin, stop)
-    assert scored == list(range(first, n_tokens))
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 3 * TOKENS_AT_ONCE // 2), max_size=12))
-def test_batches_are_rows_in_order_of_one_length(lengths: list[int]) -> None:
-    rows = [(i, i, i + length // 10_000 * 10_000 + 1) for i, length in enumerate(lengths)]
-    found = list(row_batches(rows))
-    assert [row for batch in found for row in batch] == rows
-    for batch in found:
-        (length,) = {stop - start for start, _, stop in batch}
-        assert len(batch) == 1 or len(batch) * length <= TOKENS_AT_ONCE
-
-
-def test_a_model_without_a_linear_part_gains_nothing_and_one_with_it_does(stream: TokenStream) -> None:
-    """Contexts whose halves are whole chunks: a local model sees exactly the same at each."""
-    without = tiny(stream, chunk_parts="local")
-    with torch.no_grad():
-        without.abs_pos.scalar.zero_()  # where a row begins would show in the position of a token
-    assert measure_context_use(without, stream, [16, 32, 64]).gains == pytest.approx([0, 0, 0], abs=1e-12)
-    assert all(abs(gain) > 1e-4 for gain in measure_context_use(tiny(stream), stream, [16, 32, 64]).gains[1:])
-
-
-def test_documents_are_kept_apart(stream: TokenStream) -> None:
-    """A document's numbers are the same whatever lies beside it, and the model's state is as it was."""
-    model = tiny(stream).train()
-    use = measure_context_use(model, stream, [16, 64], document_tokens=64)
-    assert model.training and use.document_D == [0, 1, 3, 4]
-    alone = {i: token_losses(model, document(stream, i)[None, :65])[0].tolist() for i in (1, 3)}
-    assert use.nll_DL[1][1] == pytest.approx(sum(alone[1][32:]), rel=1e-10)
-    assert use.nll_DL[2][1] == pytest.approx(sum(alone[3][32:]), rel=1e-10)
 
 
 def test_losses_gains_and_their_errors() -> None:

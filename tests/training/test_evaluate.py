@@ -112,14 +112,6 @@ def test_batch_rows_change_nothing(stream: TokenStream) -> None:
         assert np.array(many.loss_by_position) == pytest.approx(np.array(one.loss_by_position))
 
 
-def test_measures_follow_from_the_sum(stream: TokenStream) -> None:
-    result = evaluate(tiny_flash(stream, 32), stream, context=32)
-    assert result.loss == result.nll / result.n_tokens
-    assert result.perplexity == pytest.approx(math.exp(result.loss))
-    assert result.word_perplexity == pytest.approx(math.exp(result.nll / result.n_words))
-    assert result.bits_per_byte == pytest.approx(result.nll / math.log(2) / result.n_bytes)
-
-
 def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
     """Against a loop over rows that knows nothing of batches."""
     model, nll = tiny_flash(stream, 32), 0.0

@@ -38,7 +38,6 @@ from lineartime.training import (
     make_optimizer,
     new_model,
 )
-from marks import rest
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
 from train_process import Launches
@@ -207,11 +206,9 @@ def test_recomputed_activations_give_the_same_gradient(name):
     assert len(calls) == 3 * len(model.layers)
 
 
-@pytest.mark.parametrize("model", ["flash", *rest("transformer++")])
-def test_bfloat16_trains_float32_weights(model, data, tmp_path):
-    sizes = {"model": model, "n_heads": 2, "chunk_size": None, "query_key_dim": 128} if model != "flash" else {}
-    trained = run_fit(data, tmp_path / "bfloat16", precision="bfloat16", **sizes)
-    run_fit(data, tmp_path / "float32", **sizes)
+def test_bfloat16_trains_float32_weights(data, tmp_path):
+    trained = run_fit(data, tmp_path / "bfloat16", precision="bfloat16")
+    run_fit(data, tmp_path / "float32")
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
     low, full = ([line["loss"] for line in train_lines(tmp_path / name)] for name in ("bfloat16", "float32"))
     assert low != full and low == pytest.approx(full, rel=0.02)
@@ -530,21 +527,9 @@ def test_what_is_not_finite_stops_before_the_optimizer_moves(value, place, micro
     assert str(error.value) == (f"the {what} is not finite: step 3; the checkpoint of step 2 is good; "
                                 "try a lower learning_rate (now 0.01)")
     assert all(torch.equal(a, b) for a, b in zip(held["before"], state(), strict=True))
-    assert_finite(out)
-    assert steps_saved(out) == steps_done(out) == 2
-
-
-def assert_finite(out):
-    for folder in out.glob("step-*"):
-        for stem in ("model", "optimizer"):
-            checkpoint.read_whole(folder, stem)  # it raises where a number is not finite
-
-    def no_constant(name):
-        raise AssertionError(name)
-
-    if (out / "metrics.jsonl").exists():
-        for line in (out / "metrics.jsonl").read_text().splitlines():
-            json.loads(line, parse_constant=no_constant)
+    for stem in ("model", "optimizer"):
+        checkpoint.read_whole(out / "step-00000002", stem)  # it raises where a number is not finite
+    assert steps_saved(out) == read_metrics(out)[-1]["step"] == 2
 
 
 def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, monkeypatch, capsys):
@@ -749,12 +734,6 @@ def test_a_checkpoint_of_another_run_is_refused(data, tmp_path):
     shutil.copytree(tmp_path / "b" / "step-00000002", tmp_path / "a" / "step-00000002")
     with pytest.raises(CheckpointError, match="a checkpoint of another run"):
         run_fit(data, tmp_path / "a", steps=2, warmup_steps=1)
-
-
-def test_a_folder_that_cannot_be_made_is_exit_6(data, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    assert lineartime(monkeypatch, command(data, tmp_path / "file" / "run")) == 6
-    assert "run.lock: Not a directory" in capsys.readouterr().err
 
 
 # Losses that stay what they are
