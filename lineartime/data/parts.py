@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -10,18 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lineartime.atomic_io import MAX_LINES_BYTES, read_bytes
+from lineartime.data.tokens import read_signed, signed
 from lineartime.data.units import Encoded
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import UsageError
 from lineartime.settings import require
 
-PART_VERSION = 1
 PART_FILE = "part.json"
 
 
 @dataclass
 class TextPart:
-    """The content of part.json, which ends with the SHA-256 of its other fields."""
+    """The content of part.json."""
 
     number: int
     of: int
@@ -29,8 +27,6 @@ class TextPart:
     """The manifest's settings, the same in all parts."""
     files: list[list[str]]
     """Split and name of every file of text, of all parts."""
-    first: int = 0
-    """The number of this part's first file."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """The manifest's entries for this part's files."""
     checked: list[list[int]] = field(default_factory=list)
@@ -40,12 +36,7 @@ class TextPart:
     """The split of each unit, and its hashes."""
 
     def to_json(self) -> str:
-        fields = {"version": PART_VERSION} | dataclasses.asdict(self)
-        return json.dumps(fields | {"sha256": _digest(fields)}) + "\n"
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+        return json.dumps(signed(dataclasses.asdict(self), "part")) + "\n"
 
 
 def share(sizes: Sequence[int], number: int, of: int) -> range:
@@ -64,26 +55,13 @@ def share(sizes: Sequence[int], number: int, of: int) -> range:
 
 def read_part(folder: Path) -> TextPart:
     """The description of a part. Raises DataError for a folder that is no part, or a damaged or newer one."""
-    path = Path(folder) / PART_FILE
-    try:
-        fields = json.loads(read_bytes(path, MAX_LINES_BYTES))
-        digest, version = fields.pop("sha256"), fields["version"]
-        damaged = digest != _digest(fields)
-    except OSError as e:
-        raise DataError("not a part of prepared text", path, f"{e.strerror}; "
-                        "make parts with `lineartime prepare --part 1/2`") from None
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise DataError("damaged part", path, "prepare this part again") from None
-    if isinstance(version, int) and version > PART_VERSION:
-        raise DataError("a part of a newer lineartime", path, f"it has format {version}, this reads {PART_VERSION}")
-    try:
-        del fields["version"]
+    def part_of(fields: dict[str, Any]) -> TextPart:
         part = TextPart(**fields | {"units": [(split, Encoded(**unit)) for split, unit in fields["units"]]})
-        if damaged or not len(part.sources) == len(part.checked):
+        if len(part.sources) != len(part.checked):
             raise ValueError
         return part
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise DataError("damaged part", path, "prepare this part again") from None
+
+    return read_signed(Path(folder) / PART_FILE, "part", part_of)
 
 
 def ordered_parts(folders: Sequence[Path]) -> list[tuple[TextPart, Path]]:
@@ -110,13 +88,7 @@ def ordered_parts(folders: Sequence[Path]) -> list[tuple[TextPart, Path]]:
     missing = [f"{number}/{of}" for number in range(1, of + 1) if number not in parts]
     require(not missing, "parts are missing", ", ".join(missing[:8]), "name the folder of every part")
     in_order = [parts[number] for number in sorted(parts)]
-    at = 0
-    for part, folder in in_order:
-        named = [[source["split"], source["name"]] for source in part.sources]
-        if part.first != at or part.files[at:at + len(named)] != named:
-            raise UsageError("this part has other files than its share", folder,
-                             "prepare all parts from the same files")
-        at += len(named)
-    require(at == len(in_order[0][0].files), "the parts leave files out", str(in_order[-1][1]),
+    sources = [[source["split"], source["name"]] for part, _ in in_order for source in part.sources]
+    require(sources == in_order[0][0].files, "the parts have other files than their shares", str(in_order[0][1]),
             "prepare all parts from the same files")
     return in_order

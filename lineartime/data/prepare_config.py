@@ -18,8 +18,8 @@ UNIT_CHARACTERS = 1 << 23
 class PrepareSettings:
     """What text is prepared, and how. Raises UsageError for wrong values, and for settings that exclude each other."""
 
-    inputs: Annotated[tuple[Path, ...], "Text: .txt, .md, .txt.gz, .jsonl(.gz), .json.gz, .parquet, folders of them, "
-                      "or `-`, one document on stdin.", "INPUTS"]
+    inputs: Annotated[tuple[Path, ...], "Text: .txt, .md, .csv, .tsv, .jsonl, .json, packed or not, .parquet, folders "
+                      "of them, or `-`, one document on stdin.", "INPUTS"]
     out: Annotated[Path, "Folder for the prepared tokens."]
     sample: Annotated[bool, "Prepare the book that ships with the package."] = False
     tokenizer: Annotated[str | Path, "train, bytes, the path of a tokenizer.json, or what has one: a run, an export, "

@@ -88,22 +88,33 @@ def _sources_of(path: Path, preferred: str | None) -> list[Source]:
 
 def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
     """The files of a folder: its splits if it has a train split, else all that can be read; of one kind."""
-    readable = _readable_names(folder)
+    names = _readable_names(folder)
     # Subfolders called train, validation and test come first, then such files.
-    splits = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in readable}
-    if "train" not in splits.values():
-        splits = {name: "" if "/" in name else _split_of(name) for name in readable}
-    if "train" in splits.values():
-        chosen = _files_of_splits(folder, splits)
+    by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in names}
+    by_name = {name: "" if "/" in name else _split_of(name) for name in names}
+    splits = next((each for each in (by_folder, by_name) if "train" in each.values()), None)
+    if splits is None:
+        _refuse_deeper_splits(folder, names)
+        splits = dict.fromkeys(names, "")
     else:
-        _refuse_deeper_splits(folder, readable)
-        chosen = dict.fromkeys(readable, "")
-    chosen, unread = _of_one_kind(folder, chosen, preferred)
-    sources = [Source(split, name, folder / name, unread) for name, split in chosen.items()]
-    for source in sources:
-        if not source.path.is_file():
-            raise DataError("not a regular file", source.path)
-    return sources
+        endings = {ending_of(name) for name in names if splits[name]}
+        others = [name for name in names if not splits[name]]
+        for name in others:
+            if "/" not in name and ending_of(name) in endings:
+                raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
+        _say_skipped(folder, others, "they belong to no split")
+        names = [name for name in names if splits[name]]
+    endings = {".txt" if is_one_document(name) else ending_of(name) for name in names}
+    if preferred in endings:
+        names = [name for name in names if ending_of(name) == preferred]
+    elif len(endings) > 1:
+        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
+                         f"name the files of one kind, such as {folder}/*{min(endings)}")
+    for name in names:
+        if not (folder / name).is_file():
+            raise DataError("not a regular file", folder / name)
+    unread = tuple(sorted(endings - {preferred})) if preferred in endings else ()
+    return [Source(splits[name], name, folder / name, unread) for name in names]
 
 
 def _readable_names(folder: Path) -> list[str]:
@@ -118,19 +129,7 @@ def _readable_names(folder: Path) -> list[str]:
     chosen = [name for name in chosen if ending_of(name) in FIRST] or chosen
     if not all(map(is_one_document, chosen)):
         chosen = [name for name in chosen if ending_of(name) == ".txt" or not is_one_document(name)]
-    _say_skipped(folder, [name for name in readable if name not in {*chosen}],
-                 "they lie beside other text, or are about the folder")
-    return chosen
-
-
-def _files_of_splits(folder: Path, splits: dict[str, str]) -> dict[str, str]:
-    """The files that belong to a split. Raises UsageError for one beside them that looks as if it should."""
-    chosen = {name: split for name, split in splits.items() if split}
-    endings = {ending_of(name) for name in chosen}
-    for name in splits:
-        if name not in chosen and "/" not in name and ending_of(name) in endings:
-            raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
-    _say_skipped(folder, [name for name in splits if name not in chosen], "they belong to no split")
+    _say_skipped(folder, sorted({*readable} - {*chosen}), "they lie beside other text, or are about the folder")
     return chosen
 
 
@@ -140,18 +139,6 @@ def _refuse_deeper_splits(folder: Path, names: list[str]) -> None:
         *parents, last = name.split("/")
         if parents and (_split_of(last) == "train" or "train" in [parent.lower() for parent in parents]):
             raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
-
-
-def _of_one_kind(folder: Path, chosen: dict[str, str], preferred: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The files with the preferred ending, and the endings that are left out; or all, which must be of one kind."""
-    endings = {".txt" if is_one_document(name) else ending_of(name) for name in chosen}
-    if preferred in endings:
-        chosen = {name: split for name, split in chosen.items() if ending_of(name) == preferred}
-        return chosen, tuple(sorted(endings - {preferred}))
-    if len(endings) > 1:
-        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
-                         f"name the files of one kind, such as {folder}/*{min(endings)}")
-    return chosen, ()
 
 
 def _say_skipped(folder: Path, names: list[str], why: str) -> None:

@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from lineartime.atomic_io import is_as_written, read_bytes, read_json, write_json
+from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, read_bytes, read_json, write_json
 from lineartime.config import LARGEST
 from lineartime.data.corpora import published_words
 from lineartime.data.mixture import place_of, read_mixture
@@ -34,6 +34,7 @@ from lineartime.settings import require
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,15 +80,14 @@ class Manifest:
     @property
     def sha256(self) -> str:
         """The hash of all fields, which include the hash of every file."""
-        return _digest(self._fields())
+        return self._signed()["manifest_sha256"]
 
     def to_json(self) -> str:
-        return json.dumps(self._fields() | {"manifest_sha256": self.sha256}, indent=1) + "\n"
+        return json.dumps(self._signed(), indent=1) + "\n"
 
-    def _fields(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        del fields["already_prepared"]
-        return {"version": FORMAT_VERSION} | fields
+    def _signed(self) -> dict[str, Any]:
+        return signed({name: value for name, value in dataclasses.asdict(self).items() if name != "already_prepared"},
+                      "manifest")
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -98,26 +98,41 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder.
 
     Raises UsageError for a missing folder, DataError for a missing, damaged or newer manifest."""
-    path = Path(folder) / DATA_MANIFEST
     require(Path(folder).is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
+
+    def manifest_of(fields: dict[str, Any]) -> Manifest:
+        splits = {name: Split(**split) for name, split in fields["splits"].items()}
+        manifest = Manifest(**fields | {"splits": splits})
+        _check_manifest(manifest)
+        return manifest
+
+    return read_signed(Path(folder) / DATA_MANIFEST, "manifest", manifest_of)
+
+
+def signed(fields: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The content of a file of JSON that has its version and, at its end, the SHA-256 of all else."""
+    fields = {"version": FORMAT_VERSION} | fields
+    return fields | {f"{kind}_sha256": _digest(fields)}
+
+
+def read_signed(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
+    """What `make` makes of the fields of a file that `signed` describes. kind: "manifest" or "part". Raises DataError
+    for a missing, damaged or newer file."""
     try:
-        fields = json.loads(read_bytes(path))
-        digest, version = fields.pop("manifest_sha256"), fields["version"]
+        fields = json.loads(read_bytes(path, MAX_LINES_BYTES))
+        digest, version = fields.pop(f"{kind}_sha256"), fields["version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise DataError("prepared by a newer lineartime", path,
                             f"it has format {version}, this reads {FORMAT_VERSION}")
         if digest != _digest(fields):
             raise ValueError
         del fields["version"]
-        manifest = Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
-        _check_manifest(manifest)
-        return manifest
-    except FileNotFoundError:
-        raise DataError("no manifest: not a prepared folder", path, "make one with `lineartime prepare`") from None
+        return make(fields)
     except OSError as e:
-        raise DataError("cannot read", path, e.strerror) from None
+        raise DataError(f"no {kind} of prepared text", path, f"{e.strerror}; make one with `lineartime prepare`"
+                        f"{' --part' if kind == 'part' else ''}") from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise DataError("damaged manifest", path, "prepare the data again") from None
+        raise DataError(f"damaged {kind}", path, "prepare it again") from None
 
 
 def _check_manifest(manifest: Manifest) -> None:

@@ -45,18 +45,12 @@ def worker_pool(jobs: int) -> Iterator[Run]:
             yield from (as_json(function(*as_json(each))) for each in arguments)
             return
         workers.extend(_started() for _ in range(n_workers - len(workers)))
-        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in workers:
-            idle.put(worker)
+        idle, own = iter(workers), threading.local()  # each thread has a worker of its own
 
         def ask(each: tuple[Any, ...]) -> Any:
-            worker = idle.get()
-            try:
-                return _answer(worker, [function.__module__, function.__name__, each])
-            finally:
-                idle.put(worker)
+            return _answer(own.worker, [function.__module__, function.__name__, each])
 
-        with ThreadPoolExecutor(n_workers) as pool:
+        with ThreadPoolExecutor(n_workers, initializer=lambda: setattr(own, "worker", next(idle))) as pool:
             try:
                 yield from pool.map(ask, arguments)
             except BaseException:  # nobody waits for the other tasks

@@ -128,7 +128,7 @@ def test_a_missing_folder_or_split_is_refused(prepared):
     with pytest.raises(DataError, match=r"no test split: .*; it has train, validation"):
         open_split(prepared, "test")
     (prepared / "manifest.json").unlink()
-    with pytest.raises(DataError, match="no manifest"):
+    with pytest.raises(DataError, match="no manifest of prepared text"):
         open_split(prepared, "train")
 
 
