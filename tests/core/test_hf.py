@@ -514,6 +514,7 @@ def test_padding_is_a_token_of_its_own(hf64, folder):
     batch = tokenizer(["once upon a time", "no"], padding=True, return_tensors="pt")
     ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"]
     assert (ids_BT == tokenizer.pad_token_id).sum() == 14 and hf64.config.pad_token_id == tokenizer.pad_token_id
+    assert LineartimeConfig(**to_dict(hf64.config.model_config())).pad_token_id == tokenizer.pad_token_id
     collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
     ended = [{"input_ids": [EOD, 97, EOD]}, {"input_ids": [EOD, 98, 99, 100, EOD]}]
     labels_BT = collator(ended)["labels"]
