@@ -115,6 +115,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
     called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
     without the [MASK] that the model needs; NumericsError for a loss that is not finite."""
+    # Sums of losses and their counts at each position of a row; in float64, so that batches change only rounding.
     require_precision(precision)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     was_training = model.training
@@ -157,6 +158,7 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
 
     max_tokens: of all texts together, of each equally many. The other arguments, and what is raised, are those of
     `evaluate`."""
+    # Of several texts each is scored by itself, its share of the progress behind that of those before it.
     if isinstance(held_out, TokenStream):
         return evaluate(model, held_out, max_tokens=max_tokens, progress=progress, **options), {}
     each: dict[str, Evaluation] = {}
@@ -181,7 +183,7 @@ def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluati
         return sum(w * getattr(each, name) / max(each.n_tokens, 1)
                    for w, each in zip(weights, evaluations, strict=True)) * n_tokens / total
 
-    # A block of positions is there for every text that is long enough.
+    # A block of positions is there for every text that is long enough, so weights are those of the texts that have it.
     blocks: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for weight, each in zip(weights, evaluations, strict=True):
         for first, last, loss in each.loss_by_position:

@@ -138,6 +138,7 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
 def weight_files(folder: Path) -> list[str]:
     """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
     CheckpointError for a list of them that is none."""
+    # `save_pretrained` names the file of each tensor; only names of this folder are taken.
     if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
         return [WEIGHTS_FILE]
     places = read_json(folder / SHARDS_FILE).get("weight_map")

@@ -1,6 +1,6 @@
 """Training objectives: the batch of a step, the loss of a batch, and the held-out score."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +44,8 @@ class Objective(Protocol):
 class NextToken:
     """Language modelling: predict each token of a row from the tokens before it."""
 
+    scores: tuple[str, ...] = ("loss", "bits_per_byte")
+
     def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
         self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
@@ -62,14 +64,20 @@ class NextToken:
         return token_losses(model, rows_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        return _held_out(self.config, model, self.held_out, self.ranks, progress, ("loss", "bits_per_byte"))
+        """The held-out `scores`; of a mixture those of each text too, "by_source"."""
+        config = self.config
+        whole, by_source = evaluate_data(
+            model, self.held_out, context=config.model.context, max_tokens=config.train.eval_tokens,
+            precision=config.train.precision, batch_rows=config.micro_batch_rows, ranks=self.ranks, progress=progress)
+        found = {name: getattr(whole, name) for name in self.scores}
+        each = {text: {name: getattr(of_text, name) for name in self.scores} for text, of_text in by_source.items()}
+        return found | ({"by_source": each} if each else {})
 
 
-class MaskedTokens:
+class MaskedTokens(NextToken):
     """Masked language modelling, for models that are not causal: predict a row's masked tokens from all its tokens."""
 
-    def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
-        self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
+    scores = ("loss",)  # masked tokens are no text, so they have no bits per byte
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
@@ -85,17 +93,3 @@ class MaskedTokens:
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         inputs_BT, targets_BT = batch
         return masked_token_losses(model, inputs_BT, targets_BT, ranks)
-
-    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        return _held_out(self.config, model, self.held_out, self.ranks, progress, ("loss",))
-
-
-def _held_out(config: RunConfig, model: LanguageModel, held_out: Data, ranks: Ranks,
-              progress: Callable[[int], None] | None, names: Sequence[str]) -> dict[str, Any]:
-    """The scores `names`; of a mixture those of each text too, "by_source"."""
-    whole, by_source = evaluate_data(model, held_out, context=config.model.context, max_tokens=config.train.eval_tokens,
-                                     precision=config.train.precision, batch_rows=config.micro_batch_rows, ranks=ranks,
-                                     progress=progress)
-    scores = {name: getattr(whole, name) for name in names}
-    each = {folder: {name: getattr(found, name) for name in names} for folder, found in by_source.items()}
-    return scores | ({"by_source": each} if each else {})

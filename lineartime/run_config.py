@@ -112,6 +112,7 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         del own["query_key_dim"]
     if preset.chunk_size is None:
         del own["chunk_size"]
+    # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
     both = own | given
     numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
@@ -135,6 +136,7 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
     (with the nearest valid one), a wrong type or a wrong value."""
     check_names(settings)
     model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
+    # Where a field is given by more than one, the setting counts, then the weights' own model, then the size.
     if source is not None:
         preset, task = nearest_preset(source), "wiki40b"
         kept = {"attn_scale_len": source.scale_len} if source.has_bias and source.chunk_size is None else {}

@@ -95,6 +95,7 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 
     if ranks.row is None or ranks.column is None:
         return ranks
+    # Rows are consecutive ranks, columns every n-th: with 4 ranks, 2 in a row, rows 01 23 and columns 02 13.
     n, named = ranks.row.size, []
     rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
     columns = [list(range(first, ranks.size, n)) for first in range(n)]
@@ -127,6 +128,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     if dist.is_initialized():
         yield with_groups(in_rows(Ranks(dist.get_rank(), dist.get_world_size()), n_in_row), timeout)
         return
+    # A thread joins the group, while this one can still hear a signal or that another rank has failed.
     end, spoken = threading.Event(), threading.Event()
 
     def join() -> Ranks:
@@ -186,6 +188,7 @@ def open_store() -> "Store":
     `torchrun` has keys of its own. Returns when it answers. Raises ResourceError if rank 0 cannot hold it."""
     from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    # PyTorch's own wait is the longest there is: `within` bounds it, and tells what went wrong.
     ranks, env, patience = launched(), os.environ, datetime.timedelta(seconds=MOST_SECONDS)
     holds = ranks.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:

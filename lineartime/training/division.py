@@ -91,6 +91,7 @@ def alone(model: nn.Module) -> Division:
 
 def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torch.device) -> Division:
     """Place a model on the device, and this rank's share of it if it is to be sharded; returns what is this rank's."""
+    # Whole copies of the model, of whose parameters each rank updates a part; or of every parameter a part alone.
     if not config.shard:
         model.to(device)
         return Division(parts_of(model, ranks), ranks)

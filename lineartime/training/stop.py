@@ -30,6 +30,7 @@ class StopSignal:
     def agree(self, ranks: Ranks) -> bool:
         """Whether a stop was requested of any rank: one answer for all, so that they stop at the same place. A signal
         that comes while they ask counts the next time."""
+        # The largest number of a signal is the same on all ranks, and 0 if no rank was asked.
         number = int(gather(torch.tensor(self.number or 0), ranks).max())
         self.number = number or self.number
         return number > 0
