@@ -236,6 +236,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["wrong contexts"], [*evaluate, "--contexts", "64,32"]),
         (2, ["whole numbers"], [*evaluate, "--contexts", "a"]),
         (2, ["--batch-rows"], [*evaluate, "--contexts", "32,64", "--batch-rows", "2"]),
+        (2, ["max_answer_tokens = -1"], [*evaluate, "--max-answer-tokens", "-1"]),
         (2, ["--out goes with --contexts"], [*evaluate, "--out", tmp_path / "x.json"]),
         (3, ["no document has", "work"], [*evaluate, "--contexts", "32,1000000"]),
         (6, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
