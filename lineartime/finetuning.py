@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from lineartime.errors import UsageError
 from lineartime.finetune_config import FineTuning, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
-from lineartime.objectives import Objective
 from lineartime.qa.finetune import QuestionTask
 from lineartime.run import Run, different, read_fine_tuning, result_or_none
 from lineartime.run_config import RunConfig
@@ -33,50 +32,21 @@ from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.transfer import is_flash, load_step
 
 BEST = "best"
-TASKS: dict[str, Callable[..., "DownstreamTask"]] = {
+TASKS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
     "questions": QuestionTask, "classify": DocumentTask, "embed": DocumentTask}
+"""What a model can learn. A task has
+
+- `config` of the new model, `new_model(seed)` with the pretrained weights and a drawn head, and its `files()`;
+- `read()`, which reads the data and returns the numbers of rows to train on and of held-out tokens; after that `facts`,
+  what a run depends on beside the configurations, and `result_facts`, what the result depends on too;
+- `objective(run, ranks)`: what `fit` trains on and scores by, an `objectives.Objective`;
+- `patience`: a run ends after so many held-out scorings without a better score or loss, and its best step counts; None:
+  it goes on to its last step, which counts;
+- `score(run, model, ranks)`: all held-out scores of a trained model; `rank(scores)`: what the best run has the most of;
+  `words(scores)`;
+- `finish(best, rates, device, ranks)`, which writes into the folder and returns what the result has besides."""
 
 logger = logging.getLogger(__name__)
-
-
-class DownstreamTask(Protocol):
-    """What a model is to learn. It is made from the settings, what `load_model` gives for the pretrained model, and a
-    function `watch(what, total, ranks)` that gives callbacks of progress."""
-
-    config: ModelConfig
-    """That of the new model."""
-    patience: int | None
-    """A run ends after so many held-out scorings without a better score or loss, and its best step counts. None: it
-    goes on to its last step, which counts."""
-    facts: dict[str, Any]
-    """What a run depends on beside the configurations; after `read`."""
-    result_facts: dict[str, Any]
-    """What the result depends on too."""
-
-    def read(self) -> tuple[int, int]:
-        """Read the data; returns the number of rows to train on, and of held-out tokens."""
-
-    def new_model(self, seed: int) -> LanguageModel:
-        """The model before training: the pretrained weights, and a head that is drawn from the seed."""
-
-    def objective(self, run: RunConfig, ranks: Ranks) -> Objective:
-        """What `fit` trains on and scores by."""
-
-    def files(self) -> dict[str, str]:
-        """The texts beside the weights in a checkpoint, by file name."""
-
-    def score(self, run: RunConfig, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-        """The scores of a trained model on all held-out data. Writes what belongs into the run's folder."""
-
-    def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
-        """What the best run has the most of, given what the result has of a run."""
-
-    def words(self, scores: dict[str, Any]) -> str:
-        """The most important scores of `score`."""
-
-    def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
-        """Write what belongs into the folder of the fine-tuning; returns what the result has besides. rates: the scores
-        of all learning rates."""
 
 
 def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
@@ -141,7 +111,8 @@ def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int, n_held_out: int)
             for rate in plan.rates}
 
 
-def train_rate(task: DownstreamTask, config: RunConfig, device: torch.device, callbacks: Callbacks) -> dict[str, Any]:
+def train_rate(task: QuestionTask | DocumentTask, config: RunConfig, device: torch.device,
+               callbacks: Callbacks) -> dict[str, Any]:
     """Train at one learning rate, or resume; returns the scores of its last step or, with patience, of its best."""
     def begin(ranks: Ranks) -> Setup:
         return Setup(task.new_model(config.train.seed), task.objective(config, ranks), task.files(),

@@ -123,7 +123,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                   row_of: "Callable[[Example, Mean], dict[str, Any]]", schema: Callable[[], Any]) -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
     same verb, fields and reading. schema: gives the columns of a `.parquet`."""
-    from lineartime.documents.examples import read_examples, with_stdin
+    from lineartime.documents.examples import read_examples, read_stdin
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
     from lineartime.runtime import pick_device
@@ -137,8 +137,8 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
              f"what is read is in {part_of(out)}; stdin cannot be gone on with" if "-" in files else
              "what is read is kept; the same command goes on")
     # Stdin is read first: a signal that comes while it is waited for ends the process at once.
-    with (with_stdin(files, options.stdin) as inputs, StopSignal().listening(say_stopping) as stop,
-          Terminal() as terminal):
+    inputs = [read_stdin(options.stdin) if name == "-" else name for name in files]
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def show(n_read: int) -> None:
             counts.n_tokens = n_read
             terminal.count("bytes of text", counts.n_bytes, total,

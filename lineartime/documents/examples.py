@@ -4,15 +4,13 @@
 the folder that holds it, the first below the given one. `hub:NAME/SPLIT`, or `hub:NAME:CONFIGURATION/SPLIT`, is a data
 set of the hub."""
 
-import contextlib
 import io
 import math
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import (
@@ -32,15 +30,15 @@ from lineartime.data.read_text import (
     text_files_below,
     warn_once,
 )
-from lineartime.errors import DataError, ResourceError
+from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require, require_name
 
 Label = str | tuple[str, ...] | float
 StdinKind = Literal["text", "jsonl"]
 ON_HUB = "hub:"
-MAX_STDIN = 4 << 30
-"""Bytes."""
+MAX_STDIN = 256 << 20
+"""Bytes, which are held in memory."""
 
 
 class Example(NamedTuple):
@@ -58,34 +56,21 @@ class Example(NamedTuple):
 
 
 class Piped(NamedTuple):
-    """What came on stdin, in a temporary file: one text, or a document in each line of JSON."""
+    """What came on stdin: one text, or a document in each line of JSON."""
 
-    file: IO[bytes]
+    content: bytes
     kind: StdinKind
 
 
-@contextlib.contextmanager
-def with_stdin(names: Sequence[str], kind: StdinKind) -> Iterator[list[str | Piped]]:
-    """Inputs in which `-` is all of stdin, which is waited for and kept in a temporary file. Raises UsageError for an
-    unknown kind, DataError for nothing, for what is no text, and for more than `MAX_STDIN`, ResourceError for a full
-    disk."""
+def read_stdin(kind: StdinKind) -> Piped:
+    """All of stdin, which is waited for. Raises UsageError for an unknown kind, DataError for nothing or too much."""
     require_name("kind of stdin", kind, get_args(StdinKind))
-    if "-" not in names:
-        yield [*names]
-        return
-    with tempfile.TemporaryFile() as file:
-        try:
-            while sys.stdin is not None and (block := cast("io.BufferedReader", sys.stdin.buffer).read1(1 << 20)):
-                file.write(block)
-                if b"\0" in block:
-                    raise DataError("a NUL byte: this is no text", "stdin")
-                if file.tell() > MAX_STDIN:
-                    raise DataError("too much on stdin", f"more than {MAX_STDIN:,} bytes", "put it into a file")
-        except OSError as e:
-            raise ResourceError("cannot keep what is on stdin", tempfile.gettempdir(), e.strerror) from None
-        if not file.tell():
-            raise DataError("nothing on stdin", todo="pipe documents into it")
-        yield [Piped(file, kind) if name == "-" else name for name in names]
+    content = b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_STDIN + 1)
+    if not content:
+        raise DataError("nothing on stdin", todo="pipe documents into it")
+    if len(content) > MAX_STDIN:
+        raise DataError("too much on stdin", f"more than {MAX_STDIN:,} bytes", "put it into a file")
+    return Piped(content, kind)
 
 
 def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
@@ -111,12 +96,10 @@ def read_examples(inputs: Iterable[Path | str | Piped], fields: Fields | None = 
         require_name("kind of labels", labels, get_args(Labels))
     columns = [fields.text, *([fields.pair] if fields.pair else []), *([fields.label] if labels else [])]
     for each in inputs:
-        if isinstance(each, Piped):
-            each.file.seek(0)
-            if each.kind == "text":
-                yield of_text(cut(text_blocks(each.file, "stdin")), "stdin", fields)
-            else:
-                yield from of_rows(json_lines(each.file, "stdin"), "stdin", fields, labels)
+        if isinstance(each, Piped) and each.kind == "text":
+            yield of_text(cut(text_blocks(io.BytesIO(each.content), "stdin")), "stdin", fields)
+        elif isinstance(each, Piped):
+            yield from of_rows(json_lines(io.BytesIO(each.content), "stdin"), "stdin", fields, labels)
         elif str(each).startswith(ON_HUB):
             name, config, split = on_hub(str(each))
             records = enumerate(hub_records(hub_library(), name, config, [split]), 1)
@@ -163,10 +146,7 @@ def files_of(name: Path | str) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        try:
-            names, others = text_files_below(path)
-        except OSError as e:
-            raise DataError("cannot read the input", path, e.strerror) from None
+        names, others = text_files_below(path)
         if not names:
             raise DataError("nothing to read in this folder", path, READS)
         if others:

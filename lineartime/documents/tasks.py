@@ -1,4 +1,4 @@
-"""Fine-tuning on documents, for labels or for vectors, see `finetuning.DownstreamTask`.
+"""Fine-tuning on documents, for labels or for vectors, see `finetuning.TASKS`.
 
 A document that fits into a row is one row of training. Of a longer one each epoch reads one stretch, drawn anew in
 proportion to their tokens; held-out documents are read whole, as `classify` and `embed` do."""
@@ -226,6 +226,7 @@ class DocumentTask:
                 lines = report.label_lines(out, self.head, targets, logits_NL)
         else:
             scores, lines = score_texts(model, texts, reading, counted), [vectors.HOW]
+            counted = self.watch("scoring without training", texts.n_tokens, ranks)
             baseline, without = "without_training", score_texts(self.pretrained.to(device), texts, reading, counted)
         counts = {"train": len(self.train), "validation": len(self.validation), "tokens": self.train.n_tokens,
                   "cut": self.n_cut}

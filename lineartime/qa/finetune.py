@@ -79,7 +79,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class QuestionTask:
-    """Fine-tuning on questions, see `finetuning.DownstreamTask`."""
+    """Fine-tuning on questions, see `finetuning.TASKS`."""
 
     patience: int | None = None
 

@@ -117,8 +117,11 @@ VERIFIED: dict[str, Any] = {"QuestionPartOfVerifiedEval": bool}
 
 def check_record(value: Any, kind: Any, where: str, name: str = "") -> None:
     """Raise DataError, with its place, unless a JSON value has the fields of a table such as TRIVIAQA, each of its
-    type. There may be more. name: of the field that has the value."""
-    require_type(value, kind if isinstance(kind, type) else type(kind), where, name)
+    type. There may be more. name: of the field that has the value. True and false are no whole numbers."""
+    wanted: Any = kind if isinstance(kind, type) else type(kind)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise DataError(f"field {name!r} is not {NAMES[wanted]}" if name else f"not {NAMES[wanted]}", where,
+                        f"it is {NAMES.get(type(value), type(value).__name__)}")
     inside = f"{where}.{name}" if name else where
     if isinstance(value, str):
         check_text(value, f"field {name!r}" if name else "it", where)
@@ -133,14 +136,6 @@ def check_record(value: Any, kind: Any, where: str, name: str = "") -> None:
             elif key == field:  # it may not be missing
                 there = ", ".join(map(repr, list(value)[:8])) or "none"
                 raise DataError(f"no field {key!r}", inside, f"it has {there}")
-
-
-def require_type(value: Any, wanted: type, where: str, name: str) -> None:
-    """Raise DataError unless a JSON value is of this type; true and false are no whole numbers."""
-    if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
-        return
-    is_not = f"field {name!r} is not {NAMES[wanted]}" if name else f"not {NAMES[wanted]}"
-    raise DataError(is_not, where, f"it is {NAMES.get(type(value), type(value).__name__)}")
 
 
 def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Question]:
@@ -159,8 +154,8 @@ def _triviaqa(content: dict[str, Any], path: Path, evidence: Path) -> Iterator[Q
                 if not verified or page["DocPartOfVerifiedEval"]:
                     documents.append(_evidence(page["Filename"], evidence / folder, f"{where}.{field}[{j}]"))
         answer = record.get("Answer", {"Value": "", "Aliases": [], "NormalizedAliases": []})
-        names = _once([answer["Value"], *answer["Aliases"]]) if "Answer" in record else ()
-        accepted = _once([*answer["NormalizedAliases"], *answer.get("HumanAnswers", [])])
+        names = once([answer["Value"], *answer["Aliases"]]) if "Answer" in record else ()
+        accepted = once([*answer["NormalizedAliases"], *answer.get("HumanAnswers", [])])
         yield Question(record["QuestionId"], record["Question"], tuple(documents), names, accepted or names)
 
 
@@ -175,7 +170,7 @@ def _evidence(name: str, folder: Path, where: str) -> Document:
     return Document(name, folder / relative)
 
 
-def _once(texts: Iterable[str]) -> tuple[str, ...]:
+def once(texts: Iterable[str]) -> tuple[str, ...]:
     """Texts without those that are there already."""
     return tuple(dict.fromkeys(texts))
 
@@ -194,7 +189,7 @@ def _squad(content: dict[str, Any], path: Path) -> Iterator[Question]:
                 found = [(answer["text"], answer["answer_start"]) for answer in record.get("answers", [])]
                 spans = dict.fromkeys((start, start + len(answer)) for answer, start in found
                                       if start >= 0 and answer and text[start : start + len(answer)] == answer)
-                answers = _once(answer for answer, _ in found)
+                answers = once(answer for answer, _ in found)
                 yield Question(record["id"], record["question"], (Document(article.get("title", "untitled"), text),),
                                answers, answers, "squad", tuple(spans))
 
@@ -229,6 +224,6 @@ def _parquet(path: str) -> Iterator[Question]:
             documents += [Document(each, found) for each, found in zip(names, texts, strict=True) if found]
         answer = record["answer"]
         is_known = answer["aliases"] or answer["value"] not in ("", UNKNOWN)
-        answers = _once([answer["value"], *answer["aliases"]]) if is_known else ()
-        accepted = _once(answer["normalized_aliases"]) if is_known else ()
+        answers = once([answer["value"], *answer["aliases"]]) if is_known else ()
+        accepted = once(answer["normalized_aliases"]) if is_known else ()
         yield Question(record["question_id"], record["question"], tuple(documents), answers, accepted or answers)

@@ -18,13 +18,14 @@ from command_line import call as call  # a fixture
 from lineartime.finetune_config import FineTuning
 from lineartime.finetuning import finetune
 from made_documents import CONTEXT, made_rows, write_model, write_rows
+from marks import rest
 
 CPU = torch.device("cpu")
 TEXTS = [row["text"] for row in made_rows(5, 9)]
 PAIRS = [("waves and fish", "trees"), ("oak", "STREETS 123")]
 
 
-@pytest.fixture(scope="module", params=["one, causal", "several, both ways", "number, causal"])
+@pytest.fixture(scope="module", params=["one, causal", *rest("several, both ways", "number, causal")])
 def trained(request, tmp_path_factory):
     """A fine-tuned model, and what it learned."""
     folder, (kind, ways) = tmp_path_factory.mktemp("trained"), request.param.split(", ")

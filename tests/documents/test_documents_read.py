@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from fake_hub import Hub
-from lineartime.documents.examples import Fields, check_inputs, read_examples, with_stdin
+from lineartime.documents.examples import Fields, check_inputs, read_examples, read_stdin
 from lineartime.errors import DataError, UsageError
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": 'a "word"\nof it', "label": "b"}, {"text": "é", "label": "a"}]
@@ -33,13 +33,12 @@ def write_rows(path, rows=ROWS):
 
 
 def read(*names, fields=None, labels="one", stdin="text"):
-    with with_stdin(names, stdin) as inputs:
-        return [("".join(example.text), example.second, example.label)
-                for example in read_examples(inputs, fields, labels)]
+    inputs = [read_stdin(stdin) if name == "-" else name for name in names]
+    return [("".join(example.text), example.second, example.label)
+            for example in read_examples(inputs, fields, labels)]
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz", "x.tsv", "x.jsonl", "x.jsonl.gz", "x.json", "x.json.gz",
-                                  "x.parquet"])
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.jsonl.gz", "x.json", "x.parquet"])
 def test_records(tmp_path, name):
     path = write_rows(tmp_path / name)
     assert read(path) == [(row["text"], None, row["label"]) for row in ROWS]
@@ -90,21 +89,16 @@ def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, word
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    ("x.csv", "text,label\na,b\nc\n", "a row of another length: .*x.csv:3"),
-    ("x.csv", "text,text\na,b\n", "the same column twice"),
-    ("x.csv", 'text,label\n"a,b\n', "not valid CSV"),
+    ("x.csv", "text,label\n", "no documents"), ("x.csv", "text,text\na,b\n", "the same column twice"),
+    ("x.csv", 'text,label\n"a,b\n', "not valid CSV"), ("x.csv", "text,label\na,b\nc\0d,e\n", "a NUL byte: .*x.csv:3"),
     ("x.csv", 'text,label\n\n"a\nb",c\n\n"d\ne"\n', "a row of another length: .*x.csv:6;"),
-    ("x.csv", 'text,label\n"a\nb",c\n"d\ne"f,g\n', "not valid CSV: .*x.csv:4;"),
     ("x.csv", b"text,label\nab,c\ncaf\xe9,b\n" + b"d,e\n" * 9999, "not valid UTF-8: .*x.csv:3; save it as UTF-8"),
-    ("x.csv", "text,label\na,b\nc\0d,e\n", "a NUL byte: this is no text: .*x.csv:3"),
-    ("x.csv", "text,label\n", "no documents"),
     ("x.jsonl", '{"text": "a", "label": "b"}\n{"text": " ", "label": "b"}\n', "an empty document: .*x.jsonl:2"),
     ("x.jsonl", '{"text": null, "label": "b"}\n', "'text' is not a string: .*x.jsonl:1; make it one, or take"),
-    ("x.jsonl", '["a"]\n', "not a JSON object"), ("x.jsonl", "{\n", "not valid JSON"),
-    ("x.jsonl", '{"label": "b"}\n', "no field 'text'"), ("x.jsonl", "", "no documents: .*x.jsonl; take it out"),
-    ("x.parquet", "PAR1", "cannot read as parquet"), ("x.csv.gz", "text", "damaged .gz file"),
+    ("x.jsonl", '["a"]\n', "not a JSON object"), ("x.jsonl", "", "no documents: .*x.jsonl; take it out"),
     ("x.txt", "\n \n", "an empty document"), ("x.txt", b"a\0b", "a NUL byte"), ("x.txt", "", "an empty document")])
 def test_damaged_files_are_refused_with_their_place(tmp_path, name, content, words):
+    """tests/data/test_read_text.py has every kind of file."""
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=words):
@@ -118,8 +112,7 @@ def test_rows_of_a_table_are_counted_from_1(tmp_path):
 
 
 def test_a_csv_whose_last_line_has_no_end_is_a_warning(tmp_path, caplog):
-    for name, text in (("whole.csv", "text,label\na,b\n"), ("mac.csv", "text,label\ra,b\r"),
-                       ("cut.csv", "text,label\na,b\nc,d")):
+    for name, text in (("whole.csv", "text,label\na,b\n"), ("cut.csv", "text,label\na,b\nc,d")):
         (tmp_path / name).write_text(text)
         for _ in range(2):  # it is said once
             assert read(tmp_path / name)[0] == ("a", None, "b")
@@ -179,9 +172,7 @@ def test_the_hub_and_stdin(monkeypatch):
     piped(lines)
     assert read("-", stdin="jsonl") == read("hub:me/reviews/train")
     piped(lines)
-    with with_stdin(["-"], "jsonl") as inputs:
-        for _ in range(2):  # what came is kept
-            assert [each.where for each in read_examples(inputs)] == ["stdin:1", "stdin:3", "stdin:5"]
+    assert [each.where for each in read_examples([read_stdin("jsonl")])] == ["stdin:1", "stdin:3", "stdin:5"]
     for text, kind, words in (
             ("", "text", "nothing on stdin"), (" ", "text", "an empty document: stdin"), ("a\0", "text", "a NUL byte"),
             ("{", "jsonl", "stdin:1"), ("", "jsonl", "nothing on stdin"),

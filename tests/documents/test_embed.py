@@ -154,11 +154,11 @@ def test_a_bad_row_is_refused_before_any_is_read(folder, tmp_path, call):
 @pytest.mark.parametrize("number", [signal.SIGINT, *rest(signal.SIGTERM)])
 def test_a_signal_ends_the_waiting_for_stdin(folder, warm_command, number):
     line = [*warm_command, "embed", folder / "model", "-", "--stdin", "jsonl"]
-    process = subprocess.Popen([*map(str, line)], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    process = subprocess.Popen([*map(str, line)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
     with process.stdin, process.stdout, process.stderr:
-        process.stdin.write(b'{"text": "one"}\n')
-        time.sleep(0.5)
+        process.stdin.write(b'{"text": "one"}\n' * 20_000)  # more than a pipe holds, so it is being read
+        time.sleep(1)  # until it is waited for
         process.send_signal(number)
         process.wait(30)
         out, err = process.stdout.read(), process.stderr.read().decode()

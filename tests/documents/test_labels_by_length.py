@@ -9,6 +9,7 @@ import lineartime
 from lineartime.atomic_io import read_json_lines
 from scripts import ROOT, loaded
 
+pytestmark = pytest.mark.rest
 study = loaded("studies", "documents")
 
 PAGE = ROOT / "benchmarks/tables/documents.md"
@@ -56,27 +57,6 @@ def test_pieces_carry_the_state(monkeypatch):
     monkeypatch.setattr(study, "PIECE", 64)
     for window, each in zip((None, 32), expected, strict=True):
         np.testing.assert_allclose(study.means_of(model, ids, [40, 200, 300], window), each, atol=1e-5)
-
-
-def test_differences_are_paired_by_seed():
-    """A model with one seed stands beside TF-IDF's score of that seed, not beside its mean."""
-    def row(model, seed, accuracy):
-        return {"task": "source", "seed": seed, "tokens": 512, "model": model, "accuracy": accuracy, "n_train": 9,
-                "n_test": 9, "n_labels": 2, "macro_f1": accuracy / 2}
-
-    text = study.tables([row("TF-IDF", 0, 0.5), row("TF-IDF", 1, 0.9), row("one", 0, 0.6), row("two", 1, 0.8),
-                         row("two", 0, 0.45)])
-    assert "| one | whole | accuracy | +0.100 |" in text and "| two | whole | accuracy | -0.075 ± 0.318 |" in text
-    assert "| one | whole | macro F1 | +0.050 |" in text and "| task |" not in text
-    assert "| TF-IDF | whole | 0.70 (0.50-0.90) |" in text
-    assert "Less the score" not in study.tables([row("TF-IDF", 0, 0.5)])
-    flash, transformer = study.EQUAL_SIZES
-    rows = [row(flash, 0, 0.5), row(flash, 1, 0.7), row(transformer, 1, 0.5), row(transformer, 2, 0.9)]
-    rows += [row(flash, 0, 0.8) | {"tokens": 8192},
-             row(transformer, 0, 0.9) | {"tokens": 8192, "reading": "windows of 512"}]
-    text = study.tables(rows)
-    assert "| source | accuracy | +0.200 | - | -0.100 | - |" in text  # the seed that both have
-    assert "2,048 tokens | 8,192 tokens, windows of 512 |" in text
 
 
 def test_the_page_shows_the_rows():

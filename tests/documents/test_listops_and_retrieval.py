@@ -13,6 +13,7 @@ from lineartime.atomic_io import read_json_lines
 from lineartime.errors import UsageError
 from scripts import ROOT, loaded
 
+pytestmark = pytest.mark.rest
 listops, retrieval = (loaded("studies", name) for name in ("listops", "retrieval"))
 
 
@@ -67,22 +68,6 @@ def test_the_value_is_read_from_the_first_symbol_of_each_row() -> None:
     targets = listops.targets_of(head, documents.labels)
     alone = torch.nn.functional.cross_entropy(torch.cat(logits), torch.from_numpy(targets))
     assert scores["loss"] == pytest.approx(alone.item(), abs=2e-2) and model.training
-
-
-def test_a_line_of_the_table_has_one_number_of_steps_and_one_rate() -> None:
-    """The rate whose held-out loss is least with the first seed, not the one of the better test."""
-    def row(model: str, steps: int, rate: float, seed: int, loss: float, accuracy: float) -> dict[str, object]:
-        return {"model": model, "steps": steps, "learning_rate": rate, "seed": seed, "accuracy": accuracy,
-                "curve": [(steps, loss, 0.5)], "n_parameters": 9, "n_train": 4 * steps, "n_test": 7, "commonest": 0.1}
-
-    rule = {"model": listops.RULE, "steps": 500, "accuracy": 0.36}
-    text = listops.table([rule, row("flash", 500, 1e-3, 0, 2.0, 0.9), row("flash", 500, 3e-3, 0, 1.0, 0.3),
-                          row("flash", 500, 3e-3, 1, 3.0, 0.5), row("performer", 500, 1e-3, 0, 3.0, 0.1),
-                          row("flash", 900, 1e-3, 0, 0.5, 0.8)])
-    assert [line.split(" | ")[2:] for line in text.splitlines()[4:]] == [
-        ["500", "0.003", "2", "0.400 (0.300-0.500) |"], ["500", "0.001", "1", "0.100 |"],
-        ["900", "0.001", "1", "0.800 |"]]
-    assert "4 expressions a step" in text and "first symbol, 0.360 (standard error 0.181)" in text
 
 
 def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:

@@ -29,7 +29,6 @@ from lineartime.qa.spans import (
     START,
     TOKEN,
     WindowConfig,
-    best_span,
     predict,
     separator_of,
     span_logits,
@@ -57,7 +56,7 @@ def asked(text="Who wrote it?", *documents, answers=(), id="q", **changes):
 
 
 @TOKENIZERS
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(text=TEXTS)
 def test_offsets_give_back_the_text(tokenizer, text):
     ids, offsets = tokenizer.encode_with_offsets(text)
@@ -86,7 +85,7 @@ def test_offsets_of_a_long_text_are_those_of_its_parts():
     assert_tokens_are_their_characters(BPE, text, ids, offsets)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(context=st.integers(16, 90), question=st.integers(0, 40), n=st.integers(0, 500),
        stride=st.none() | st.integers(1, 200), longest=st.integers(1, 40))
 def test_every_token_is_in_a_window_and_every_answer_is_whole_in_one(context, question, n, stride, longest):
@@ -178,21 +177,21 @@ def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
                  for i in range(30)]
     questions += [asked("?", "x", id="unlabelled"), asked("?", answers=["x"], id="no document"),
                   asked("?", " ", answers=["x"], id="blank"), asked("?", "y", answers=["x"], id="not found")]
-    windows = WindowConfig(64)
-    rows = {share: training_windows(BPE, questions, windows, negatives=share, seed=0) for share in (0, 0.3, 1)}
-    counts = {share: each.counts for share, each in rows.items()}
-    for each in counts.values():
+
+    def rows(share, seed=0, order=1):
+        return training_windows(BPE, questions[::order], WindowConfig(64), negatives=share, seed=seed)
+
+    none, some, every = (rows(share).counts for share in (0, 0.3, 1))
+    for each in (none, some, every):
         assert list(each.values())[:4] == [34, 1, 1, 2]
-        assert each["windows"] + each["windows_left_out"] == counts[1]["windows"]
-    assert counts[0]["windows"] == counts[0]["windows_with_answer"] == counts[1]["windows_with_answer"] >= 30
-    without = counts[1]["windows"] - counts[0]["windows"]
-    assert 0.2 * without < counts[0.3]["windows"] - counts[0]["windows"] < 0.4 * without
-    again = training_windows(BPE, questions, windows, negatives=0.3, seed=0)
-    assert again.sha256() == rows[0.3].sha256()
-    assert training_windows(BPE, questions, windows, negatives=0.3, seed=1).sha256() != again.sha256()
+        assert each["windows"] + each["windows_left_out"] == every["windows"]
+    assert none["windows"] == none["windows_with_answer"] == every["windows_with_answer"] >= 30
+    without = every["windows"] - none["windows"]
+    assert 0.2 * without < some["windows"] - none["windows"] < 0.4 * without
+    assert rows(0.3).sha256() == rows(0.3).sha256() != rows(0.3, seed=1).sha256()
     # which windows depends on no other question
-    backwards = training_windows(BPE, questions[::-1], windows, negatives=0.3, seed=0)
-    assert sorted(ids.tobytes() for ids in backwards.ids) == sorted(ids.tobytes() for ids in again.ids)
+    forwards, backwards = (sorted(ids.tobytes() for ids in rows(0.3, order=order).ids) for order in (1, -1))
+    assert forwards == backwards
 
 
 # The model
@@ -276,7 +275,7 @@ def test_predictions_do_not_depend_on_the_batch(config):
 
 
 @TOKENIZERS
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(text=TEXTS, question=TEXTS, seed=st.integers(0, 1000), longest=st.integers(1, 9), coarse=st.booleans())
 def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longest, coarse):
     """Against every span of every window tried one by one; ties go to the earliest, then the shortest."""
@@ -310,16 +309,6 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
     else:
         assert found.span.score == pytest.approx(best[0])
         assert found.answer == text[best[1] : best[2]].strip() == text[found.span.start : found.span.stop] != ""
-
-
-def test_an_answer_never_reaches_into_the_question_or_beyond_the_document():
-    (window, passage), = windows_of(BPE, asked("Ada wrote", "the first program"), WindowConfig(64))
-    logits = np.zeros((len(window.ids), 2))
-    logits[: window.offset] = logits[-1] = 100
-    logits[window.offset, 0] = logits[-2, 1] = 1
-    span = best_span(logits, window, passage, 30)
-    assert span.text == "the first program" and span.score == 2 - 200
-    assert len(BPE.encode(best_span(logits, window, passage, 2).text)) <= 2
 
 
 # From pretraining to fine-tuning
@@ -425,26 +414,25 @@ def test_auto_model_for_question_answering(tmp_path):
     ids = torch.randint(0, BPE.vocab_size, (2, 20))
     mask = torch.ones_like(ids)
     mask[1, 12:] = 0
+
+    def loss_of(starts, ends, **more):
+        return theirs(ids, start_positions=torch.tensor(starts), end_positions=torch.tensor(ends), **more).loss
+
     with torch.no_grad():
-        logits = ours(ids, padding_mask_BT=mask.bool())
-        out = theirs(ids, attention_mask=mask, start_positions=torch.tensor([3, 40]),
-                     end_positions=torch.tensor([5, 7]))
+        logits, out = ours(ids, padding_mask_BT=mask.bool()), theirs(ids, attention_mask=mask)
     assert torch.allclose(out.start_logits[0], logits[0, :, 0], atol=1e-6)
     assert torch.allclose(out.end_logits[1, :12], logits[1, :12, 1], atol=1e-6)
     assert (out.end_logits[1, 12:] < -1e30).all()
-    start = -logits[0, :, 0].log_softmax(0)[3]  # the second start lies outside its row and does not count
+    start = -logits[0, :, 0].log_softmax(0)[3]
     end = -(logits[0, :, 1].log_softmax(0)[5] + logits[1, :12, 1].log_softmax(0)[7]) / 2
-    assert out.loss.item() == pytest.approx((start + end).item() / 2, rel=1e-5)
-    padded = theirs(ids, attention_mask=mask, start_positions=torch.tensor([3, 12]), end_positions=torch.tensor([5, 7]))
-    assert torch.equal(padded.loss, out.loss)
-    for place in (-1, 20, 40):
-        nothing = theirs(ids, start_positions=torch.tensor([place, 20]), end_positions=torch.tensor([place, 20])).loss
-        nothing.backward()
-        assert nothing == 0 and all((p.grad == 0).all() for p in theirs.parameters() if p.grad is not None)
-        assert (theirs.model.span_head.weight.grad == 0).all()
+    for outside in (40, 12):  # the second start lies outside its row, or in padding, and does not count
+        assert loss_of([3, outside], [5, 7], attention_mask=mask).item() == pytest.approx((start + end).item() / 2,
+                                                                                          rel=1e-5)
+    nothing = loss_of([-1, 20], [-1, 20])
+    nothing.backward()
+    assert nothing == 0 and all((p.grad == 0).all() for p in theirs.parameters() if p.grad is not None)
     theirs.save_pretrained(tmp_path / "again")
-    fields = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert fields["architectures"] == [QUESTION_ANSWERING]
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == [QUESTION_ANSWERING]
     for wrong in ({"labels": ids}, {"start_positions": torch.tensor([1, 2])}):
         with pytest.raises(UsageError):
             theirs(ids, **wrong)
