@@ -129,7 +129,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     from lineartime.runtime import pick_device
     from lineartime.training import StopSignal
 
-    files, out, total = options.files, options.out, bytes_of(options.files)
+    files, out = options.files, options.out
     fields = Fields(options.text_field, options.pair_field)
     reading, counts = Reading(options.max_tokens, options.batch_rows, options.precision), ReadCounts()
     model.to(pick_device(options.device))
@@ -141,7 +141,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def show(n_read: int) -> None:
             counts.n_tokens = n_read
-            terminal.count("bytes of text", counts.n_bytes, total,
+            terminal.count("bytes of text", counts.n_bytes, sum(sizes),
                            f"{counted_documents(counts.n_documents)} done, {counts.speed()}")
             stop.check(saved)
 
@@ -154,8 +154,11 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
 
         # All are looked through first, so that a wrong document is refused before a model has read those before it.
         checked = stop.watch("nothing is read yet", terminal.count, "documents checked", None)
+        sizes: list[int] = []
         for number, example in enumerate(read_examples(inputs, fields), 1):
-            for _ in example.text:
+            sizes.append(0)
+            for piece in example.text:
+                sizes[-1] += len(piece.encode())
                 checked(number)
         if out is None:
             for row in rows():
@@ -168,20 +171,17 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
             with unfinished_rows(out, description, schema) as (n_done, counts.n_cut, add):
                 if n_done:
                     note(f"going on behind the first {counted_documents(n_done)}")
+                    del sizes[:n_done]
                 for row in rows(n_done):
                     add(row)
+    note_read(counts, options)
+
+
+def note_read(counts: ReadCounts, options: ReadOptions) -> None:
+    """Say how much was read, how fast, and where the results are."""
     note(f"read     {counted_documents(counts.n_documents)}, {counts.n_tokens:,} tokens in "
          f"{time.monotonic() - counts.begun:,.1f} s: {counts.speed()}")
     if counts.n_cut:
-        note(f"cut      {counted_documents(counts.n_cut)} to {reading.max_tokens:,} tokens")
-    if out is not None:
-        note(f"written  {out}")
-
-
-def bytes_of(files: Iterable[str]) -> int | None:
-    """The bytes of the inputs, about those of their text; None where that is not known."""
-    from lineartime.documents.examples import files_of
-
-    paths = [path for name in files for path in files_of(name)]
-    plain = all(path.suffix in (".txt", ".md", ".csv", ".jsonl") and path.is_file() for path in paths)
-    return sum(path.stat().st_size for path in paths) if paths and plain else None
+        note(f"cut      {counted_documents(counts.n_cut)} to {options.max_tokens:,} tokens")
+    if options.out is not None:
+        note(f"written  {options.out}")

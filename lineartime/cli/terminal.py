@@ -158,7 +158,7 @@ class Terminal:
         """End the live bar."""
         if self.bar is not None:
             self.bar.stop()
-        self.bar, self.what, self.words, self.held_out = None, "", "", ""
+        self.bar, self.what = None, ""
 
     def count(self, what: str, done: float, total: int | None, words: str = "") -> None:
         """Show how much of some work is done, of `total` if that is known; it replaces what was shown of other work."""
@@ -201,6 +201,7 @@ class Terminal:
         if "held_out" in record:
             self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
             return
+        self.held_out = "" if step == 1 else self.held_out  # that of the run before, at another learning rate
         if step == steps or not self.words:  # the first step and the last one are told at once
             self.last_line = 0.0
         self.words = f"loss {record['loss']:.3f}{self.held_out}  {record['clock']['tokens_per_s']:,.0f} tokens/s"

@@ -1,6 +1,5 @@
 """`lineartime train`: a model, from nothing or from weights; its plan, its time, and what it gave."""
 
-import itertools
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -149,14 +148,17 @@ def tokens_of(manifests: "list[Manifest]", split: str) -> int:
 def shown_pace(config: RunConfig, terminal: Terminal) -> Callable[[int, int], None]:
     """An `on_micro_batch` of training: shows how far a step is, and prints how long the run will take once a few
     micro-batches are timed."""
-    train, n_begun = config.train, itertools.count()
+    train, n_begun, is_told = config.train, 0, False
     per_step = max(config.rows_per_step // config.micro_batch_rows * train.context_parallel // launched().size, 1)
 
     def show(step: int, number: int) -> None:
+        nonlocal n_begun, is_told
         where = f"micro-batch {number + 1}/{per_step}" if per_step > 1 else ""
         terminal.count("step", step + number / per_step, train.steps, "  ".join(filter(None, [where, terminal.words])))
-        if next(n_begun) == TIMED:
-            say(f"time     {terminal.left()} for {train.steps - step:,} steps")
+        n_begun += 1
+        if n_begun > TIMED and not is_told and (left := terminal.left()):
+            is_told = True
+            say(f"time     {left} for {train.steps - step:,} steps")
 
     return show
 

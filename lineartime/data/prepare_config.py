@@ -18,26 +18,26 @@ UNIT_CHARACTERS = 1 << 23
 class PrepareSettings:
     """What text is prepared, and how. Raises UsageError for wrong values, and for settings that exclude each other."""
 
-    inputs: Annotated[tuple[Path, ...], "Text: .txt, .md, .csv, .tsv, .jsonl, .json, packed or not, .parquet, folders "
-                      "of them, or `-`, one document on stdin.", "INPUTS"]
+    inputs: Annotated[tuple[Path, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
+                      ".bz2, .xz or .zst) or .parquet; folders of them; or `-` for one document on stdin.", "INPUTS"]
     out: Annotated[Path, "Folder for the prepared tokens."]
-    sample: Annotated[bool, "Prepare the book that ships with the package."] = False
-    tokenizer: Annotated[str | Path, "train, bytes, the path of a tokenizer.json, or what has one: a run, an export, "
-                         "small."] = "train"
-    add_tokens: Annotated[Path | None, "Further tokens for this tokenizer, one in each line of a file."] = None
-    vocab_size: Annotated[int | None, "Size of a trained tokenizer's vocabulary; by default 32000."] = None
-    held_out: Annotated[float | None, "Fraction of the text, at least, that is kept for validation: whole documents at "
+    sample: Annotated[bool, "Read the book that ships with the package instead."] = False
+    tokenizer: Annotated[str | Path, "train (make one from this text), bytes, a tokenizer.json, or a run, an exported "
+                         "folder or `small`, whose tokenizer is taken."] = "train"
+    add_tokens: Annotated[Path | None, "File with tokens to add to a tokenizer that is there, one in each line."] = None
+    vocab_size: Annotated[int | None, "Tokens of the tokenizer that is trained; by default 32000."] = None
+    held_out: Annotated[float | None, "Share of the text to keep for validation, such as 0.05: whole documents at "
                         "equal distances, or the end of a single one."] = None
-    validation: Annotated[tuple[Path, ...], "Text for validation."] = ()
-    test: Annotated[tuple[Path, ...], "Text for test."] = ()
+    validation: Annotated[tuple[Path, ...], "Text for validation; may be given again."] = ()
+    test: Annotated[tuple[Path, ...], "Text for a test split; may be given again."] = ()
     field: Annotated[str, "Field or column that holds the text.", "--text-field"] = "text"
-    task: Annotated[str | None, "Read the text as c4, wiki40b or pg19."] = None
-    hub: Annotated[bool, "Read the task's data set from the hub, with `datasets`."] = False
-    documents: Annotated[int | None, "With --hub: number of documents of each split."] = None
-    mlm: Annotated[bool, "For masked language modelling: add [MASK] and [SEP]. The task c4 implies it."] = False
-    jobs: Annotated[int | None, "Processes that tokenise; by default one per core."] = None
-    part: Annotated[str | None, "Prepare share K of N of the files, on one of N machines; needs --tokenizer.",
-                    "--part K/N"] = None
+    task: Annotated[str | None, "Read the text as the paper's data set c4, wiki40b or pg19."] = None
+    hub: Annotated[bool, "Read the task's data set from the Hugging Face hub, with `datasets`."] = False
+    documents: Annotated[int | None, "With --hub: read only so many documents of each split."] = None
+    mlm: Annotated[bool, "For masked language modelling: add the tokens [MASK] and [SEP]. Always so with --task c4."
+                   ] = False
+    jobs: Annotated[int | None, "Processes that tokenise; by default one for each core."] = None
+    part: Annotated[str | None, "Prepare part K of N, on one of N machines; needs --tokenizer.", "--part K/N"] = None
     # What follows has no option on the command line.
     train_characters: int = 1 << 28
     """The tokenizer is trained on at most about so many characters, from pieces at equal distances."""
