@@ -161,14 +161,11 @@ def test_the_verbs(folder, done, tmp_path, call):
     code, _, err = call("export", done, "--out", tmp_path / "shared")
     assert code == 0 and type(lineartime.load_model(tmp_path / "shared")[0]) is DocumentEncoder, err
     assert_refused(*call("generate", done, "x")[::2], 2, "this one gives vectors")
-    assert_refused(*call("classify", done, folder / "test.jsonl")[::2], 2, "not fine-tuned on labels")
     assert_refused(*call("export", done / "lr-1e-02", "--out", tmp_path / "x")[::2], 2, "one run of a fine-tuning")
     assert_refused(*call("train", "--from", done / "best", "--data", folder, "--out", tmp_path / "x")[::2], 2,
                    "gives documents vectors")
     assert_refused(*call(*line, "--set", f"micro_batch_tokens={CONTEXT}")[::2], 2, "no negatives")
     assert_refused(*call(*line, "--pair-field", "title")[::2], 3, "no field 'title'", "train.jsonl:1")
-    code, _, err = call("plot", done / "lr-1e-02")
-    assert code == 0, err
 
 
 def test_a_fine_tuned_encoder_can_learn_labels(folder, done, tmp_path):

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import lineartime
@@ -40,23 +39,6 @@ def test_books_are_in_one_split_and_every_label_is_tested(by_label):
     assert {len(found["train"]) / 4, len(found["test"]) / 2, len(found["validation"])} == {24, 6}
     if by_label:
         assert {label for _, label in found["test"]} == {"author 0", "author 1", "author 2"}
-
-
-def test_a_longer_passage_begins_with_the_shorter_one():
-    short, long = made(32), made(128)
-    for split in short:
-        for (a, label), (b, same) in zip(short[split], long[split], strict=True):
-            assert b.startswith(a[:-8]) and len(b) > 2 * len(a) and label == same
-
-
-def test_pieces_carry_the_state(monkeypatch):
-    """Read 64 tokens at a time, a passage has the vectors of one row, at each length; windows have theirs."""
-    model, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
-    ids = tokenizer.encode(BOOK[:4000])[:301]
-    expected = [study.means_of(model.eval(), ids, [40, 200, 300], window) for window in (None, 32)]
-    monkeypatch.setattr(study, "PIECE", 64)
-    for window, each in zip((None, 32), expected, strict=True):
-        np.testing.assert_allclose(study.means_of(model, ids, [40, 200, 300], window), each, atol=1e-5)
 
 
 def test_the_page_shows_the_rows():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lineartime.atomic_io import read_json_lines
-from lineartime.errors import UsageError
 from scripts import ROOT, loaded
 
 pytestmark = pytest.mark.rest
@@ -74,18 +73,6 @@ def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
     asked = np.eye(3)
     asking = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
     assert retrieval.ranks(asking, asked).tolist() == [1, 1, 3]
-
-
-def test_a_table_goes_into_its_place_of_a_page_or_nowhere(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- mine: begin -->\nold\n<!-- mine: end -->\nafter\n")
-    for made in ("| a |", r"| \1 |"):
-        retrieval.fill_place(page, "mine", made)
-        expected = f"before\n<!-- mine: begin -->\n\n{made}\n\n<!-- mine: end -->\nafter\n"
-        assert page.read_text() == expected
-    with pytest.raises(UsageError, match=r"no place for the table: .*page\.md; add <!-- other: begin -->"):
-        retrieval.fill_place(page, "other", "| b |")
-    assert page.read_text() == expected
 
 
 def test_an_error_of_a_study_is_one_line(tmp_path: Path) -> None:

@@ -81,22 +81,10 @@ def test_other_models_read_windows_that_count_by_their_tokens(config):
 def test_batches_order_and_neighbours_change_nothing(causal):
     model = random_model(with_end(replace(CONFIGS["flash"], causal=causal)))
     alone = [next(read_means(model, [pieces])) for pieces in documents()]
-    for rows in (1, 2, 50):
-        together = read_means(model, documents(), Reading(batch_rows=rows))
-        assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone, together, strict=True))
-    backwards = list(read_means(model, documents()[::-1]))[::-1]
+    backwards = list(read_means(model, documents()[::-1], Reading(batch_rows=2)))[::-1]
     assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone, backwards, strict=True))
-    many = list(read_means(model, documents() * 20, Reading(batch_rows=2)))  # waiting rows are read several times
-    assert len(many) == 20 * len(alone) and close(many[-1].vector_D, alone[-1].vector_D)
-
-
-def test_documents_are_cut_when_it_is_asked_for_and_it_is_said():
-    model = random_model(with_end(CONFIGS["flash"]))
-    for most in (1, 24, 25, 40, 61, 62):
-        for pieces, mean in zip(documents(), read_means(model, documents(), Reading(max_tokens=most)), strict=True):
-            ids = flat(pieces)
-            assert (mean.n_tokens, mean.is_cut) == (min(len(ids), most), len(ids) > most)
-            assert close(mean.vector_D, next(read_means(model, [[ids[:most]]])).vector_D)
+    many = list(read_means(model, documents() * 5, Reading(batch_rows=2)))  # waiting rows are read several times
+    assert len(many) == 5 * len(alone) and close(many[-1].vector_D, alone[-1].vector_D)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 20])
@@ -166,8 +154,9 @@ def test_embed_is_the_mean_of_the_last_states():
     assert lineartime.embed(model.float(), byte_tokenizer(), texts[:1]).dtype == np.float32
     assert lineartime.embed(model, byte_tokenizer(), []).shape == (0, 8)
     seen = []
-    lineartime.embed(model, byte_tokenizer(), texts, max_tokens=30, progress=seen.append)
+    cut_ND = lineartime.embed(model, byte_tokenizer(), texts, max_tokens=30, progress=seen.append)
     assert seen == sorted(seen) and seen[-1] == 5 + 30 + 8
+    assert close(cut_ND[1], lineartime.embed(model, byte_tokenizer(), [texts[1][:29]])[0])
     with pytest.raises(DataError, match="an empty document: text 2"):
         lineartime.embed(model, byte_tokenizer(), ["a", " \n"])
     for wrong in ({"max_tokens": 0}, {"batch_rows": 0}, {"precision": "float16"}):

@@ -390,25 +390,6 @@ def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, capsys)
     refused(capsys, arguments(folder, out), 4, "damaged", "result.json")
 
 
-def test_a_damaged_newest_checkpoint_is_said_or_refused(folder, done, tmp_path, capsys):
-    """Of the run that is fine-tuned, and of the fine-tuned run that answers."""
-    pretrained, answering = tmp_path / "pretrained", tmp_path / "answering"
-    shutil.copytree(folder / "pretrained", pretrained, symlinks=True)
-    best = done / json.loads((done / "result.json").read_text())["best"]
-    shutil.copytree(best, answering, symlinks=True)
-    for run in (pretrained, answering):
-        shutil.copytree(run / "latest", run / "step-00000099")
-    ask = ["answer", answering, "--question", "?", "--document", folder / "dev.json"]
-    tune = ["finetune", pretrained, *arguments(folder, tmp_path / "out")[2:]]
-    score = ["evaluate", answering, "--questions", folder / "dev.json"]
-    for verb in (ask, score, tune):
-        refused(capsys, [*verb, "--strict"], 4, "newer checkpoints are damaged", "step-00000099")
-    assert not (tmp_path / "out").exists()
-    for verb in (ask, score):
-        assert run_cli(verb) == 0
-        assert "warning: using step " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("setting", [{"context_parallel": 2}, {"window_tokens": 1}, {"shard": True},
                                      {"learning_rate": 1e-3}])
 def test_settings_that_are_for_language_modelling(setting):

@@ -77,14 +77,6 @@ def assert_tokens_are_their_characters(tokenizer, text, ids, offsets):
         assert spelled == text[start:stop] or ("\ufffd" in spelled and spelled.strip("\ufffd") in text[start:stop])
 
 
-def test_offsets_of_a_long_text_are_those_of_its_parts():
-    text = WORDS * 2000
-    ids, offsets = BPE.encode_with_offsets(text)
-    assert ids.tolist() == BPE.encode(text) and offsets[-1, 1] == len(text)
-    assert len(text) > 2 * 65_536
-    assert_tokens_are_their_characters(BPE, text, ids, offsets)
-
-
 @settings(max_examples=150)
 @given(context=st.integers(16, 90), question=st.integers(0, 40), n=st.integers(0, 500),
        stride=st.none() | st.integers(1, 200), longest=st.integers(1, 40))
