@@ -48,6 +48,7 @@ def head_tile(dtype: torch.dtype) -> tuple[int, int, int, int]:
 @triton.jit
 def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride, N: tl.constexpr, BT: tl.constexpr):
     """All heads of BT tokens, after RoPE."""
+    # z is loaded once, and every head is made from it in registers.
     start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
     angles = batch * angles_stride + start * HALF
@@ -66,6 +67,7 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
                          BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
     """The gradients of the scores of BM queries and BN keys, 0 where masked, and their sums along diagonals. A tile
     that the causal mask hides entirely is not written."""
+    # The tile: queries from m on and keys from n on of a row of `row_len` tokens, of which the last may be shorter.
     dtype = q.dtype.element_ty
     n_key_tiles = tl.cdiv(row_len, BN)
     n_tile, m_tile = tl.program_id(0) % n_key_tiles, tl.program_id(0) // n_key_tiles
@@ -79,6 +81,7 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
     first = (row // n_rows).to(tl.int64) * T + start
     i, j = tl.arange(0, BM), tl.arange(0, BN)
     query, key = (m + i)[:, None], (n + j)[None, :]
+    # The score as in the forward pass, on top of the bias.
     query_document, key_document = query, key
     if DOCUMENTS:
         query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
@@ -100,6 +103,7 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
         x = load_rows(do + (first + m) * E, i, column, n_tokens - m, E, E)
         y = load_rows(v + (first + n) * E, j, column, n_tokens - n, E, E)
         dweight = dot(x, tl.trans(y), dweight)
+    # The gradient of the score, and when not causal that of the linear term; the diagonals are the bias's.
     into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
     at = i[:, None] * (n_key_tiles * BN) + j[None, :]
     dscore = slope * dweight
@@ -148,6 +152,7 @@ def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first
             begin = tl.maximum(begin, own // BK * BK)
     if own >= n_tokens:
         return
+    # dscores, for keys transposed, times the other head; then the scale, and what earlier parts have made.
     i, j, column = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, 2 * HALF)
     dscores += row.to(tl.int64) * n_queries * stride
     total = tl.zeros([BM, 2 * HALF], tl.float32)
@@ -190,6 +195,7 @@ class Part(NamedTuple):
 
 def parts_of(n_rows: int, row_len: int, dtype: torch.dtype) -> list[Part]:
     """All scores of `n_rows` rows, SCORES_AT_ONCE at a time."""
+    # As many tiles of queries as fit: of several whole rows, or of a part of one.
     bm, bn, *_ = score_tile(dtype)
     n_tiles, n_keys = triton.cdiv(row_len, bm), triton.cdiv(row_len, bn) * bn
     at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
@@ -268,6 +274,7 @@ def add_head_gradient(dscores: Tensor, other_head_BTS: Tensor, dhead_BTS: Tensor
 
 def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> Tensor:
     """dw, `[2 row_len - 1]`: sums of the scores' gradients along the diagonals of a row, from those of its tiles."""
+    # A tile that is one further to the right has distances larger by bn, one further down smaller by bm.
     n_query_tiles, _, n, bn = sums_QKND.shape
     of_queries = add_shifted(sums_QKND.permute(2, 0, 1, 3).flatten(2), bn)
     total = add_shifted(of_queries.flip(0), bm)
@@ -277,6 +284,8 @@ def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> 
 
 def add_shifted(lines: Tensor, step: int) -> Tensor:
     """The sum over the first axis of lines along the last axis, where line i is shifted by i `step`."""
+    # Blocks of `step` entries. In one long list with n_lines empty blocks behind each line, reading rows that are one
+    # block shorter than that shifts each line by one block more than the line before it.
     n_lines, length = lines.shape[0], lines.shape[-1]
     blocks = F.pad(lines, [0, -length % step]).unflatten(-1, (-1, step)).movedim(-2, 1)
     n_blocks = blocks.shape[1]
@@ -298,6 +307,7 @@ def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F
     sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, left)
     dz1, dz2 = tl.zeros([BT, HALF], tl.float32), tl.zeros([BT, HALF], tl.float32)
     sums_row = sums + (batch * tl.num_programs(0) + tl.program_id(0)) * N * 4 * HALF
+    # Back through RoPE. The gradient of z is a sum over heads; those of gamma and beta are sums over tokens.
     for head in tl.static_range(N):
         dhead = dheads + (head * tl.num_programs(1).to(tl.int64) * T + first) * 2 * HALF
         turned1 = load_rows(dhead, token, column, left, HALF, 2 * HALF).to(tl.float32)

@@ -25,7 +25,7 @@ from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores
 def crosses_edge(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
     """True, as a column, for the tokens of a chunk whose document crosses the chunk's far edge in direction R. These
     tokens add to the state that is passed on. Called with 1 - R: the tokens that read the state entering in R."""
-    if DOCUMENTS:
+    if DOCUMENTS:  # forwards the document ends behind the chunk, backwards it begins before the chunk
         if R == 0:
             mask = tl.load(ends + here + token, mask=token < n_tokens, other=0) > start + C
         else:
@@ -46,6 +46,7 @@ def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.con
         DOCUMENTS: tl.constexpr):
     """OF_QUERIES: the first and the last key of its chunk that each query sees. Otherwise the first and the last query
     that see each key. Columns of indices in the chunk."""
+    # The chunk, then its part of the document, then what causality leaves of that.
     first, last = tl.zeros_like(token), tl.zeros_like(token) + n_tokens - 1
     if DOCUMENTS:
         first = tl.load(begins + here + token, mask=token < n_tokens, other=0) - start
@@ -102,6 +103,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
     is that of the attention output before the gate. Without WHOLE, a program takes one chunk, and states[b, g] is the
     sum of this chunk alone, in float32, for `scan_states`. first: the sum that the walk begins with, or None for 0.
     last: where the sum at its end is stored, or None. Backward both are gradients, that of `last` and of `first`."""
+    # Which columns of a state, and of which row (or chunk), this program makes. k, or backwards q, is read from `head`.
     dtype = x_out.dtype.element_ty
     n_tiles = tl.cdiv(E, BE)
     column, size = tl.program_id(0) % n_tiles * BE + tl.arange(0, BE), tl.arange(0, SIZE)
@@ -115,7 +117,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
         g = chunk_of_step(step, place, n_chunks, R, BACKWARD, WHOLE)
         here, n_here = b.to(tl.int64) * n_tokens + g * C, tl.minimum(n_tokens - g * C, C)
         scale = tl.load(scales + b * n_chunks + g)
-        if WHOLE:
+        if WHOLE:  # the chunk reads the state as it is before its own tokens are added
             state = states + (b.to(tl.int64) * n_chunks + g) * SIZE * E
             running = enter_chunk(running, scale, state, size, column, begins, ends, here, g * C, E, C, BACKWARD,
                                   DOCUMENTS)
@@ -145,6 +147,7 @@ def scan_states(sums, begins, ends, scales, first, last, states, n_tokens, n_chu
     running = tl.zeros([BLOCK], tl.float32)
     if first is not None:
         running = tl.load(first + b * size + at, mask=at < size)
+    # As in `walk_states`: store what enters the chunk, drop it where the document ends, add the chunk's own sum.
     for step in range(n_chunks):
         g = step if R == BACKWARD else n_chunks - 1 - step
         here = (b * n_chunks + g) * size
@@ -180,6 +183,7 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
     own_rows, other_rows: pointers to row 0 of both heads of the quadratic half; those of the linear half are two heads
     further. first, last: the range that each row sees. each: the share of each query, that of the chunk's first token
     at `here`."""
+    # The quadratic half: relu(score)^2 where visible.
     index = at + other[None, :]
     visible = (index >= first) & (index <= last)
     distance = index - own[:, None] if OF_QUERIES else own[:, None] - index  # key minus query
@@ -221,6 +225,7 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
     Registers hold the weights of KEPT tiles of keys. More keys need another ROUND, which adds to the partial result
     of the previous round in memory. Each of the first rounds reads the state of one direction. The number of tiles must
     be a constant at compile time but depends on the causal mask, hence the loop over all cases."""
+    # Tiles of keys up to the last query of the program. The gate comes when the last of them has been added.
     n_tiles = (tl.program_id(0) % (C // BM) * BM + BM + BN - 1) // BN if CAUSAL else C // BN
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
@@ -235,6 +240,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
                       BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
                       DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
     """`attend_queries` with N tiles of keys. query and key are indices in the chunk."""
+    # Chunk g of row b: its first token in the row (start) and in the batch (here), and how many tokens it has.
     dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
@@ -263,7 +269,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         acc = tl.zeros([BM, BE], tl.float32)
         if DIRECTED:
             state_tile = load_tile(state, size, column, SIZE, E)
-            if BACKWARD:
+            if BACKWARD:  # the gradient of q_lin is that of what attention says, times the state
                 u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
                 do = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32) * silu(u)
                 dq = dot(do.to(dtype), tl.trans(state_tile), dq)
@@ -276,6 +282,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
         by = gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD)
         store_tile(result + here * width, query, column, n_here, width, tl.where(finish, acc * by, acc))
+    # Only queries whose document crosses the chunk's edge have read the state; the second direction is added.
     if BACKWARD and DIRECTED:
         dq = tl.where(read, dq, 0.0)
         if ROUND > 0:
@@ -303,6 +310,7 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
                           BE: tl.constexpr, BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr,
                           CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """`differentiate_keys` with N tiles of queries; see `attend_n_tiles`."""
+    # The chunk as there, with a tile of keys in place of queries. AT: the first tile of queries of this round.
     dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
@@ -318,13 +326,14 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
                             each, here, per_head, C, BS, False, CAUSAL)
         weights = weights + (weight.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
 
-    # The first rounds also read the linear half's state, a direction each.
+    # The first rounds also read the gradient of the linear half's state, a direction each.
     DIRECTED: tl.constexpr = ROUND < (1 if CAUSAL else 2)
     if DIRECTED:
         k_lin = load_tile(head + 3 * per_head, key, tl.arange(0, BS), n_here, SIZE)
         adds = crosses_edge(begins, ends, here, key, n_here, start, C, ROUND, DOCUMENTS)
         state = dstates + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dk = tl.zeros([BM, SIZE], tl.float32)
+    # A loop over the columns of v: its gradient by the state, by earlier rounds and by the weights, and last silu.
     for at in range(0, E, BE):
         column = at + tl.arange(0, BE)
         acc = tl.zeros([BM, BE], tl.float32)
@@ -376,6 +385,7 @@ def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int,
     def share(count: Tensor) -> Tensor:
         return torch.where(count > 0, 1.0 if pooling == "sum" else 1.0 / count.clamp(min=1), 0.0).float()
 
+    # Rows of one document need no tables: only where the document begins and ends.
     if segment_ids_BT is None:
         ids_BT, begins_BT, ends_BT = None, None, None
         begin_BG, end_BG = (chunk_G.new_full((n_rows, len(chunk_G)), at) for at in (0, n_tokens))
@@ -438,6 +448,7 @@ def state_tiles(dtype: torch.dtype, kind: TileClass) -> Tiles:
 def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "queries", "keys"], kind: TileClass) -> Tiles:
     """Tiles of `attend_queries`, for its output or for the gradients of queries, and of `differentiate_keys`: the
     largest that do not spill registers with three stages, in which a tile is copied while another is multiplied."""
+    # Float32 has twice the bytes and no tensor cores: small tiles, and heads in pieces.
     if dtype == torch.float32:
         return Tiles(32, 32, 16, 4, 2, 1, 16)
     if kind == "small":
@@ -465,6 +476,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
     tiles = state_tiles(uvz_BTF.dtype, tile_class(uvz_BTF.device))
     n_tiles = triton.cdiv(e, tiles.columns)
+    # One level walks a row chunk by chunk. Few rows of many chunks would leave a GPU idle, so they get two.
     whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS
     n_places = n_rows if whole else n_rows * n_chunks
     begins, ends = documents.begins_BT, documents.ends_BT
@@ -515,17 +527,6 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
     return max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)
 
 
-class Kept(NamedTuple):
-    """What the forward pass makes and the backward pass reads again: 5.6 KB a token and layer at 110 M, for 9.2 KB less
-    to move."""
-
-    heads_4BTS: Tensor
-    v_BTE: Tensor
-    """After silu."""
-    states_RBGSE: Tensor
-    """That enter each chunk."""
-
-
 @torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
 @on_own_device
 def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None,
@@ -535,9 +536,10 @@ def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor 
     """FLASH's attention of contiguous tensors, with heads made from z, or with `heads` of 128 dimensions; uvz is then
     uv, and what heads are made by is None.
 
-    Returns the output; the sums that leave the rows, left_RBSE, without `carries` no entry; and what is `Kept`, without
-    heads where they were given. past: the sums that enter the rows, past_RBSE, float32, or None. ids, begins, ends,
-    scales, each: see `DocumentTables`."""
+    Returns the output; the sums that leave the rows, left_RBSE, without `carries` no entry; and what the backward pass
+    reads again: the heads made here, v after silu, and the states that enter each chunk. That is 5.6 KB a token and
+    layer at 110 M, for 9.2 KB less to move. past: the sums that enter the rows, past_RBSE, float32, or None. ids,
+    begins, ends, scales, each: see `DocumentTables`."""
     made = uvz.new_empty(0)
     if heads is None:
         assert gamma is not None and beta is not None and sin is not None and cos is not None
@@ -576,7 +578,8 @@ def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, state
              each: Tensor | None, chunk_size: int,
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, of gamma and beta, or of heads where they were given, of w and of past. What has no
-    gradient has no entry. heads, v, states: see `Kept`. dleft: the gradient of the sums that leave the rows."""
+    gradient has no entry. heads, v, states: see `forward`. dleft: the gradient of the sums that leave the rows."""
+    # The states' gradients; those of u and q_lin; of v and k_lin; of q, k and the bias; and of what made the heads.
     documents, dpast = DocumentTables(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), scales.new_empty(0)
@@ -599,7 +602,7 @@ def _(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tens
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the tensors given and what is `Kept`."""
+    """Save the tensors given and what `forward` made for the backward pass."""
     _, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
@@ -628,13 +631,14 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs the
-    inputs and what is `Kept`. Raises RuntimeError in forward-mode differentiation."""
+    inputs, and what `forward` keeps for it. Raises RuntimeError in forward-mode differentiation."""
     s = gamma_4S.shape[-1]
     if s < QUERY_KEY_DIM:  # PyTorch makes narrow heads
         uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
         heads = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
         return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                     segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
+    # What enters the rows: from the part before, or from other ranks, which get what leaves. That needs k and v here.
     past = None
     if isinstance(exchange, CarriedState):
         past = exchange.kv_BSE[None], exchange.count_B[None]
@@ -652,6 +656,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
                          exchange: Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
     `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
+    # What enters the rows, as in `gated_chunk_attention`; "written" also needs the sum of the gates before them.
     past: tuple[Tensor, Tensor] | None = None
     of_gates: Exchange | None = None  # the same exchange of the sums of gates alone
     if isinstance(exchange, CarriedState):
@@ -675,6 +680,7 @@ def attend(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor
            past: tuple[Tensor, Tensor] | None, exchange: Exchange | None, chunk_size: int, causal: bool,
            segment_ids_BT: Tensor | None, pooling: str) -> Tensor:
     """Run `forward`; a `CarriedState` gets what leaves the rows. past: kv_RBSE and count_RB that enter the rows."""
+    # The tables of documents, contiguous tensors, and the kernels.
     (n_rows, n_tokens, _), carries = uvz_BTF.shape, isinstance(exchange, CarriedState)
     kv_RBSE, count_RB = (None, None) if past is None else past
     refuse_forward_mode(uvz_BTF, *made_by, heads_4BTS, w, kv_RBSE, count_RB)
@@ -683,6 +689,7 @@ def attend(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor
     past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
     tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
     out_BTE, left_RBSE, *_ = forward(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
+    # The next part gets the sums of the last document, without the zeros of narrow heads, and the number of its tokens.
     if isinstance(exchange, CarriedState):
         kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
         exchange.kv_BSE = left_RBSE[0, :, : kv_BSE.shape[1]].to(kv_BSE.dtype)

@@ -37,6 +37,7 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
           BS: tl.constexpr):
     """OF_QUERIES: the weights of BN keys for BM queries. Otherwise those of BM keys for BN queries. Masked weights are
     0. A tile that the causal mask hides entirely is not written."""
+    # The tile: its rows begin at `own` in the row of tokens and at `into` in the buffer, its columns at `other`.
     n_others = tl.cdiv(T, BN)
     into, other = tl.program_id(0) // n_others * BM, tl.program_id(0) % n_others * BN
     own = first_own + into
@@ -48,12 +49,14 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
     other_head += (first + other) * 2 * HALF
     i, j = tl.arange(0, BM), tl.arange(0, BN)
     query, key = (own + i[:, None], other + j[None, :]) if OF_QUERIES else (other + j[None, :], own + i[:, None])
+    # q k^T is added onto the bias, which has been multiplied by n, BS dimensions at a time.
     score = tl.load(w + (key - query))
     for s in range(0, 2 * HALF, BS):
         part = s + tl.arange(0, BS)
         x = load_rows(own_head, i, part, T - own, 2 * HALF, 2 * HALF)
         y = load_rows(other_head, j, part, T - other, 2 * HALF, 2 * HALF)
         score = dot(x, tl.trans(y), score)
+    # Hidden pairs get weight 0.
     query_document, key_document = query, key
     if DOCUMENTS:
         query_document = tl.load(documents + first + query, mask=query < T, other=-1)
@@ -85,6 +88,7 @@ def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_str
             end = tl.minimum(own + BM, T)
         else:
             begin = own // BK * BK
+    # Weights times values, BK of them at a time.
     x_row = weights + tl.program_id(1).to(tl.int64) * row_stride + into.to(tl.int64) * stride
     total = tl.zeros([BM, BE], tl.float32)
     for other in range(begin, end, BK):
@@ -130,6 +134,7 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
     # q and k for queries, k and q for keys; the bias with room for the distances of whole tiles.
     own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
+    # A buffer holds the weights of several rows, or of some tiles of one row, and is written and read again and again.
     n_tiles, n_others = triton.cdiv(n_tokens, bm), triton.cdiv(n_tokens, bn)
     tiles_at_once = max(gradients.SCORES_AT_ONCE // (bm * bn * n_others), 1)
     rows_at_once, tiles_at_once = max(tiles_at_once // n_tiles, 1), min(tiles_at_once, n_tiles)
@@ -170,10 +175,12 @@ def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
 def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
              documents: Tensor | None, scale_len: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta and w, the last three in float32."""
+    # Heads, v and the gradient before the gate are made again: the forward pass keeps only its inputs.
     e = dout.shape[-1]
     heads = make_heads(uvz, gamma, beta, sin, cos)
     u, v_before = uvz[..., :e], uvz[..., e : 2 * e]
     v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).contiguous()
+    # The gradients of u and of v by weights times values, then those of q, k and the bias, and of what made q and k.
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     attend(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
     attend(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False, backward=True)

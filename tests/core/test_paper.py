@@ -141,7 +141,7 @@ def test_one_document_needs_no_segment_ids(name: str) -> None:
     check_case(case, call(layer, without_x(leaves), leaves["x"].flatten(1, 2)).view_as(leaves["x"]), leaves)
 
 
-# The transcribed listings, in float64 with random sizes, inputs and weights.
+# The transcribed listings, in float64 with random sizes, inputs and weights. Whole models: tests/test_examples.py.
 
 
 def random_weights(generator: torch.Generator, n: int, d: int, e: int, s: int, n_heads: int, norm_type: str) -> Weights:
@@ -208,40 +208,6 @@ def test_flash_layer_against_the_listing(size: dict, g: int, n_documents: int, w
     for document_mask in ("paper", "exact") if whole_chunks else ("paper",):
         found = flash(x, causal, segment_ids, var, norm_type, document_mask)
         agree(found, wanted, var | {"x": x}, generator)
-
-
-@pytest.mark.parametrize("task", ["c4", "wiki40b"])
-@pytest.mark.parametrize("model_name", ["flash-quad", "flash"])
-def test_language_model_is_the_listings_in_a_row(model_name: str, task: str) -> None:
-    """Embedding and ScaledSin, the layers, a norm, the tied head: what the listings leave open is only this much."""
-    generator = torch.Generator().manual_seed(7)
-    d, n_layers, vocab_size, n, g = 6, 2, 11, 8, 4
-    chunks = {"chunk_size": n, "document_mask": "paper"} if model_name == "flash" else {"attn_scale_len": g * n}
-    config = model_config(model_name, task, d_model=d, n_layers=n_layers, vocab_size=vocab_size, query_key_dim=4,
-                          end_of_document=0 if model_name == "flash" else None, **chunks)
-    model = LanguageModel(config).double()
-    n_heads, scale_len = (4, n) if model_name == "flash" else (2, g * n)
-    layers_var = [random_weights(generator, scale_len, d, 2 * d, 4, n_heads, config.norm) for _ in range(n_layers)]
-    final = random_weights(generator, 1, d, 1, 2, 1, config.norm)
-    model_var = {name: w for name, w in final.items() if name.startswith("norm/")}
-    model_var["scaledsin_scalar"] = torch.tensor(0.7, dtype=torch.float64)
-    embed, head_bias = (torch.randn(shape, dtype=torch.float64, generator=generator)
-                        for shape in ((vocab_size, d), (vocab_size,)))
-    model.load_state_dict(
-        {f"layers.{i}.{name}": w for i, var in enumerate(layers_var) for name, w in from_listing(var).items()}
-        | from_listing(model_var) | {"embed.weight": embed, "head_bias": head_bias})
-
-    ids = torch.randint(vocab_size, (3, g * n), generator=generator)
-    x = embed[ids]
-    x = x + listings.get_scaledsin(x, model_var)
-    for var in layers_var:
-        if model_name == "flash":
-            segment_ids = (ids == 0).cumsum(1).view(-1, g, n)
-            x = listings.FLASH(x.view(-1, g, n, d), config.causal, segment_ids, var, config.norm).view(-1, g * n, d)
-        else:
-            x = listings.GAU(x, config.causal, var, config.norm)
-    wanted = listings.norm(x, listings.below(model_var, "norm"), norm_type=config.norm) @ embed.T + head_bias
-    assert error(model(ids).detach(), wanted.detach()) <= EXACT
 
 
 # The specification tables.

@@ -115,19 +115,6 @@ def test_bfloat16_trains(preset: str) -> None:
     assert loss < 0.9 * first
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@torch.no_grad()
-def test_decoding_is_the_forward_pass(name: str) -> None:
-    config = with_end(CONFIGS[name], END)
-    model = random_model(config).to(DEVICE)
-    ids_BT = rows_with_documents(config).to(DEVICE)
-    x_BTD = model.hidden(ids_BT)
-    state = model.decoding_state(len(ids_BT))
-    pieces = [model.extend(piece, torch.full((len(ids_BT),), piece.shape[1], device=DEVICE), state)
-              for piece in ids_BT.split([6, 1, 1, 1, 4, 1], dim=1)]
-    assert error(torch.cat(pieces, dim=1), x_BTD) <= LIMITS[torch.float64]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["transformer++", "flash-quad", "flash", "mc-tfm++"])
 def test_packed_documents_do_not_see_each_other(preset: str, dtype: torch.dtype) -> None:

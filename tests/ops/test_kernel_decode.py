@@ -199,13 +199,6 @@ def test_refused() -> None:
         call(decode_step.chunk_decode_step, inputs | {"k_quad_BCS": inputs["k_quad_BCS"][..., :64].contiguous()})
 
 
-def test_what_torch_asks_of_an_op() -> None:
-    (uvz_BF, *of_z), (uv_BF, heads_4BS, *others) = (make(torch.bfloat16, ROWS[2:3], 16).values()
-                                                    for make in (make_inputs, make_head_inputs))
-    for given in ((uvz_BF, None, *of_z), (uv_BF.contiguous(), heads_4BS, None, None, None, None, *others)):
-        torch.library.opcheck(decode_step.decode_op, given, test_utils=("test_schema", "test_faketensor"))
-
-
 def test_compiled_in_one_graph() -> None:
     inputs = make_inputs(torch.bfloat16, ROWS[2:4], 16)
     compiled = torch.compile(decode_step.chunk_decode_step, backend="aot_eager", fullgraph=True)

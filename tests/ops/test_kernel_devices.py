@@ -86,7 +86,7 @@ def test_rocm_runs_the_reference(monkeypatch):
     assert dispatch.unsupported_device(torch.device("cuda"), torch.float32) == "kernels are for CUDA, not for ROCm"
 
 
-def test_what_kernels_refuse():
+def test_what_is_too_large_for_kernels_or_of_another_width():
     """Sizes that do not fit a grid or an offset of 32 bits, widths and chunks that no kernel has."""
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, device="meta", dtype=dtype)

@@ -1,13 +1,10 @@
 """The kernel of residual addition and norm, in Triton's interpreter, held to its reference, which is the modules'."""
 
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 from lineartime.config import model_config
@@ -158,43 +155,8 @@ def test_the_definition_is_the_modules(name: str, dtype: torch.dtype | str) -> N
         assert alone[0] is total and torch.equal(alone[1], normed)
 
 
-@pytest.mark.parametrize("with_delta", [True, False])
-@NORMS
-def test_what_torch_asks_of_an_op(layer_norm: bool, with_delta: bool) -> None:
-    x, delta, weight, bias = (None if x is None else x.requires_grad_()
-                              for x in make_inputs((3, 48), AUTOCAST, layer_norm, with_delta))
-    torch.library.opcheck(norm.add_norm_forward, (x, delta, weight, bias, torch.bfloat16, 1e-5),
-                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
-
-
-def test_compiled_and_checkpointed() -> None:
-    inputs = make_inputs((3, 5, 48), AUTOCAST, True)
-    kept = run(norm.add_norm, inputs, AUTOCAST)
-    for op in (torch.compile(norm.add_norm, backend="aot_eager", fullgraph=True),
-               partial(checkpoint, norm.add_norm, use_reentrant=False)):
-        assert all(torch.equal(a, b) for a, b in zip(run(op, inputs, AUTOCAST), kept, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
-def test_functions_of_functions() -> None:
-    """`torch.func`: rows one by one as together; derivatives, which a custom op has not, are refused."""
+def test_rows_one_by_one_are_the_rows_together() -> None:
+    """By `torch.func.vmap`."""
     x, delta, weight, bias = make_inputs((3, 48), torch.float32, True)
-
-    def square(x: Tensor) -> Tensor:
-        return norm.add_norm(x, delta, weight, bias)[1].square().sum()
-
     rows = torch.func.vmap(lambda x, delta: norm.add_norm(x, delta, weight, bias)[1])(x, delta)
     assert torch.equal(rows, norm.add_norm(x, delta, weight, bias)[1])
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        square(forward_ad.make_dual(x, x))
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(square)(x)
-
-
-def test_no_second_derivative() -> None:
-    """Also where the gradient of the norm is constant, as that of a mean is."""
-    for reduce in (Tensor.mean, lambda normed: normed.square().sum()):
-        x, delta, weight, bias = (x.requires_grad_() for x in make_inputs((3, 48), torch.float32, True))
-        first, = torch.autograd.grad(reduce(norm.add_norm(x, delta, weight, bias)[1]), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="add_norm_backward"):
-            first.square().sum().backward()

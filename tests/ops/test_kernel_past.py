@@ -1,4 +1,5 @@
-"""Attention of whole chunks behind a past: rows in parts are the rows, and kernels are held to the reference."""
+"""Attention of whole chunks behind a past: kernels are held to the reference. That rows in parts are the rows is tested
+in distributed/test_row_windows.py."""
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
-from kernel_law import S, assert_near, gated_heads, head_inputs, make_inputs, random, run, run_heads, tiny
+from kernel_law import S, assert_near, gated_heads, head_inputs, make_inputs, random, tiny
 from lineartime import ops
 from lineartime.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
@@ -93,48 +94,6 @@ def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_B
     if ids_BT is EVERY_PART:  # a past that no token belongs to has no gradient
         unread = exact["past"].abs().amax(-1) == 0
         assert unread.any() and (ours["past"][unread] == 0).all()
-
-
-LAYOUTS = [[0] * 50 + [1] * 300 + [2] * 34, None]
-CUTS = slice(0, 128), slice(128, 384)
-
-
-@pytest.mark.parametrize("ids_T", LAYOUTS, ids=["documents", "one document"])
-@pytest.mark.parametrize(("module", "dtype", "limit"), [
-    (reference, torch.float64, 1e-14), *rest((mixed_chunk, torch.float32, 1e-6))])
-def test_parts_of_a_row_are_the_row(module, dtype: torch.dtype, limit: float, ids_T: list[int] | None) -> None:
-    """One after the other, each with the past of the one before: output and gradients of the whole rows, of heads that
-    are made from z and of heads that are given, whose gates are carried too."""
-    ids_BT = None if ids_T is None else torch.tensor([ids_T])
-    how = {"chunk_size": 128, "causal": True}
-
-    def in_parts(op, tokens: dict[str, object], **others: object) -> Tensor:
-        """tokens: the arguments that have an axis of tokens, the last but one or, of gates, the last."""
-        state, outs = CarriedState(torch.zeros(1, S, 64, dtype=dtype), torch.zeros(1, dtype=dtype)), []
-        for part in CUTS:
-            ids = None if ids_T is None else ids_BT[:, part] - (ids_T[part.start - 1] if part.start else 0)
-            mine = {name: [x[:, part] for x in each] if isinstance(each, list) else each[:, part]
-                    for name, each in tokens.items() if each is not None}
-            outs.append(op(**mine, **others, **how, segment_ids_BT=ids, exchange=state))
-        return torch.cat(outs, 1)
-
-    def of_z(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor) -> Tensor:
-        return in_parts(module.gated_chunk_attention, {"uvz_BTF": uvz, "sin": sin, "cos": cos}, gamma_4S=gamma,
-                        beta_4S=beta, w=w)
-
-    def of_heads(uv: Tensor, heads: list[Tensor], w: Tensor, gate_BT: Tensor | None, **more: object) -> Tensor:
-        return in_parts(module.gated_head_attention, {"uv_BTF": uv, "heads": heads, "gate_BT": gate_BT}, w=w, **more)
-
-    inputs = make_inputs(1, 384, dtype, parameters=dtype)
-    made = run(of_z, inputs), run(reference.gated_chunk_attention, inputs, segment_ids_BT=ids_BT, **how)
-    inputs = {name: x.to(dtype) for name, x in head_inputs(1, 384, S, dtype).items()}
-    for pooling in ("written", "mean"):
-        more = {"pooling": pooling, "gated": pooling == "written"}
-        whole = run_heads(reference.gated_head_attention, inputs, segment_ids_BT=ids_BT, **more, **how)
-        made[0].extend(run_heads(of_heads, inputs, **more))
-        made[1].extend(whole)
-    for found, wanted in zip(*made, strict=True):
-        assert (found - wanted).norm() <= limit * wanted.norm()
 
 
 def test_a_past_is_carried_over_whole_chunks() -> None:

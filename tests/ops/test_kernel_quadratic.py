@@ -6,9 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import grad
-from torch.utils.checkpoint import checkpoint
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
@@ -66,21 +63,6 @@ def test_parameters_of_another_type() -> None:
     assert_held(inputs, scale_len=512, causal=True, segment_ids_BT=documents(2, 133))
 
 
-def test_inputs_in_any_layout() -> None:
-    """Rows and tokens interleaved, angles expanded, every second column; and so the gradient that comes back."""
-    inputs = make_inputs(2, 67, 48, torch.bfloat16, own_positions=True)
-    strided = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in inputs.items()}
-    strided["uvz"] = inputs["uvz"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert not any(x.is_contiguous() for x in strided.values())
-    how = {"scale_len": 67, "causal": True, "segment_ids_BT": documents(2, 67).t().contiguous().t()}
-    leaves = [strided[name].requires_grad_() for name in NAMES[1:]]
-    out = quadratic.gated_quadratic_attention(*strided.values(), **how)
-    given = random(2, 67, 48, seed=6).bfloat16().transpose(0, 1).contiguous().transpose(0, 1)
-    made = [out.detach(), *torch.autograd.grad(out, leaves, given)]
-    for a, b in zip(made, run(quadratic.gated_quadratic_attention, inputs, **how), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(("tiles", "causal"), [(1, True), *rest((1, False), (2, True))])
 def test_scores_in_parts(tiles: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a row's two tiles of queries at a time, or one of two rows: as with all at once."""
@@ -111,38 +93,3 @@ def test_nothing_crosses(dtype: torch.dtype, causal: bool) -> None:
     changed = torch.where(seen[:, None], uvz.detach(), random(*uvz.shape, seed=7).to(dtype))
     again = quadratic.gated_quadratic_attention(changed, *inputs.values(), **how)
     assert torch.equal(again[:, 60 : last + 1], out.detach()[:, 60 : last + 1])
-
-
-def test_what_torch_asks_of_an_op() -> None:
-    inputs = {name: x.requires_grad_() for name, x in make_inputs(2, 5, 16, torch.float32).items()}
-    torch.library.opcheck(quadratic.forward, (*inputs.values(), documents(2, 5).int(), 5, True),
-                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
-
-
-def test_compiled_and_checkpointed() -> None:
-    """To the bit, in one graph; and angles get no gradient."""
-    inputs, how = make_inputs(1, 67, 16, torch.bfloat16), {"scale_len": 67, "causal": True}
-    op, kept = quadratic.gated_quadratic_attention, run(quadratic.gated_quadratic_attention, inputs, **how)
-    for other in (torch.compile(op, backend="aot_eager", fullgraph=True), partial(checkpoint, op, use_reentrant=False)):
-        assert all(torch.equal(a, b) for a, b in zip(run(other, inputs, **how), kept, strict=True))
-    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    op(*inputs.values(), **how).sum().backward()
-    assert [name for name, x in inputs.items() if x.grad is None] == ["sin", "cos"]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
-def test_derivatives_that_are_not_there() -> None:
-    """A second one, one carried forward, and those of torch.func are errors, not zeros."""
-    inputs = make_inputs(1, 5, 16, torch.float32)
-
-    def op(uvz: Tensor) -> Tensor:
-        return quadratic.gated_quadratic_attention(uvz, *list(inputs.values())[1:], scale_len=5, causal=True)
-
-    uvz = inputs["uvz"].requires_grad_()
-    duvz, = torch.autograd.grad(op(uvz).sum(), uvz, create_graph=True)
-    with pytest.raises(RuntimeError, match="gated_quadratic_attention_backward"):
-        torch.autograd.grad(duvz.sum(), uvz)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        op(forward_ad.make_dual(uvz.detach(), torch.ones_like(uvz)))
-    with pytest.raises(RuntimeError, match="functorch"):
-        grad(lambda x: op(x).sum())(uvz.detach())

@@ -1,0 +1,114 @@
+"""What PyTorch asks of every kernel's op: compiled and checkpointed, in any layout, one derivative and no other."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import interpreter  # noqa: F401 - first, as it decides how kernels run
+from kernel_law import S, documents, make_inputs, random
+from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+
+
+def of_chunks(n_tokens: int, dtype: torch.dtype):
+    op = partial(mixed_chunk.gated_chunk_attention, chunk_size=128, causal=True, segment_ids_BT=documents(2, n_tokens))
+    return op, make_inputs(2, n_tokens, dtype)
+
+
+def of_rows(n_tokens: int, dtype: torch.dtype):
+    inputs = make_inputs(2, n_tokens, dtype, chunk=n_tokens)
+    inputs |= {name: inputs[name][:2] for name in ("gamma", "beta")}
+    ids_BT = documents(2, n_tokens).t().contiguous().t()
+    return partial(quadratic.gated_quadratic_attention, scale_len=n_tokens, causal=True, segment_ids_BT=ids_BT), inputs
+
+
+def of_norm(n_tokens: int, dtype: torch.dtype):
+    x, delta = (random(2, n_tokens, 48, seed=n).to(dtype) for n in (0, 1))
+    inputs = {"x": x, "delta": delta, "weight": random(48, seed=2), "bias": random(48, seed=3)}
+    return lambda *tensors: norm.add_norm(*tensors)[1], inputs
+
+
+EVERY_OP = pytest.mark.parametrize("made", [of_chunks, of_rows, of_norm])
+
+
+def run(op, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The output and the gradients of all inputs but angles, of which kernels have none."""
+    inputs = {name: x.detach() for name, x in inputs.items()}
+    leaves = [x.requires_grad_() for name, x in inputs.items() if name not in ("sin", "cos")]
+    out = op(*inputs.values())
+    given = random(*out.shape, seed=6).to(out.dtype).transpose(0, 1).contiguous().transpose(0, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given)]
+
+
+@EVERY_OP
+def test_compiled_checkpointed_and_in_any_layout(made) -> None:
+    """To the bit: in one graph, with what is kept for backward made again, and with rows and tokens interleaved, angles
+    expanded and every second column, as with contiguous inputs."""
+    op, inputs = made(133 if made is of_chunks else 67, torch.bfloat16)
+    strided = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in inputs.items()}
+    first = next(iter(inputs))
+    strided[first] = inputs[first].transpose(0, 1).contiguous().transpose(0, 1)
+    assert not any(x.is_contiguous() for x in strided.values())
+    kept = run(op, inputs)
+    for other in (run(torch.compile(op, backend="aot_eager", fullgraph=True), inputs),
+                  run(partial(checkpoint, op, use_reentrant=False), inputs), run(op, strided)):
+        assert all(torch.equal(a, b) for a, b in zip(other, kept, strict=True))
+
+
+@EVERY_OP
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
+def test_derivatives_that_are_not_there(made) -> None:
+    """Angles have no gradient. A second derivative, one carried forward, and those of torch.func are errors, not zeros;
+    also where the gradient of the output is constant, as that of a mean is."""
+    op, inputs = made(5, torch.bfloat16)
+    first, *others = inputs.values()
+    leaves = [x.requires_grad_() for x in (first, *others)]
+    for reduce in (Tensor.mean, lambda out: out.square().sum()):
+        gradient, = torch.autograd.grad(reduce(op(*leaves)), first, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"(gated_\w+_attention|add_norm)_backward"):
+            gradient.square().sum().backward()
+    op(*leaves).sum().backward()
+    assert [name for name, x in inputs.items() if x.grad is None] == [name for name in inputs if name in ("sin", "cos")]
+    first, *others = (x.detach() for x in leaves)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        op(forward_ad.make_dual(first, first), *others)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: op(x, *others).sum())(first)
+
+
+def test_an_op_returns_what_it_says() -> None:
+    """As `torch.compile` sees it: with a past that goes out or not, with heads from outside, with or without what is
+    added, LayerNorm and ScaleNorm, and a token whose heads are made or given."""
+    def check(op, *args, more=()) -> None:
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", *more))
+
+    inputs, ids_BT = make_inputs(2, 5, torch.bfloat16), documents(2, 5)
+    tables = mixed_chunk.lay_out_documents(ids_BT, 2, 5, 128, True, "mean", torch.device("cpu"))
+    *made_by, w = inputs.values()
+    uv, heads = inputs["uvz"][..., :128].contiguous(), random(4, 2, 5, S, seed=2).bfloat16()
+    for given in ((*made_by, None), (uv, None, None, None, None, heads)):
+        for past, carries in ((random(1, 2, S, 64, seed=1), True), (None, False)):
+            args = (*given, w, past, *tables, 128, True, carries)
+            check(mixed_chunk.forward, *args)
+            _, left, made, *kept = out = mixed_chunk.forward(*args)
+            check(mixed_chunk.backward, out[0], left if carries else None, made if given[-1] is None else heads, *kept,
+                  *given[:-1], *args[6:-1])
+    _, inputs = of_rows(5, torch.float32)
+    check(quadratic.forward, *(x.requires_grad_() for x in inputs.values()), documents(2, 5).int(), 5, True,
+          more=("test_autograd_registration",))
+    _, inputs = of_norm(3, torch.float32)
+    x, delta, weight, bias = (x.requires_grad_() for x in inputs.values())
+    for given in ((weight, bias), (weight[:1], None)):
+        for added in (delta, None):
+            added = None if added is None else added.flatten(0, 1)
+            check(norm.add_norm_forward, x.flatten(0, 1), added, *given, torch.bfloat16, 1e-5,
+                  more=("test_autograd_registration",))
+    sums, place = random(3, S, 16, seed=3), torch.tensor([5, 0, 7])
+    buffers = [random(3, 128, width, seed=width).bfloat16() for width in (S, S, 16)]
+    rest = (random(128, seed=4), *buffers, sums, place, torch.zeros_like(place), torch.ones(3))
+    uvz, scale, angle = (random(*shape, seed=5).bfloat16() for shape in ((3, 32 + S), (4, S), (3, S // 2)))
+    check(decode_step.decode_op, uvz, None, scale, scale, angle, angle, *rest)
+    check(decode_step.decode_op, uvz[:, :32].contiguous(), heads[:, 0, :3].contiguous(), None, None, None, None, *rest)
