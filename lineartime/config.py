@@ -56,7 +56,8 @@ class ModelConfig:
     rel_pos: Annotated[Literal["rope"] | None, "Relative position embedding."] = None
     n_layers: Annotated[int, "GAU layers, or pairs of an attention layer and an FFN layer."] = 12
     d_model: Annotated[int, "Hidden size."] = 768
-    expansion_factor: Annotated[float, "Expansion rate; a GLU takes two thirds of it (see `d_inner`)."] = 4
+    expansion_factor: Annotated[float, "Inner width of an FFN or GAU, in widths of the model; a GLU takes two thirds "
+                                "of it, see `d_inner`."] = 4
     chunk_size: Annotated[int | None, "Tokens per chunk of mixed chunk or rowmajor-axial attention; None for the other "
                           "attention types."] = None
 
@@ -96,14 +97,14 @@ class ModelConfig:
     key_conv: Annotated[int, "Tokens in the window of a depthwise convolution of z, or of a Transformer's keys, that "
                         "keys are made from: a token and those before it, or when not causal those around it. With "
                         "chunks the linear half's keys alone. 0: none."] = 0
-    local_key_conv: Annotated[bool, "The local half's keys are made from this convolution too."] = False
+    local_key_conv: Annotated[bool, "Make the local half's keys from this convolution too."] = False
     linear_scale_init: Annotated[float | None, "Initial value of the scales of the linear half's queries and keys; "
                                  "None: the paper's normal(0, 0.02)."] = None
     local_scale_init: Annotated[float | None, "The same for the scales of a GAU's other queries and keys."] = None
-    linear_rope: Annotated[bool, "Whether RoPE turns the linear half's queries and keys."] = True
+    linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + "
                            "b) of what the key is made from."] = False
-    linear_norm: Annotated[bool, "What is read from the linear half is divided by its root mean square and has a "
+    linear_norm: Annotated[bool, "The output of the linear half is divided by its root mean square and multiplied by a "
                            "learned gain."] = False
     linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
     keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
@@ -377,44 +378,44 @@ class TrainConfig:
 
     tokens_per_step: Annotated[int, "Tokens per batch."] = 2**18
     steps: Annotated[int, "Number of steps."] = 125_000
-    warmup_steps: Annotated[int, "Steps until the peak learning rate. Settings that do not name it take a fifth of the "
-                            "run if that is less."] = 10_000
+    warmup_steps: Annotated[int, "Steps in which the learning rate rises to its peak. If it is not set, at most a "
+                            "fifth of the run."] = 10_000
     learning_rate: Annotated[float, "Peak learning rate."] = 7e-4
     schedule: Annotated[Literal["linear", "cosine", "wsd", "constant"], "What the learning rate does after the "
                         'warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine": it falls so along '
                         'half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of the '
                         "steps falls linearly to zero."] = "linear"
-    decay_share: Annotated[float, 'The part of the steps in which "wsd" lets the rate fall.'] = 0.2
-    adam_epsilon: Annotated[float, "Added to the root of the second moment."] = 1e-6
-    adam_beta1: Annotated[float, "Decay of the first moment."] = 0.9
-    adam_beta2: Annotated[float, "Decay of the second moment."] = 0.999
-    weight_decay: Annotated[float, "Decay of matrices and embeddings, times the learning rate; other parameters do not "
-                            "decay."] = 0.01
+    decay_share: Annotated[float, 'With "wsd": the share of the steps, at the end, in which the rate falls.'] = 0.2
+    adam_epsilon: Annotated[float, "Adam's epsilon, which is added to the root of the second moment."] = 1e-6
+    adam_beta1: Annotated[float, "How much of Adam's first moment is kept at each step."] = 0.9
+    adam_beta2: Annotated[float, "How much of Adam's second moment is kept at each step."] = 0.999
+    weight_decay: Annotated[float, "Weight decay of matrices and embeddings, which is multiplied by the learning rate; "
+                            "other parameters do not decay."] = 0.01
     clip: Annotated[float | None, "Largest norm of a gradient; None: no clipping, as in the table for the vanilla "
                     "Transformer."] = 0.1
     clip_scope: Annotated[Literal["local", "global"], '"local": the gradient of each micro-batch is clipped before '
                           'averaging, as in the paper. "global": the averaged gradient is clipped.'] = "local"
 
-    micro_batch_tokens: Annotated[int, "Tokens per forward and backward pass, and the unit of local clipping (in the "
-                                  "paper 2^18 / 64 cores)."] = 4096
-    seed: Annotated[int, "Of the initial weights and of the order of the rows."] = 0
-    precision: Annotated[Literal["float32", "bfloat16"], '"bfloat16": autocast; parameters and optimizer state stay in '
-                         "float32."] = "float32"
+    micro_batch_tokens: Annotated[int, "Tokens of one forward and backward pass, which are clipped together if "
+                                  "clipping is local (in the paper 2^18 / 64 cores)."] = 4096
+    seed: Annotated[int, "Seed of the initial weights and of the order of the rows."] = 0
+    precision: Annotated[Literal["float32", "bfloat16"], '"bfloat16": the model runs under autocast; parameters and '
+                         "optimizer state stay in float32."] = "float32"
     activation_checkpointing: Annotated[bool, "Recompute each layer in the backward pass instead of keeping its "
                                         "activations."] = False
     compile: Annotated[bool, "Compile the model with `torch.compile`."] = False
-    shard: Annotated[bool, "Parameters, gradients and moments are sharded over the processes of `torchrun`; without "
-                     "it, the moments alone. Initial values differ from those of an unsharded run."] = False
-    context_parallel: Annotated[int, "Ranks of `torchrun` that share each row: consecutive ranks hold consecutive "
-                                "parts of it, of whole chunks."] = 1
-    window_tokens: Annotated[int | None, "Tokens of a row that are differentiated at once, whole chunks: the memory of "
-                             "activations is that of a window, and the layers are computed once more. The gradient is "
-                             "that of whole rows. None: whole rows."] = None
+    shard: Annotated[bool, "Shard parameters, gradients and moments over the processes of `torchrun`; without it the "
+                     "moments alone. A sharded run draws other initial values."] = False
+    context_parallel: Annotated[int, "Processes of `torchrun` that share each row. Each holds a part of it, of whole "
+                                "chunks."] = 1
+    window_tokens: Annotated[int | None, "Go backward through a row in windows of so many tokens, each of whole "
+                             "chunks. Only the activations of one window are kept, and the layers are computed once "
+                             "more; the gradient is that of whole rows. None: whole rows."] = None
     eval_every: Annotated[int, "Steps between held-out evaluations."] = 500
-    eval_tokens: Annotated[int, "Held-out tokens per evaluation during training; for the final evaluation see "
-                           "`last_eval_tokens`."] = 100_000
+    eval_tokens: Annotated[int, "Most held-out tokens of an evaluation during training. The last evaluation takes more "
+                           "if the run was long."] = 100_000
     save_every: Annotated[int, "Steps between checkpoints."] = 500
-    keep: Annotated[int, "Number of newest checkpoints kept."] = 2
+    keep: Annotated[int, "How many of the newest checkpoints are kept."] = 2
 
     def __post_init__(self) -> None:
         check_fields(self)

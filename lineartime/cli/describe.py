@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 def models() -> None:
-    """The models that can be trained, their parameters at each size, and the sizes."""
+    """List the models that can be trained, and their sizes."""
     say(f"{'model':<17}" + "".join(f"{size:>9}" for size in SIZES) + "   M parameters, at 32,000 tokens of vocabulary")
     for name, (what, counts) in MODELS.items():
         say(f"{name:<17}" + "".join(f"{count:>9.1f}" for count in counts) + f"   {what}")
@@ -43,8 +43,9 @@ def models() -> None:
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
-    """List every field that --set takes: its value for a model, what it takes, what it is, and the paper's table that
-    has it. Where the value is not that of the size `paper`, that one stands behind it."""
+    """List every field that --set takes.
+    Of each: its value for a model, what values it takes, what it is, and the paper's table that has it. Where the value
+    is not that of the size `paper`, that one stands behind it."""
     made, paper = (fields_of({"model": model, "size": each, "task": task}) for each in (size, "paper"))
     for title, kind, names in (("The model", ModelConfig, MODEL_FIELDS), ("Training", TrainConfig, TRAIN_FIELDS)):
         say(f"{title}: {model}, {task}, size {size}\n")
@@ -79,8 +80,9 @@ def info(
     plan: Annotated[int | None, "Print how much memory each of N processes needs to train the model.", "--plan N"
                     ] = None,
 ) -> None:
-    """Print a model's specification, parameters by part, training FLOPs per token and decoding state; or the memory
-    that its training needs; or what prepared data hold."""
+    """Describe a model, a run or prepared text.
+    Of a model: its specification, the parameters of each part, training FLOPs per token and the size of its decoding
+    state; or with --plan the memory that its training needs."""
     require(plan is None or 1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
     is_trained = model in shipped_models() or any((Path(model) / name).is_file() for name in (
         "run.json", "config.json"))

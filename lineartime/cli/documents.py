@@ -54,8 +54,9 @@ def embed(
                      "`small`.", "MODEL"],
     options: ReadOptions,
 ) -> None:
-    """Read documents whole and write a vector for each, the mean of its tokens' last states, in their order.
-    If it was cut off, the same command goes on with the file."""
+    """Give documents of any length vectors.
+    Each document is read whole; its vector is the mean of its tokens' last states. If it was cut off, the same command
+    goes on with the file."""
     folder = named_folder(model)
     check_paths(options, (".jsonl", ".parquet", ".npy"))
     with interrupted_at_once():
@@ -70,8 +71,9 @@ def classify(
     model: Annotated[str, "A folder of `finetune --task classify`, or a checkpoint of one.", "MODEL"],
     options: ReadOptions,
 ) -> None:
-    """Read documents whole and write the labels of each, with their probabilities, in their order.
-    If it was cut off, the same command goes on with the file."""
+    """Label documents of any length.
+    Each document is read whole; its labels are written with their probabilities. If it was cut off, the same command
+    goes on with the file."""
     folder = named_folder(model)
     check_paths(options, (".jsonl", ".parquet"))
     with interrupted_at_once():

@@ -71,8 +71,9 @@ class EvaluateOptions:
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Score a split: every token exactly once, or the masked tokens of a model that is not causal.
-    With --questions: exact match and F1 of a fine-tuned model's answers."""
+    """Score a model on prepared text, or on questions.
+    On text every token is scored exactly once; of a model that is not causal, the masked tokens. On questions the
+    answers of a fine-tuned model are scored by exact match and F1."""
     folder = (named_folder(options.run) if options.run is not None else
               model_folder(options.shipped) if options.shipped is not None else None)
     if options.questions:

@@ -20,8 +20,9 @@ def export(
     strict: Strict = False,
     device: Device = None,
 ) -> None:
-    """Export a run to a folder for sharing: weights in bfloat16, and a model card with held-out scores.
-    Of a folder of `lineartime finetune --task classify` or `embed`: weights in float32, and its report as the card."""
+    """Export a run to a folder for sharing.
+    It holds weights in bfloat16 and a model card with held-out scores; of a model that labels documents or gives them
+    vectors, weights in float32 and the report of its fine-tuning as the card."""
     results_are_files()
     from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 
@@ -57,7 +58,7 @@ def plot(
                     "a file that `evaluate --contexts --out` wrote.", "RUNS"],
     out: Annotated[Path | None, "PNG file to write; needed for several runs, and for files."] = None,
 ) -> None:
-    """Draw a run's curves, or the curves of several runs in one picture, or what models gain from context."""
+    """Draw the curves of runs, or what models gain from context."""
     split = [text.partition("=") for text in runs]
     named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
     files = [path for path in named.values() if path.suffix == ".json"]

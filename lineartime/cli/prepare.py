@@ -23,10 +23,11 @@ def prepare(
     settings: PrepareSettings,
     join: Annotated[bool, "The inputs are the folders of all parts: check them and put them together."] = False,
 ) -> None:
-    """Tokenise text once into shards that training reads. The same command goes on where it was cut off.
+    """Turn text into tokens once, for training to read. If it was cut off, the same command goes on.
 
-    On N machines: the same command with --part 1/N, --part 2/N, ... and --tokenizer FILE on each; then on one,
-    `lineartime prepare --join PART1 PART2 ... --out DATA`, which makes what one machine would have made."""
+    On N machines: give --part 1/N, --part 2/N, ... and --tokenizer FILE to the same command, one on each machine. Then
+    run `lineartime prepare --join PART1 PART2 ... --out DATA` on one. The result is what one machine would have made.
+    """
     results_are_files()
     if join and (more := [name for name in given_options(settings) if name not in ("INPUTS", "--out")]):
         raise UsageError("--join takes the folders of the parts and --out", ", ".join(more),

@@ -40,10 +40,10 @@ def finetune(
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Teach a model a task, once for each learning rate, and keep the best.
-    questions: a masked model finds answers in documents. classify: any model labels documents of any length.
-    embed: it gives them vectors that are near for the two texts of a pair.
-    To teach a causal model more text: `lineartime train --from RUN`."""
+    """Teach a model to answer, label or embed documents.
+    It is trained once for each learning rate, and the best is kept. questions: a masked model finds answers in
+    documents. classify: any model labels documents of any length. embed: it gives them vectors that are near for the
+    two texts of a pair. To teach a causal model more text, use `lineartime train --from RUN`."""
     results_are_files()
     of_questions = plan.task == "questions"
     other = [name for name in given_options(plan) if name in OTHERS[plan.task]]

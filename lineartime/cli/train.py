@@ -70,7 +70,8 @@ def train(
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
 ) -> None:
-    """Train a model, continue a run, or begin anew with its weights; then evaluate it, write a sample and a plot."""
+    """Train a model, or go on with a run that was cut off.
+    At the end the model is scored on held-out text, and a sample and a plot are written."""
     results_are_files()
     if log is not None:
         require_tracker(log)

@@ -27,7 +27,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "data"
 
 
-def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                         caplog: pytest.LogCaptureFixture) -> None:
+    """Progress comes by callbacks, news by logging, and nothing is printed."""
+    caplog.set_level(logging.INFO, "lineartime")
     told: list[tuple[str, int, int | None]] = []
     lines: list[dict[str, object]] = []
     settings = {"model": "flash", "data": data, "out": tmp_path / "run", **SETTINGS, "steps": 4}
@@ -46,6 +49,8 @@ def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pyte
     again = lineartime.train(settings)
     assert again.already and (again.scores, again.sample) == (result.scores, result.sample)
     assert capfd.readouterr() == ("", "")
+    assert any(record.name == "lineartime.runtime" and record.getMessage().startswith("on c")
+               for record in caplog.records)
 
 
 def test_progress_of_prepare(tmp_path: Path) -> None:
@@ -57,13 +62,6 @@ def test_progress_of_prepare(tmp_path: Path) -> None:
     assert {what for what, _, _ in told} == {"hashing", "checking", "tokenising", "writing"}
     assert ("tokenising", len(TEXT), len(TEXT)) in told and told[-1][1] == told[-1][2] == len(TEXT) + 2
     assert [done for _, done, _ in told[:2]] == [0, 1]
-
-
-def test_news_and_warnings_are_logged(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lineartime")
-    lineartime.train({"model": "flash", "data": str(data), "out": str(tmp_path / "run"), **SETTINGS, "steps": 3})
-    assert any(record.name == "lineartime.runtime" and record.getMessage().startswith("on c")
-               for record in caplog.records)
 
 
 def test_what_is_wrong_is_an_error_of_ours(data: Path, tmp_path: Path) -> None:
@@ -119,8 +117,3 @@ def test_the_description_on_an_index_has_no_link_into_a_checkout(monkeypatch: py
     links = re.findall(r"\]\(([^)]*)\)", given["long_description"])
     assert links and all(link.startswith("https://") for link in links)
     assert "Read on" in given["long_description"] and "A small FLASH comes" in given["long_description"]
-
-
-def test_an_error_cannot_steer_a_terminal():
-    error = UsageError("no such \x1b[31mmodel", "a\nb\u202e", "choose\x07 another")
-    assert str(error) == "no such \\x1b[31mmodel: a b\\u202e; choose\\x07 another"
