@@ -9,7 +9,7 @@ help:
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
-	@echo "make gpu     on a GPU: STAGE=tests, kernels, step, decode or tables (the paper's); into OUT=out/gpu, resumable"
+	@echo "make gpu     on a GPU: kernels, training steps and decoding are timed; STAGE=gpu-step picks some; OUT=out/gpu, resumable"
 	@echo "make drills  processes and ranks killed, files damaged, odd command lines: an hour of one core, resumable; DRILLS='kills=100'"
 	@echo "make campaign  tests that are too long for a push: plans of memory against runs, all cases of the slow kernels"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
@@ -66,10 +66,11 @@ drills: .venv/installed
 campaign: .venv/installed
 	.venv/bin/python -m pytest -m campaign $(PYTEST_ARGS)
 
-# No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of those above or several; all by default.
-# The tables read text in out/texts, or in what GPU_ARGS='--texts DIR' names.
+# No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of the lists of benchmarks/cells.toml, or
+# several.
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(STAGE) --out $(or $(OUT),out/gpu) --commit "$$(git rev-parse HEAD 2>/dev/null)" $(GPU_ARGS)
+	LINEARTIME_COMMIT="$$(git rev-parse HEAD 2>/dev/null)" $(PYTHON) -m benchmarks run $(or $(STAGE),gpu-kernels gpu-step gpu-decode) \
+		--device cuda --json $(or $(OUT),out/gpu)/rows.jsonl $(GPU_ARGS)
 
 env: .venv/installed
 

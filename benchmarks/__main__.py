@@ -8,21 +8,21 @@ import typer
 from benchmarks import verbs
 from lineartime.cli.verbs import add_verb, main
 from lineartime.distributed.ranks import launched
-from lineartime.errors import UsageError
+from lineartime.settings import require
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
 VERBS: dict[str, Callable[..., None]] = {
-    "step": verbs.benchmark_step, "memory": verbs.benchmark_memory, "decode": verbs.benchmark_decode,
-    "op": verbs.benchmark_op, "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall,
-    "recurrence": verbs.recurrence, "report": verbs.report}
+    "step": verbs.benchmark_step, "decode": verbs.benchmark_decode, "op": verbs.benchmark_op,
+    "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall, "recurrence": verbs.recurrence,
+    "report": verbs.report}
 EXAMPLES = {
-    "step": ["step flash:compile transformer++ --contexts 512,2048,8192"],
-    "memory": ["memory flash transformer++ --contexts 2048,4096"],
-    "decode": ["decode flash transformer++ --lengths 2048,8192"],
+    "step": ["step flash:compile transformer++ --contexts 512,2048,8192",
+             "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"],
+    "decode": ["decode flash transformer++ --contexts 2048,8192"],
     "op": ["op gated_chunk_attention --contexts 2048", "op linear_cross_entropy --contexts 4096"],
     "run": ["run bench --json out/bench.jsonl"],
-    "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS", "reproduce --plan"],
+    "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS"],
     "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
     "recurrence": ["recurrence run --data data --split test"],
     "report": ["report lm_pg19", "report speed", "report --into page.md --images images"],
@@ -36,8 +36,8 @@ for name, verb in VERBS.items():
 def options(context: typer.Context,
             debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False) -> None:
     """The options before the verb."""
-    if launched().size > 1 and context.invoked_subcommand != "recurrence":
-        raise UsageError("this verb runs in one process", context.invoked_subcommand, "leave out torchrun")
+    require(launched().size == 1, "the benchmarks run in one process", str(context.invoked_subcommand),
+            "leave out torchrun")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""Rows of measurements, added to a file that a kill may have cut off."""
+"""Rows of measurements: added to a file that a kill may have cut off, and read again."""
 
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lineartime.atomic_io import read_json_lines
 from lineartime.errors import ResourceError
+
+
+def rows_in(path: Path, parse: Callable[[Any], dict[str, Any]] = dict, what: str = "a row") -> list[dict[str, Any]]:
+    """The rows of a file, oldest first; none where there is no file. A last line that was cut off is left out. Raises
+    DataError for a file of something else. parse, what: as in `read_json_lines`."""
+    return read_json_lines(path, parse, what) if path.exists() else []
 
 
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

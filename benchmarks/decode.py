@@ -1,24 +1,22 @@
 """Time per generated token after contexts of different lengths."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.measure import Progress, Times, ignore
+from benchmarks.measure import Case, Progress, Times, ignore
 from lineartime.attention.combiner import RowCache
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step, prefill
 from lineartime.generation.onednn import packed_weights
-from lineartime.info import decoding_bytes
+from lineartime.info import decoding_bytes, describe
 from lineartime.model import LanguageModel
-from lineartime.runtime import choose_settings, peak_bytes
+from lineartime.runtime import peak_bytes
 from lineartime.settings import require
 
 BLOCK_TOKENS = 256
@@ -29,49 +27,6 @@ PIECES = 8
 """Turns that a block is decoded in, so that the cases share what the machine does to them."""
 FEW = 8
 """Tokens before the first timed block."""
-
-
-@dataclass
-class DecodeCase:
-    """One model after one context, and the times of its tokens, block by block."""
-
-    label: str
-    model: LanguageModel
-    context: int
-    how: str
-    """"read" token by token as a user's would be, or "filled" with numbers that were never tokens."""
-    state: DecodingState
-    check: Row
-    captured: CapturedStep | None = None
-    times: Times = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.next_ids_B = torch.zeros_like(self.state.seq_lens_B)
-        self.block_tokens = whole_chunks(self.model.config)
-
-    def decode(self, n_tokens: int, times: Times) -> None:
-        """Greedy tokens, one after the other; their times are added."""
-        device = self.next_ids_B.device
-        measure.wait(device)
-        marks = [measure.mark(device)]
-        for _ in range(n_tokens):
-            logits_BV = (decode_step(self.model, self.next_ids_B, self.state) if self.captured is None
-                         else self.captured(self.next_ids_B))
-            self.next_ids_B = logits_BV.argmax(-1)
-            marks.append(measure.mark(device))
-        measure.wait(device)
-        measure.add_times(times, marks)
-
-    def time_piece(self, piece: int) -> None:
-        """One of a block's pieces. A token of another state comes before, so that the weights are where they are while
-        a text is decoded, whatever the case before has done to the processor's memory."""
-        decode_step(self.model, self.next_ids_B, self.model.decoding_state(len(self.next_ids_B)))
-        self.decode(self.block_tokens * (piece + 1) // PIECES - self.block_tokens * piece // PIECES, self.times)
-
-    def of_blocks(self, clock: str, function: Callable[[Sequence[float]], float]) -> list[float]:
-        """A function of the times of each block's tokens."""
-        times, n = self.times[clock], self.block_tokens
-        return [function(times[i : i + n]) for i in range(0, len(times), n)]
 
 
 def whole_chunks(config: ModelConfig) -> int:
@@ -90,44 +45,69 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     many as a long text does per token. Weights are random, which changes no time. A context up to `read_up_to` is read
     and, in a case of its own, filled: what a state holds does not matter to its time, only how much. Longer ones are
     only filled. quadratic_up_to: models whose state grows are not measured beyond it. capture: steps are CUDA graphs.
-
-    Raises UsageError, and NumericsError where a model's logits are not those of a parallel forward."""
+    """
     measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=repeats, threads=threads,
                                batch=batch_size)
-    with ExitStack() as stack:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads)
-        settings = choose_settings(torch.device(device))
-        cases: list[DecodeCase] = []
-        for label, config in configs.items():
-            longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
-            mine = sorted(n for n in set(contexts) if n <= longest)
-            for precision in precisions if mine else ():
-                torch.manual_seed(seed)
-                model = LanguageModel(config).to(device).eval()
-                model.check_length(max(mine) + FEW + repeats * whole_chunks(config))
-                ids_1T, expected_NV = reference_logits(model)
-                model.to(getattr(torch, precision))
-                stack.enter_context(packed_weights(model))
-                check = check_decoding(model, ids_1T, expected_NV, precision, label)
-                for n in mine:
-                    room = n + FEW + repeats * whole_chunks(config)
-                    made = {"filled": filled_state(model, n, batch_size, room)}
-                    if n <= read_up_to:
-                        made["read"] = read_state(model, n, batch_size, room, seed)
-                    for how, state in made.items():
-                        captured = CapturedStep(model, state) if capture else None
-                        cases.append(DecodeCase(label, model, n, how, state, check, captured))
-                        cases[-1].decode(FEW, {})
-                        progress(f"{label}, {precision}: {n:,} tokens {how}")
-        require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
-                "raise --quadratic-up-to for models whose cache grows")
-        for repeat in range(repeats):
-            progress(f"block {repeat + 1} of {repeats}")
-            for piece, case in measure.in_turn(cases, range(PIECES)):
-                case.time_piece(piece)
-    shared = {"repeats": repeats, "threads": threads, "settings": settings, **measure.facts_of_run()}
-    return [row_of(case) | shared for case in cases]
+    place, cases, variant = {"threads": threads, "device": device}, [], "captured" if capture else "eager"
+    for label, config in configs.items():
+        longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
+        for precision in precisions:
+            for n_tokens, how in ((n, how) for n in sorted({*contexts}) if n <= longest
+                                  for how in ("filled", "read") if how == "filled" or n <= read_up_to):
+                row = {"model": label, "variant": variant, "label": label if not capture else f"{label}:captured",
+                       "attention": "fused" if config.attn_kernel == "softmax" else None, "config": to_dict(config),
+                       "n_parameters": describe(config).n_parameters, "context_tokens": n_tokens, "context": how,
+                       "batch_size": batch_size, "dtype": precision, "unit": "token",
+                       "block_tokens": whole_chunks(config),
+                       "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
+                cases.append(Case(decoded_tokens, {
+                    "config": to_dict(config), "n_tokens": n_tokens, "how": how, "batch_size": batch_size,
+                    "precision": precision, "repeats": repeats, "capture": capture, "seed": seed, **place},
+                    row, batch_size))
+    require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
+            "raise --quadratic-up-to for models whose cache grows")
+    return measure.side_by_side(cases, {"benchmark": "decode", "warm_up": FEW, "repeats": repeats, **place},
+                                repeats * PIECES, progress, warm_up=False, hold=True)
+
+
+def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precision: str, repeats: int, capture: bool,
+                   threads: int, device: str, seed: int) -> Generator[Row, Row, None]:
+    """The job of a case: checks, makes the state, then decodes a piece of a block whenever it is asked."""
+    on, settings = measure.set_up(threads, device, seed)
+    model = LanguageModel(ModelConfig(**config)).to(on).eval()
+    block_tokens = whole_chunks(model.config)
+    room = n_tokens + FEW + repeats * block_tokens
+    model.check_length(room)
+    ids_1T, expected_NV = reference_logits(model)
+    model.to(getattr(torch, precision))
+    with packed_weights(model):
+        checked = check_decoding(model, ids_1T, expected_NV, precision)
+        state = (filled_state(model, n_tokens, batch_size, room) if how == "filled" else
+                 read_state(model, n_tokens, batch_size, room, seed))
+        captured = CapturedStep(model, state) if capture else None
+        ids_B, times = torch.zeros_like(state.seq_lens_B), Times()
+        answer: Row = {"check": checked, "settings": settings, "times": {}}
+        for piece in range(-1, repeats * PIECES):
+            if piece >= 0:
+                yield answer
+                # A token of another state comes before, so that the weights are where they are while a text is decoded,
+                # whatever the cases before have done to the processor's memory.
+                decode_step(model, ids_B, model.decoding_state(batch_size))
+            measure.wait(on)
+            marks = [measure.mark(on)]
+            for _ in range(FEW if piece < 0 else block_tokens * (piece + 1) // PIECES - block_tokens * piece // PIECES):
+                ids_B = (decode_step(model, ids_B, state) if captured is None else captured(ids_B)).argmax(-1)
+                marks.append(measure.mark(on))
+            measure.wait(on)
+            measure.add_times(times if piece >= 0 else {}, marks)
+            if (piece + 1) % PIECES == 0:
+                blocks = {clock: [each[i : i + block_tokens] for i in range(0, len(each), block_tokens)]
+                          for clock, each in times.items()}
+                answer = answer | {"times": {clock: list(map(statistics.fmean, each))
+                                             for clock, each in blocks.items()}}
+        slowest = [max(block) for block in blocks["gpu_ms" if "gpu_ms" in blocks else "cpu_ms"]]
+        yield answer | {"slowest_token_ms": measure.spread(slowest), "peak_mib": peak_bytes(on) / 2**20,
+                        "allocated_state_bytes": state.n_bytes // batch_size}
 
 
 @torch.inference_mode()
@@ -141,14 +121,13 @@ def reference_logits(model: LanguageModel) -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def check_decoding(model: LanguageModel, ids_1T: Tensor, expected_NV: Tensor, precision: str, label: str) -> Row:
+def check_decoding(model: LanguageModel, ids_1T: Tensor, expected_NV: Tensor, precision: str) -> Row:
     """Decode a row's last four tokens, past the end of a chunk. Raises NumericsError where the logits are others."""
     _, state = prefill(model, [ids_1T[0, :-4].tolist()])
     decoded_NV = torch.cat([decode_step(model, id_1, state) for id_1 in ids_1T[:, -4:].unbind(1)])
     error = float((decoded_NV.float() - expected_NV).abs().max() / expected_NV.abs().max())
-    return measure.check({"logits": error}, LIMITS[precision], "logits of decode steps against a parallel forward in "
-                         "float32, over the largest", label=f"{label} in {precision}, ",
-                         otherwise="decoded logits differ from the parallel form's")
+    what = "logits of decode steps against a parallel forward in float32, over the largest"
+    return measure.check({"logits": error}, LIMITS[precision], what, "decoded logits differ from the parallel form's")
 
 
 def read_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int, seed: int = 0) -> DecodingState:
@@ -181,21 +160,3 @@ def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int
         if isinstance(cache, ChunkState):
             cache.kv_BSE *= n_tokens
     return state
-
-
-def row_of(case: DecodeCase) -> Row:
-    """What a case measured, without what it shares with others."""
-    model, weight, batch_size = case.model, case.model.embed.weight, len(case.next_ids_B)
-    times = measure.spreads({clock: case.of_blocks(clock, statistics.fmean) for clock in case.times}, batch_size)
-    slowest = case.of_blocks(f"{times['clock']}_ms", max)
-    variant = "eager" if case.captured is None else "captured"
-    return {"benchmark": "decode", "cell": None, "model": case.label, "variant": variant,
-            "attention": "fused" if model.config.attn_kernel == "softmax" else None,
-            "label": case.label if variant == "eager" else f"{case.label}:{variant}",
-            "config": to_dict(model.config), "n_parameters": sum(p.numel() for p in model.parameters()),
-            "context_tokens": case.context, "context": case.how, "batch_size": batch_size,
-            "dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type, "unit": "token",
-            "block_tokens": case.block_tokens, "warm_up": FEW, **times, "slowest_token_ms": measure.spread(slowest),
-            "state_bytes": decoding_bytes(model.config, weight.dtype).at(case.context),
-            "allocated_state_bytes": case.state.n_bytes // batch_size, "peak_mib": peak_bytes(weight.device) / 2**20,
-            "check": case.check}

@@ -1,33 +1,160 @@
-"""All pictures: speed and memory by context, the figures of the paper, and curves of recall."""
+"""All pictures: speed and memory by context, the figures of the paper, and curves of recall. A picture is panels of
+lines beside each other, with one legend below; it is drawn as PNG."""
 
+import hashlib
 import itertools
+import json
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
+import matplotlib
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks import Row
 from benchmarks.markdown import parameters, tokens, unique
 from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
 from benchmarks.paper.tables import value
-from benchmarks.pictures import Line, Panel, Picture
 from benchmarks.recall.report import ABOUT, learned, sizes, without_keys
-from benchmarks.recall.study import read_study
+from benchmarks.recall.study import STUDY
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
-from lineartime.plot import COLOURS
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from lineartime.atomic_io import replaced
+from lineartime.plot import COLOURS, DASHED, DPI, STYLE, use_powers_of_two
 
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 QUALITY = "minus nats per token"
 RING = {"marker": "o", "linestyle": "", "markersize": 7, "color": "#444444", "markerfacecolor": "white", "zorder": 4}
+DOTTED: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "linestyle": (0, (1, 2)), "zorder": 3}
 
 
-def speed_pictures(table: "DataFrame") -> dict[str, Picture]:
+@dataclass(frozen=True)
+class Line:
+    """Points from left to right: place and height, and perhaps the least and the most that the height may be."""
+
+    name: str
+    """In the legend, if there is one."""
+    points: tuple[tuple[float, ...], ...]
+    style: dict[str, Any] = field(default_factory=dict)
+    """Settings of matplotlib other than the usual ones."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram of lines."""
+
+    title: str
+    x_label: str
+    y_label: str = ""
+    lines: tuple[Line, ...] = ()
+    x_scale: Literal["linear", "log"] = "linear"
+    contexts: tuple[tuple[int, str], ...] = ()
+    """What is written along the bottom, which then has powers of two."""
+    log_heights: bool = False
+    level: float | None = None
+    """Height of a dashed line."""
+    level_name: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels under a caption, which says all that the alternative text of the picture has to say."""
+
+    caption: str
+    panels: tuple[Panel, ...]
+
+
+def digest(picture: Picture) -> str:
+    """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
+    # The pictures in the repository were drawn when a panel also had `dots`, after its lines.
+    text = json.dumps(asdict(picture)).replace(', "x_scale"', ', "dots": [], "x_scale"')
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def draw(picture: Picture, path: Path) -> None:
+    """Write a picture as PNG, whole or not at all. Raises ResourceError."""
+    with matplotlib.rc_context(STYLE), replaced(path) as file:
+        figure_of(picture).savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
+
+
+def figure_of(picture: Picture) -> Figure:
+    """Panels beside each other, in at most three columns, and one legend for all of them below."""
+    panels = picture.panels
+    n_columns = 2 if len(panels) == 4 else min(3, len(panels))
+    n_rows = math.ceil(len(panels) / n_columns)
+    width = max(0.3 + 4.2 * n_columns, 8)
+    figure = Figure(figsize=(width, 0.3 + 3.2 * n_rows), dpi=DPI, layout="constrained")
+    places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
+    for axes in places[len(panels):]:
+        axes.remove()
+    for i, (axes, panel) in enumerate(zip(places, panels, strict=False)):
+        left = panels[i - 1] if i % n_columns else None
+        draw_lines(axes, panel)
+        scale_axes(axes, panel, panels)
+        axes.set_title(panel.title)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label if left is None or left.y_label != panel.y_label else "")
+    finish_figure(figure, picture.caption)
+    return figure
+
+
+def finish_figure(figure: Figure, caption: str) -> None:
+    """Put the caption above the panels, and one legend for all of them below, for which the figure grows."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    width, height = figure.get_size_inches()
+    if handles:
+        n_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
+        figure.set_figheight(height + 0.25 * n_rows)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
+                      ncols=math.ceil(len(handles) / n_rows))
+    figure.suptitle(textwrap.fill(caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left", color="#555555")
+
+
+def draw_lines(axes: Axes, panel: Panel) -> None:
+    """Lines, each with a band from the least to the most; a single point has a bar."""
+    for line in (line for line in panel.lines if line.points):
+        x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
+        style = {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2, **line.style}
+        style |= {"marker": "o", "markersize": 6} if len(x) == 1 else {}
+        (drawn,) = axes.plot(x, y, label=line.name, **style)
+        if reach and len(x) == 1:
+            axes.vlines(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.5, linewidth=2)
+        elif reach:
+            axes.fill_between(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.18, linewidth=0)
+    if panel.level is not None:
+        axes.axhline(panel.level, label=panel.level_name, **DASHED)
+
+
+def scale_axes(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
+    """Scales of a panel and what is written along its axes. Logarithmic heights are those of all panels."""
+    if panel.contexts:
+        use_powers_of_two(axes)
+        axes.set_xticks(*zip(*panel.contexts, strict=True))
+    if panel.log_heights:
+        heights = [height for each in panels if each.log_heights
+                   for line in each.lines for point in line.points for height in point[1:]]
+        low, high = min(heights), max(heights)
+        room = max(1.15, 2.3 * (low / high) ** 0.5)  # two round numbers are between limits that are 5 times apart
+        axes.set(yscale="log", ylim=(low / room, high * room))
+    if panel.x_scale == "log":
+        axes.set_xscale("log")
+    for axis in [axes.xaxis] * (panel.x_scale == "log") + [axes.yaxis] * panel.log_heights:
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
+        axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1000 else f"{y:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def speed_pictures(table: pd.DataFrame) -> dict[str, Picture]:
     """The pictures of a table of whole models by file name, of time and of memory; none without two contexts to
     join."""
     first = table.iloc[0]
@@ -45,7 +172,7 @@ def speed_pictures(table: "DataFrame") -> dict[str, Picture]:
     return pictures
 
 
-def speed_panels(table: "DataFrame", column: str, y_label: str) -> tuple[Panel, ...]:
+def speed_panels(table: pd.DataFrame, column: str, y_label: str) -> tuple[Panel, ...]:
     """A panel for each type with any values, a line for each side and variant, FLASH in front."""
     known = newest(table).dropna(subset=["ms", column])
     n_variants = known.groupby("side").variant.nunique()
@@ -197,7 +324,7 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
     (what, chance), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
     models = {each.model: each for each in learned(rows, task)}
     if len(models) > len(COLOURS):
-        models = {name: models[name] for name in read_study()["lists"]["drawn"] if name in models}
+        models = {name: models[name] for name in STUDY["lists"]["drawn"] if name in models}
     by_number, by_length, by_step = [], [], []
     for (name, each), colour in zip(models.items(), COLOURS, strict=False):
         style = {"color": colour}
@@ -205,13 +332,11 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
         by_length.append(Line(name, spread_points({length: each.accuracy(length) for length in lengths}), style))
         by_step.append(Line(name, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
     # Who knows the values of a row and not their keys; above the models, which often end there.
-    known = [without_keys(task, n) for n in n_facts]
-    dotted: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "linestyle": (0, (1, 2)), "zorder": 3}
-    mean, name = statistics.fmean(known), "the values without their keys"
-    steps = [step for each in by_step for step, _ in each.points] or [0]
-    by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), dotted))
-    by_length.append(Line(name, tuple((length, mean) for length in lengths), dotted))
-    by_step.append(Line(name, ((min(steps), mean), (max(steps), mean)), dotted))
+    known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
+    mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]
+    by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))
+    by_length.append(Line(name, tuple((length, mean) for length in lengths), DOTTED))
+    by_step.append(Line(name, ((min(steps), mean), (max(steps), mean)), DOTTED))
     guess: dict[str, Any] = {"y_label": "accuracy", "level": chance, "level_name": "a guess"}
     return Picture(
         f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "

@@ -9,14 +9,12 @@ from lineartime.markdown import code_span, in_markdown
 from lineartime.release.provenance import machine
 
 MACHINES, COMMANDS = 3, 3
-"""So many machines, and so many commands, are named in the line under a table."""
+"""The line under a table names at most so many machines, and so many commands."""
 
 
 def parameters(n: int) -> str:
     """"1.8 M"; a small number in full."""
-    if n < 1e5:
-        return f"{n:,}"
-    return f"{n / 1e6:.1f} M" if n < 1e7 else f"{n / 1e6:.0f} M"
+    return f"{n:,}" if n < 1e5 else f"{n / 1e6:.1f} M" if n < 1e7 else f"{n / 1e6:.0f} M"
 
 
 def tokens(n: int) -> str:
@@ -44,7 +42,7 @@ def folded(summary: str, body: str) -> str:
 
 def source_line(rows: Sequence[Row]) -> str:
     """Where the numbers come from: machine, commits, versions of torch, and the commands that make such rows today."""
-    commands = unique(re.sub(r" --json [^ ]+", "", command_of(row)) for row in rows)
+    commands = unique(map(command_of, rows))
     made_by = ", ".join(map(code_span, commands[:COMMANDS]))
     more = f" and {len(commands) - COMMANDS} more, which the rows have" if len(commands) > COMMANDS else ""
     commits = listed(re.sub(r"^(\w{10})\w*", r"\1", row.get("commit") or "unknown") for row in rows)
@@ -53,6 +51,9 @@ def source_line(rows: Sequence[Row]) -> str:
 
 
 def command_of(row: Row) -> str:
-    """The command that makes such a row today: the verbs that measure were once verbs of `lineartime`."""
-    verb = r"(-m )?\blineartime (benchmark |(?=recall |reproduce ))"
-    return re.sub(verb, lambda found: f"{found[1] or 'python -m '}benchmarks ", row["command"])
+    """The command that makes such a row today: the verbs that measure were once verbs of `lineartime`, and more."""
+    old_verb = r"(-m )?\blineartime (benchmark |(?=recall |reproduce ))"
+    command = re.sub(r" --json [^ ]+", "", row["command"])
+    command = re.sub(old_verb, lambda found: f"{found[1] or 'python -m '}benchmarks ", command)
+    command = re.sub("benchmarks memory (.*)", r"benchmarks step \1 --tokens 1 --together", command)
+    return command.replace("benchmarks loss ", "benchmarks op linear_cross_entropy --contexts 8192 ")

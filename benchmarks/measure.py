@@ -1,7 +1,7 @@
-"""What every measurement shares: where a row comes from, the stopwatch, the spread, memory, a process of its own.
+"""How everything is measured: side by side, each case in a process of its own, checked before it is timed.
 
-Cells of a table are measured in turn, many times over, so that a machine that slows down slows all of them. The
-processor time of the process stands beside the time on the clock: on a CPU, other programs disturb it less.
+The cases take turns, many times over, so that a machine that slows down slows all of them. The processor time of a
+process stands beside the time on the clock: on a CPU, other programs disturb it less.
 """
 
 import ctypes
@@ -14,25 +14,23 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from benchmarks import Row
-from benchmarks.append import append_json_lines
-from lineartime.atomic_io import read_json_lines
+from benchmarks.append import append_json_lines, rows_in
 from lineartime.errors import LineartimeError, NumericsError
 from lineartime.release.provenance import commit, provenance
-from lineartime.runtime import choose_settings, peak_bytes
+from lineartime.runtime import available_bytes, choose_settings, peak_bytes
 from lineartime.settings import require, require_name
 from lineartime.training import out_of_memory
 
-T = TypeVar("T")
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
 OnRows = Callable[[list[Row]], None]
@@ -41,30 +39,83 @@ Job = Callable[..., Generator[Row, Row, None]]
 """What is done in a process of its own: its answers, and orders for all but the first."""
 
 
-def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> None:
-    """Measure and append what a file of rows has no row for, and say it. key: the columns by which a row is found. made
-    gives its other columns; it may raise."""
-    if any(key.items() <= row.items() for row in (read_json_lines(path, dict, "a row") if path.exists() else [])):
-        return
+@dataclass(frozen=True)
+class Case:
+    """What is measured in a process of its own, and has a row of its own."""
+
+    job: Job
+    """Its first answer has the row's "check" and "settings". An order then says whether a call is "timed", how many
+    calls come before it ("warm"), and whether to give back the memory after it ("release"); the answer has the "times"
+    of all timed calls so far, and what else the row gets."""
+    arguments: Row
+    row: Row
+    """The columns that are known before: label, context_tokens, dtype, ..."""
+    n_tokens: int
+    """Of a timed call."""
+    first: Callable[[], Row] = dict
+    """More arguments of the job, made when it is this case's turn to be checked; or {"failed": why}."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.row['label']}, context {self.row['context_tokens']:,}, {self.row['dtype']}"
+
+
+def side_by_side(cases: Sequence[Case], shared: Row, rounds: int, progress: Progress, *, warm_up: bool = True,
+                 hold: bool | None = None) -> list[Row]:
+    """Check every case, then let those that passed take turns, `rounds` times; a row for each, with "failed" and no
+    times where a case did not pass or its process died.
+
+    shared: columns of all rows. warm_up: whether a round that is not timed comes first. hold: whether a process keeps
+    its memory between its turns; by default where there is enough for all."""
+    workers = [Worker(case.job, case.arguments) for case in cases]
+    try:
+        answers = []
+        for case, worker in zip(cases, workers, strict=True):
+            more = case.first()
+            progress(f"{case.text}: check and warm-up")
+            answers.append(more if "failed" in more else worker.ask(more))
+        alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
+        if hold is None:
+            needed = sum(answers[i]["above_import_mib"] for i in alive) * 2**20
+            hold = needed < 0.8 * (available_bytes() or 0)
+        for i in alive:
+            answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
+        # Who gives its memory back has to warm up before each turn instead.
+        for number in range(-1 if hold and warm_up else 0, rounds):
+            progress(f"round {number + 1} of {rounds}")
+            for i in alive[:: -1 if number % 2 else 1]:  # so that no case always follows the same one
+                answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
+                answers[i] = answer if "failed" in answer else answers[i] | answer
+    finally:
+        for worker in reversed(workers):
+            worker.close()
+    shared = shared | {"cell": None, "run": uuid.uuid4().hex[:12], **provenance()}
+    return [case.row | ({"failed": answer["failed"]} if "failed" in answer else
+                        answer | spreads(answer.pop("times"), case.n_tokens)) | shared
+            for case, answer in zip(cases, answers, strict=True)]
+
+
+def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> Row:
+    """The row of a file with these columns; where there is none, it is measured, said and appended. made: its other
+    columns; it may raise."""
+    for row in rows_in(path):
+        if key.items() <= row.items():
+            return row
     print(", ".join(map(str, key.values())), flush=True)
     began = time.process_time()
     found = key | made()
-    seconds = round(time.process_time() - began, 1)
-    append_json_lines(path, [found | {"seconds": seconds} | provenance() | {"command": command}])
-
-
-def facts_of_run() -> Row:
-    """What the rows that were measured together share: the name of their run, and `provenance`."""
-    return {"run": uuid.uuid4().hex[:12], **provenance()}
+    found = {"seconds": round(time.process_time() - began, 1)} | found | provenance() | {"command": command}
+    append_json_lines(path, [found])
+    return found
 
 
 def rows_of_commit(path: Path) -> list[Row]:
     """The rows of a file that were measured at the commit that is here, with no changes; a last line that was cut off
     is left out. Raises DataError for a file that is not of rows."""
     here = commit()
-    if not path.exists() or (here is not None and here.endswith("+changes")):
+    if here is not None and here.endswith("+changes"):
         return []
-    return [row for row in read_json_lines(path, dict, "a row of a measurement") if row.get("commit") == here]
+    return [row for row in rows_in(path) if row.get("commit") == here]
 
 
 def ignore(_: object) -> None:
@@ -79,14 +130,6 @@ def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
             ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
 
 
-def in_turn(cases: Sequence[T], rounds: Iterable[int]) -> Iterator[tuple[int, T]]:
-    """Every case once a round, with the round. The order turns round every time, so that no case always follows the
-    same one."""
-    for number in rounds:
-        for case in cases[:: -1 if number % 2 else 1]:
-            yield number, case
-
-
 def peak_since(before: int, device: torch.device) -> Row:
     """A row's memory: the most there has been, in all and above the bytes there were before."""
     peak = peak_bytes(device)
@@ -99,12 +142,12 @@ def relative_error(found: Tensor, expected: Tensor, least: float = 0.0) -> float
     return difference / size if size else math.inf
 
 
-def check(errors: Mapping[str, float], limit: float, what: str, *, otherwise: str, label: str = "") -> Row:
+def check(errors: Mapping[str, float], limit: float, what: str, otherwise: str) -> Row:
     """A row's "check": the largest of errors by name. Raises NumericsError(otherwise) where it is above the limit, or
     no number."""
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if not errors[worst] <= limit:
-        raise NumericsError(otherwise, f"{label}{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
+        raise NumericsError(otherwise, f"{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
@@ -154,11 +197,6 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values), "n": len(values)}
 
 
-def compared_ms(row: Row) -> Row:
-    """The times of a row by the clock that is compared."""
-    return row[f"{row['clock']}_ms"]
-
-
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the rows of one run for a person, a line each."""
     first = rows[0]
@@ -170,7 +208,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         if "failed" in row:
             print(f"{what} failed: {row['failed']}")
             continue
-        ms, memory = compared_ms(row), f", peak {row['peak_mib']:,.0f} MiB" if "peak_mib" in row else ""
+        ms, memory = row[f"{row['clock']}_ms"], f", peak {row['peak_mib']:,.0f} MiB" if "peak_mib" in row else ""
         print(f"{what}  {ms['median']:,.2f} ms ({ms['q1']:,.2f} to {ms['q3']:,.2f}), "
               f"{row['tokens_per_s']:,.0f} tokens/s{memory}")
 

@@ -4,11 +4,11 @@ An implementation is a function of tensors and of nothing else; all of an op's t
 first is the reference, against which outputs and gradients are checked in float64.
 """
 
-import functools
 import importlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.measure import OnRows, Progress, Times, ignore
-from benchmarks.peers import attention_backend, softmax_attention
+from benchmarks.measure import Case, OnRows, Progress, Times, ignore
 from lineartime.config import ModelConfig, to_dict
-from lineartime.errors import ResourceError
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
@@ -46,8 +44,10 @@ class Op:
 
     inputs: Callable[[ModelConfig, int], Inputs]
     """Its tensors for a model and a number of rows: normal numbers, and integers where it takes integers."""
-    implementations: Callable[[ModelConfig], dict[str, Implementation]]
-    """By name, the reference first."""
+    functions: Mapping[str, Implementation]
+    """By name, the one that defines the op first; each is called with the tensors in their order."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Keywords of the functions, and the fields of a model that they get."""
     wide: tuple[str, ...] = ()
     """Inputs that are float32 in a step of bfloat16 too."""
     fixed: tuple[str, ...] = ()
@@ -55,18 +55,13 @@ class Op:
     head: bool = False
     """Whether it is the head with the loss, which is called under autocast as in a step."""
 
-
-def side_by_side(settings: Mapping[str, str],
-                 **functions: Implementation) -> Callable[[ModelConfig], dict[str, Implementation]]:
-    """Functions by name, called with an op's tensors in their order and by keyword fields of a model; behind
-    "reference" the same compiled."""
-    def made(config: ModelConfig) -> dict[str, Implementation]:
-        given = {keyword: getattr(config, field) for keyword, field in settings.items()}
-        found: dict[str, Implementation] = {name: functools.partial(each, **given) for name, each in functions.items()}
+    def implementations(self, config: ModelConfig) -> dict[str, Implementation]:
+        """The functions for a model; behind "reference" the same compiled."""
+        given = {keyword: getattr(config, name) for keyword, name in self.settings.items()}
+        found: dict[str, Implementation] = {name: partial(each, **given) for name, each in self.functions.items()}
         if "reference" in found:
             found = {"reference": found["reference"], "compiled": torch.compile(found["reference"]), **found}
         return found
-    return made
 
 
 def in_kernels(module: str, name: str) -> Implementation:
@@ -95,27 +90,11 @@ def torch_loss(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tenso
         x_ND, weight_VD, targets_N, linear_bias=bias_V, options=torch.nn.LinearCrossEntropyOptions()))
 
 
-def losses(_: ModelConfig) -> dict[str, Implementation]:
-    """The head with the loss by name; PyTorch's own where this version has it."""
-    found: dict[str, Implementation] = {"plain": plain_loss, "by chunks": loss_by_chunks}
-    return found | ({"torch": torch_loss} if hasattr(torch.nn, "LinearCrossEntropyOptions") else {})
-
-
 def head_inputs(config: ModelConfig, n_rows: int) -> Inputs:
     """Of the head and the loss: logits are of about 1."""
     n_tokens, v, d = n_rows * config.context, config.vocab_size, config.d_model
     return {"x": torch.randn(n_tokens, d), "weight": torch.randn(v, d) / d**0.5, "bias": torch.randn(v),
             "targets": torch.randint(v, (n_tokens,))}
-
-
-def row_inputs(config: ModelConfig, n_rows: int) -> Inputs:
-    """q, k, v `[B, T, H, K]` of softmax attention."""
-    return {name: torch.randn(n_rows, config.context, config.n_heads, config.qk_width) for name in "qkv"}
-
-
-def fused_softmax(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool) -> Tensor:
-    q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
-    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=causal).transpose(1, 2)
 
 
 def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
@@ -134,25 +113,25 @@ def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
             "weight": torch.randn(d), "bias": torch.randn(d)}
 
 
-CAUSAL = {"causal": "causal"}
 PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
 OPS: dict[str, Op] = {
-    "gated_chunk_attention": Op(gated_inputs, side_by_side(
-        {"chunk_size": "scale_len", **CAUSAL}, reference=reference.gated_chunk_attention,
-        triton=in_kernels("mixed_chunk", "gated_chunk_attention")),
-        PARAMETERS, ("sin", "cos")),
-    "gated_quadratic_attention": Op(gated_inputs, side_by_side(
-        {"scale_len": "scale_len", **CAUSAL}, reference=reference.gated_quadratic_attention,
-        triton=in_kernels("quadratic", "gated_quadratic_attention")),
-        PARAMETERS, ("sin", "cos")),
-    "add_norm": Op(norm_inputs, side_by_side(
-        {}, reference=reference.add_norm, triton=in_kernels("norm", "add_norm")),
-        ("weight", "bias")),
-    "softmax_attention": Op(row_inputs, side_by_side(CAUSAL, unfused=softmax_attention, fused=fused_softmax)),
-    "linear_cross_entropy": Op(head_inputs, losses, ("x", "weight", "bias"), head=True),
+    "gated_chunk_attention": Op(gated_inputs, {
+        "reference": reference.gated_chunk_attention, KERNEL: in_kernels("mixed_chunk", "gated_chunk_attention")},
+        {"chunk_size": "scale_len", "causal": "causal"}, PARAMETERS, ("sin", "cos")),
+    "gated_quadratic_attention": Op(gated_inputs, {
+        "reference": reference.gated_quadratic_attention,
+        KERNEL: in_kernels("quadratic", "gated_quadratic_attention")},
+        {"scale_len": "scale_len", "causal": "causal"}, PARAMETERS, ("sin", "cos")),
+    "add_norm": Op(norm_inputs, {"reference": reference.add_norm, KERNEL: in_kernels("norm", "add_norm")},
+                   wide=("weight", "bias")),
+    # PyTorch's own loss where this version has it.
+    "linear_cross_entropy": Op(head_inputs, {
+        "plain": plain_loss, "by chunks": loss_by_chunks,
+        **({"torch": torch_loss} if hasattr(torch.nn, "LinearCrossEntropyOptions") else {})},
+        wide=("x", "weight", "bias"), head=True),
 }
 
-MODEL_OF = {"gated_quadratic_attention": "flash-quad", "softmax_attention": "transformer++"}
+MODEL_OF = {"gated_quadratic_attention": "flash-quad"}
 """The preset whose sizes an op has, where it is not FLASH."""
 
 
@@ -161,46 +140,40 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
                  seed: int = 0, progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of forward and backward of one op; a row per implementation, model and type.
 
-    The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). A model and
-    type is one process, in which the implementations take turns. Before a time counts, the output and every gradient
-    have been compared with those of the reference in float64. Kernels are left out on a processor. Raises UsageError
-    for an unknown op or type, ResourceError where the process dies."""
+    The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). The
+    implementations of a model and type take turns. Before a time counts, the output and every gradient have been
+    compared with those of the reference in float64. Kernels are left out on a processor. Raises UsageError for an
+    unknown op or type."""
     require_name("op", name, OPS)
     measure.require_measurable(precisions, models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
-    rows: list[Row] = []
+    place, rows = {"threads": threads, "device": device}, list[Row]()
     for precision, config in itertools.product(precisions, configs):
-        n_rows, where = max(tokens // config.context, 1), f"context {config.context:,}, {precision}"
-        progress(f"{name}, {where}")
-        answer = measure.in_own_process(measure_op, {
-            "name": name, "config": to_dict(config), "n_rows": n_rows, "precision": precision, "repeats": repeats,
-            "threads": threads, "device": device, "seed": seed})
-        if "failed" in answer:
-            raise ResourceError(f"{name} failed", where, answer["failed"])
-        n_tokens = n_rows * config.context
-        shared = {"benchmark": "op", "cell": None, "model": name, "config": to_dict(config), "n_parameters": 0,
-                  "context_tokens": config.context, "batch_size": n_rows, "tokens_per_step": n_tokens,
-                  "dtype": precision, "device": device, "threads": threads, "unit": "call", "warm_up": 2,
-                  "repeats": repeats, "settings": answer["settings"], **measure.facts_of_run()}
-        made = [{"variant": each, "label": f"{name}:{each}", **found, **shared}
-                for each, found in answer["found"].items()]
+        n_rows, cases = max(tokens // config.context, 1), []
+        for variant in OPS[name].implementations(config):
+            if variant != KERNEL or device == "cuda":
+                row = {"model": name, "variant": variant, "label": f"{name}:{variant}", "config": to_dict(config),
+                       "n_parameters": 0, "context_tokens": config.context, "batch_size": n_rows,
+                       "tokens_per_step": n_rows * config.context, "dtype": precision, "unit": "call"}
+                cases.append(Case(measure_op, {
+                    "name": name, "label": variant, "config": to_dict(config), "n_rows": n_rows,
+                    "precision": precision, "seed": seed, **place}, row, n_rows * config.context))
+        made = measure.side_by_side(cases, {"benchmark": "op", "warm_up": 2, "repeats": repeats, **place}, repeats,
+                                    progress)
         on_rows(made)
         rows += made
     return rows
 
 
-def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int, threads: int, device: str,
+def measure_op(name: str, label: str, config: Row, n_rows: int, precision: str, threads: int, device: str,
                seed: int) -> Generator[Row, Row, None]:
-    """One process's part of `benchmark_op`."""
+    """The job of an implementation: checks it against the reference, then calls it whenever it is asked."""
     on, settings = measure.set_up(threads, device, seed)
     fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)
-    n_tokens = n_rows * fields.context
     every = op.implementations(fields)
-    first = next(iter(every.values()))
-    chosen = {each: function for each, function in every.items() if each != KERNEL or on.type == "cuda"}
+    first, function = next(iter(every.values())), every[label]
     inputs = typed(op, op.inputs(fields, n_rows), on, dtype)
     few = {key: x[:CHECKED_TOKENS] if op.head and key in ("x", "targets") else x for key, x in inputs.items()}
-    found: dict[str, Row] = {}
-    with attention_backend(on), torch.autocast(on.type, torch.bfloat16, enabled=op.head and dtype == torch.bfloat16):
+    with torch.autocast(on.type, torch.bfloat16, enabled=op.head and dtype == torch.bfloat16):
         # Of the rounded inputs, so that what is measured is the op's own error.
         exact = typed(op, few, on, torch.float64)
         cotangents = [torch.randn_like(out) for out in outputs(first, exact)]
@@ -208,44 +181,35 @@ def measure_op(name: str, config: Row, n_rows: int, precision: str, repeats: int
         del exact
         few = typed(op, few, on, dtype)
         cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, few), strict=True)]
-        for each, function in chosen.items():
-            checked = compare(each, value_and_gradients(function, few, cotangents), expected,
-                              (HEAD_LIMITS if op.head else LIMITS)[precision])
-            measure.release_memory(on)
-            before = torch.cuda.memory_allocated(on) if on.type == "cuda" else rss_bytes() or peak_rss_bytes()
-            measure.forget_peak(on)
-            value_and_gradients(function, inputs, cotangents)
-            found[each] = {"check": checked, **measure.peak_since(before, on)}
-        del expected
-        for each, (both, *parts) in times_in_turn(chosen, inputs, cotangents, repeats, on).items():
-            apart = {part: {"ms": measure.compared_ms(measure.spreads(times, n_tokens))}
-                     for part, times in zip(("forward", "backward"), parts, strict=True)}
-            found[each] |= measure.spreads(both, n_tokens) | apart
-    yield {"settings": settings, "found": found}
-
-
-def compare(label: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float) -> Row:
-    """A row's "check" of tensors by name against float64. Raises NumericsError as `measure.check` does."""
-    errors = {name: measure.relative_error(found[name], x) for name, x in expected.items()}
-    return measure.check(errors, limit, "output and gradients against the reference in float64", label=f"{label}, ",
-                         otherwise="not what the reference gives")
-
-
-def times_in_turn(functions: Mapping[str, Implementation], inputs: Inputs, cotangents: Sequence[Tensor], repeats: int,
-                  device: torch.device) -> dict[str, tuple[Times, Times, Times]]:
-    """By name the times of forward and backward together, of forward and of backward."""
-    times: dict[str, tuple[Times, Times, Times]] = {name: ({}, {}, {}) for name in functions}
-    for _, name in measure.in_turn([*functions], range(repeats)):
-        measure.wait(device)
-        begun = measure.mark(device)
-        made = outputs(functions[name], inputs)
-        between = measure.mark(device)
-        gradients(made, inputs, cotangents)
-        ended = measure.mark(device, done=True)
-        for part, marks in zip(times[name], ([begun, ended], [begun, between], [between, ended]), strict=True):
-            measure.add_times(part, marks)
-        del made
-    return times
+        found = value_and_gradients(function, few, cotangents)
+        checked = measure.check({each: measure.relative_error(found[each], x) for each, x in expected.items()},
+                                (HEAD_LIMITS if op.head else LIMITS)[precision],
+                                "output and gradients against the reference in float64", "not what the reference gives")
+        del expected, found
+        measure.release_memory(on)
+        before = torch.cuda.memory_allocated(on) if on.type == "cuda" else rss_bytes() or peak_rss_bytes()
+        measure.forget_peak(on)
+        value_and_gradients(function, inputs, cotangents)
+        answer: Row = {"check": checked, "settings": settings, **measure.peak_since(before, on)}
+        both, forward, backward = Times(), Times(), Times()
+        while True:
+            order = yield answer
+            for timed in [False] * order["warm"] + [order["timed"]]:
+                measure.wait(on)
+                begun = measure.mark(on)
+                made = outputs(function, inputs)
+                between = measure.mark(on)
+                gradients(made, inputs, cotangents)
+                ended = measure.mark(on, done=True)
+                del made
+                if timed:
+                    for times, marks in ((both, [begun, ended]), (forward, [begun, between]),
+                                         (backward, [between, ended])):
+                        measure.add_times(times, marks)
+            if both:
+                clock = "gpu_ms" if "gpu_ms" in both else "cpu_ms"
+                answer = {"times": both, "forward": {"ms": measure.spread(forward[clock])},
+                          "backward": {"ms": measure.spread(backward[clock])}}
 
 
 def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:

@@ -1,8 +1,8 @@
-"""Pages with places for what was measured: between `<!-- speed: begin -->` and `<!-- speed: end -->`.
+"""Pages with places for what was measured, between `<!-- NAMES: begin -->` and `<!-- NAMES: end -->`.
 
-`<!-- speed small: begin -->` shows a picture and a short table, made of the tables of these names.
-`<!-- table lm_wiki40b cpu: begin -->` shows a table of the paper at a scale, `<!-- recall pairs: begin -->` a task of
-recall. Places of other reports are left as they are.
+`speed` has every table of speed, `speed small` a picture and a short table made of the tables of these names; `table
+lm_wiki40b cpu` a table of the paper at a scale, `recall pairs` a task of recall. Places of other reports stay as they
+are.
 """
 
 import os
@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from benchmarks.figures import figures_of, recall_picture, speed_pictures
+import pandas as pd
+
+from benchmarks.figures import Picture, draw, figures_of, recall_picture, speed_pictures
 from benchmarks.paper.report import table_section
 from benchmarks.paper.results import results_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
-from benchmarks.pictures import Picture, draw
 from benchmarks.recall.report import section as recall_section
-from benchmarks.recall.study import read_study
+from benchmarks.recall.study import STUDY
 from benchmarks.speed import speed_section, tables_of
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require, require_name
 
 Kind = Literal["speed", "table", "recall"]
-"""Of places: of rows as the benchmark reads them, of the paper's tables, of recall."""
 
 
 def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[Any]) -> list[Path]:
@@ -64,20 +64,19 @@ def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any])
 
 def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tuple[str, dict[str, Picture]]:
     """What a place shows, given the names in its mark, and its pictures by file name. images: their folder."""
+    drawn: dict[str, Picture] = {}
     if kind == "speed":
-        drawn: dict[str, Picture] = {}
-
-        def pictures_of(table: Any) -> list[str]:
-            own = dict([*speed_pictures(table).items()][: 1 if names else None])
+        def pictures_of(table: pd.DataFrame) -> list[str]:
+            own = [*speed_pictures(table).items()][: 1 if names else None]
             drawn.update(own)
-            return [f"{images}/{name}" for name in own]
+            return [f"{images}/{name}" for name, _ in own]
 
         return speed_section(tables_of(rows), shown=names, pictures=pictures_of), drawn
     name, scale = [*names, "", ""][:2]
     if kind == "recall":
-        require_name("task", name, read_study()["tasks"])
-        measured = any(row["task"] == name for row in rows)
-        drawn = {f"recall-{name}.png": recall_picture(rows, name)} if measured else {}
+        require_name("task", name, STUDY["tasks"])
+        if any(row["task"] == name for row in rows):
+            drawn = {f"recall-{name}.png": recall_picture(rows, name)}
         return recall_section(rows, name, links(drawn, images)), drawn
     require_name("table", name, TABLES)
     require_name("scale", scale, SCALE_NAMES)
@@ -100,8 +99,8 @@ def page_text(page: Path) -> str:
 
 
 def fill_place(page: Path, name: str, made: str) -> None:
-    """Fill a page's one place `<!-- name: begin -->`, for scripts that make their own tables. Raises UsageError for a
-    page without it, DataError for one that cannot be read."""
+    """Fill a page's one place of this name, for scripts that make their own tables. Raises UsageError for a page
+    without it, DataError for one that cannot be read."""
     place = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
     text, n_places = place.subn(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", page_text(page))
     require(n_places == 1, "no place for the table", str(page), f"add <!-- {name}: begin -->, <!-- {name}: end -->")

@@ -72,17 +72,17 @@ def parse_label(text: str) -> Label:
     for name in given:
         require_name("variant", name, VARIANTS)
     label = Label(model, **{VARIANTS[name]: True for name in given})
-    preset = PRESETS[label.preset]
-    softmax = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
-    for wrong, why, variant in (
-            (label.unfused and not softmax, "only the Transformers have a fused attention", "unfused"),
-            (label.checkpointed and model == PEER, "a peer has no activation checkpointing", "checkpoint"),
-            (label.windowed and (preset.attn_type not in ("mixed_chunk", "linear") or model == PEER),
-             "windows are for mixed chunk attention and Performer of ours", "windowed"),
-            (label.windowed and label.checkpointed, "windows need no activation checkpointing", "checkpointed"),
-            (label.reference and model == PEER, "a peer has no reference of ours", "reference"),
-            (label.reference and label.unfused, "unfused attention is a reference already", "reference")):
-        require(not wrong, why, text, f"leave out :{variant}")
+    preset, is_peer = PRESETS[label.preset], model == PEER
+    fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
+    for wrong, why in (
+            (label.unfused and not fused, "only the Transformers have a fused attention"),
+            (is_peer and (label.checkpointed or label.windowed or label.reference),
+             "a peer has no activation checkpointing, windows or reference of ours"),
+            (label.windowed and preset.attn_type not in ("mixed_chunk", "linear"),
+             "windows are for mixed chunk attention and Performer"),
+            (label.windowed and label.checkpointed, "windows need no activation checkpointing"),
+            (label.reference and label.unfused, "unfused attention is a reference already")):
+        require(not wrong, why, text)
     return label
 
 
@@ -101,12 +101,19 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
         return model
     require(importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed", label.model,
             "pip install 'FLASH-pytorch>=0.1.9'")
-    peer = build_flash_pytorch(config)
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            if parameter.requires_grad and parameter.dim() >= 2:
-                parameter.normal_(0, 0.02)
-    return peer
+    from flash_pytorch import FLASHTransformer
+
+    body = FLASHTransformer(
+        num_tokens=config.vocab_size, dim=config.d_model, depth=config.n_layers, causal=config.causal,
+        group_size=config.chunk_size, query_key_dim=config.query_key_dim, expansion_factor=config.expansion_factor,
+        norm_type="layernorm" if config.norm == "layer_norm" else "scalenorm", attn_dropout=0.0,
+        shift_tokens=False)  # which costs time, and which FLASH has not
+    head, body.to_logits[1] = body.to_logits[1], nn.Identity()
+    head.weight = body.token_emb.weight
+    for parameter in body.parameters():
+        if parameter.requires_grad and parameter.dim() >= 2:
+            nn.init.normal_(parameter, 0, 0.02)
+    return Peer(body, head)
 
 
 class Peer(nn.Module):
@@ -129,36 +136,18 @@ class Peer(nn.Module):
         self.body.compile()
 
 
-def build_flash_pytorch(config: ModelConfig) -> Peer:
-    """FLASHTransformer without what FLASH has not: token shift, which costs time."""
-    from flash_pytorch import FLASHTransformer
-
-    peer = FLASHTransformer(
-        num_tokens=config.vocab_size, dim=config.d_model, depth=config.n_layers, causal=config.causal,
-        group_size=config.chunk_size, query_key_dim=config.query_key_dim, expansion_factor=config.expansion_factor,
-        norm_type="layernorm" if config.norm == "layer_norm" else "scalenorm", shift_tokens=False, attn_dropout=0.0)
-    head, peer.to_logits[1] = peer.to_logits[1], nn.Identity()
-    head.weight = peer.token_emb.weight
-    return Peer(peer, head)
-
-
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v with every T x T matrix in memory, as the paper's Transformers had it; q, k, v and the
-    result are `[B, T, H, K]`."""
-    score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q / q.shape[-1] ** 0.5, k))
-    if causal:
-        visible_TL = torch.ones(score_BHTL.shape[-2:], dtype=torch.bool, device=score_BHTL.device).tril()
-        score_BHTL = score_BHTL.masked_fill(~visible_TL, torch.finfo(score_BHTL.dtype).min)
-    return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v.dtype), v)
-
-
 class Unfused(Softmax):
     """The softmax core with every T x T matrix in memory; for rows of one document."""
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """softmax(q k^T / sqrt(K)) v, as the paper's Transformers had it."""
         assert info.cu_seqlens is None
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
-        return softmax_attention(q_BTHK, k_BTHK, v_BTHK, causal=self.config.causal).flatten(2)
+        score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / q_BTHK.shape[-1] ** 0.5, k_BTHK))
+        if self.config.causal:
+            visible_TL = torch.ones(score_BHTL.shape[-2:], dtype=torch.bool, device=score_BHTL.device).tril()
+            score_BHTL = score_BHTL.masked_fill(~visible_TL, torch.finfo(score_BHTL.dtype).min)
+        return torch.einsum("bhtl,blhk->bthk", score_BHTL.softmax(-1).to(v_BTHK.dtype), v_BTHK).flatten(2)
 
 
 class UnfusedMultiHeadAttention(MultiHeadAttention):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lineartime.data.tokens import TokenStream, eval_rows
-from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.distributed.ranks import ALONE
 from lineartime.errors import NumericsError
 from lineartime.evaluation import batches, rows_at_once, scored
 from lineartime.model import LanguageModel
@@ -47,26 +47,25 @@ class Recurrence:
                    for kind, n_S, nll_S in zip(KINDS, self.n_tokens, self.nll, strict=True)
                    for seen, n, nll in zip(SEEN, n_S, nll_S, strict=True)]
         return {"context": self.context, "chunk": self.chunk, "rare_per_million": RARE_PER_MILLION,
-                "n_tokens": sum(self.n_tokens[0]), "loss": sum(self.nll[0]) / sum(self.n_tokens[0]),
-                "classes": classes}
+                "n_tokens": sum(self.n_tokens[0]), "loss": sum(self.nll[0]) / sum(self.n_tokens[0]), "classes": classes}
 
 
 @torch.inference_mode()
 def measure_recurrence(model: LanguageModel, stream: TokenStream, training: TokenStream, *, chunk: int | None = None,
-                       context: int | None = None, batch_rows: int | None = None, precision: str = "float32",
-                       ranks: Ranks = ALONE, progress: Progress | None = None) -> Recurrence:
+                       context: int | None = None, precision: str = "float32",
+                       progress: Progress | None = None) -> Recurrence:
     """Score a split as `evaluate` does, and sum the losses by what occurred before in the row.
 
-    training: the split that says which bigrams are rare (Zoology, arXiv:2312.04927, tells recall from what the weights
-    hold in this way). chunk: tokens, by default as the model has; what has no chunks needs it. context, batch_rows,
-    precision and ranks: see `evaluate`. Raises UsageError for these, for a model that is not causal and for splits of
+    training: the split that says which bigrams are rare (Zoology, arXiv:2312.04927, tells in this way what a model
+    recalls from what its weights hold). chunk: tokens, by default as the model has; a model without chunks needs it.
+    context, precision: see `evaluate`. Raises UsageError for these, for a model that is not causal and for splits of
     two tokenizers, NumericsError for a loss that is not finite."""
     require_precision(precision)
     require(model.config.causal, "only a causal model recalls what is before a token", "causal = false")
-    context, batch_rows = rows_at_once(model, stream, context, batch_rows)
-    chunk = model.config.chunk_size if chunk is None else chunk
-    require(chunk is not None, "this model has no chunks", "chunk", "give it --chunk N, as another model has")
-    assert chunk is not None
+    context, batch_rows = rows_at_once(model, stream, context, None)
+    chunk = (model.config.chunk_size or 0) if chunk is None else chunk
+    require(chunk != 0 or model.config.chunk_size is not None, "this model has no chunks", "chunk",
+            "give it --chunk N, as another model has")
     require(chunk >= 1, "wrong value", f"chunk = {chunk}", "it takes whole numbers from 1")
     require(training.tokenizer_sha256 == stream.tokenizer_sha256, "the splits have different tokenizers",
             f"{training.folder} and {stream.folder}")
@@ -75,7 +74,7 @@ def measure_recurrence(model: LanguageModel, stream: TokenStream, training: Toke
     model.eval()
     n_KS, nll_KS = np.zeros((3, 3), np.int64), np.zeros((3, 3))
     stacked = ([np.stack(batch)] for batch in batches(eval_rows(stream, context), len, lambda _: batch_rows))
-    for (rows_BL,), losses_BT in scored(model, stacked, precision, ranks):
+    for (rows_BL,), losses_BT in scored(model, stacked, precision, ALONE):
         token_BT, bigram_BT = seen_before(rows_BL, chunk, stream.end_of_document)
         rare_BT = ~np.isin(bigrams_of(rows_BL, stream.vocab_size), frequent)
         everything = np.ones_like(rare_BT)

@@ -7,16 +7,13 @@ A table is a data frame with a row for each measurement, in the order of time. A
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from benchmarks import Row
-from benchmarks.checks import require_provenance, require_times, require_types
 from benchmarks.markdown import folded, listed, number, parameters, source_line, tokens, unique
 from lineartime.atomic_io import read_json_lines
 from lineartime.markdown import in_markdown, markdown
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "transformer": "Transformer",
          "transformer+": "Transformer+", "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++",
@@ -24,33 +21,32 @@ NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "tran
          "flash-pytorch": "FLASH-pytorch"}
 OURS = "flash"
 """The side that is compared with every other."""
-
 TITLES = {"step": "A training step", "decode": "Decoding", "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
-
 KIND = ["side", "variant", "dtype"]
 """Columns that tell the lines of a table apart."""
-
 SAME_SIZE = 1.3
 """Runs whose models' numbers of parameters are within this factor share a table; the models of one run always do."""
+SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
+           ("flash-pytorch", "bfloat16"))
+"""The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
+float32."""
+Pictures = Callable[[pd.DataFrame], Sequence[str]]
+"""The paths of a table's pictures."""
 
 
 def side_name(side: str) -> str:
-    """What a person calls a side: "Transformer++, unfused"."""
+    """What a person calls a side: "Transformer++, unfused attention"."""
     model, _, attention = side.partition("/")
     words = {"": "", "unfused": ", unfused attention", "reference": " without kernels"}
     return NAMES.get(model, model) + words[attention]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The measurements of a file of JSON lines, but for those of `benchmark read`, which no table shows.
-
-    Raises DataError for a file that is not there or not of rows. The last line may be cut off: a benchmark may be
-    writing it."""
-    def parse(row: Row) -> Row | None:
-        return None if row["benchmark"] == "read" else measurement(row)
-
-    return [row for row in read_json_lines(path, parse, "a row of a measurement") if row is not None]
+    """The measurements of a file, but for those of `benchmark read`, which no table shows. Raises DataError."""
+    rows = read_json_lines(path, lambda row: None if row["benchmark"] == "read" else measurement(row),
+                           "a row of a measurement")
+    return [row for row in rows if row is not None]
 
 
 def measurement(row: Row) -> Row:
@@ -59,45 +55,33 @@ def measurement(row: Row) -> Row:
     `side` is what is compared with what: the model, "model/unfused" for attention that is not fused, "model/reference"
     for the PyTorch reference where there are kernels. `ms` (with quartiles) is milliseconds per token by the clock that
     counts, NaN where the measurement failed. `n_tokens` is of a step; of what else is timed, rows at once."""
-    require_provenance(row)
-    require_types(row, {
-        str: "benchmark run model variant? attention? context? cell? failed? unit?", dict: "settings? many_tokens?",
-        int: "context_tokens n_parameters tokens_per_step? batch_size? warm_up?", float: "peak_mib? above_import_mib?"})
-    require_types(row.get("many_tokens") or {}, {int: "tokens?", float: "counted_mib?"})
-    side = row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else "")
-    decoding, well = row["benchmark"] == "decode", not row.get("failed")
-    times: Row = dict.fromkeys(("median", "q1", "q3", "n"), math.nan)
-    if well:
-        times = row[f"{row['clock']}_ms"]
-        require_times(times)
-        require_types(row, {float: "slowest_token_ms.max state_bytes" * decoding})
-    tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
-    if min(tokens, row["context_tokens"]) < 1:
-        raise ValueError(f"{tokens} tokens, context {row['context_tokens']}")
+    decoding, failed = row["benchmark"] == "decode", row.get("failed") or ""
+    times = dict.fromkeys(("median", "q1", "q3"), math.nan) if failed else row[f"{row['clock']}_ms"]
+    n_tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
+    if not failed and not 0 < times["q1"] <= times["median"] <= times["q3"]:
+        raise ValueError("its quartiles are not times")
     return {
         # A decoding state may have been made up; then its context is a length, and no text that was read.
         "benchmark": row["benchmark"] + ("-read" if row.get("context") == "read" else ""),
-        "name": (row.get("cell") or "").partition("/")[0], "run": row["run"], "side": side,
+        "name": (row.get("cell") or "").partition("/")[0], "run": row["run"],
+        "side": row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else ""),
         "variant": row.get("variant") or "eager", "dtype": row["dtype"], "context": row["context_tokens"],
         "device": row["device"], "hardware": row["cpu"] if row["device"] == "cpu" else row["gpu"],
         "threads": row["threads"], "n_parameters": row["n_parameters"],
         "n_tokens": row.get("tokens_per_step") or row.get("batch_size") or 1, "time": row["time"],
-        "ms": times["median"] / tokens, "q1": times["q1"] / tokens, "q3": times["q3"] / tokens, "n": times["n"],
-        # Decoding has all models in one process.
-        "peak_mib": row.get("peak_mib", math.nan) if well and not decoding else math.nan,
-        "failed": row.get("failed") or "", "row": row}
+        "ms": times["median"] / n_tokens, "q1": times["q1"] / n_tokens, "q3": times["q3"] / n_tokens,
+        # Older rows of decoding had all models in one process.
+        "peak_mib": math.nan if failed or decoding else row.get("peak_mib", math.nan), "failed": failed, "row": row}
 
 
-def tables_of(rows: Sequence[Row]) -> "list[DataFrame]":
+def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
     """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and size of model.
 
     Where one context was measured with several numbers of tokens in a step, each number's rank makes a table: the
     largest ones stand together."""
-    import pandas
-
     if not rows:
         return []
-    cells = pandas.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
+    cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
     # Sizes that are within SAME_SIZE of the next smaller one are of one class; a run has the size of its FLASH.
     size_of_run = ours_first(cells).drop_duplicates("run").set_index("run").n_parameters
     sizes = size_of_run.drop_duplicates().sort_values()
@@ -112,26 +96,26 @@ def tables_of(rows: Sequence[Row]) -> "list[DataFrame]":
         table.name.iat[0], -table.n_tokens.max()))
 
 
-def ours_first(cells: "DataFrame") -> "DataFrame":
+def ours_first(cells: pd.DataFrame) -> pd.DataFrame:
     """FLASH's rows before others."""
     return cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
 
 
-def size_of(table: "DataFrame") -> int:
+def size_of(table: pd.DataFrame) -> int:
     """The number of parameters of FLASH, else of the first model."""
     return int(ours_first(table).n_parameters.iat[0])
 
 
-def contexts_of(table: "DataFrame") -> list[int]:
+def contexts_of(table: pd.DataFrame) -> list[int]:
     return sorted(table.context.unique().tolist())
 
 
-def dtypes_of(table: "DataFrame") -> list[str]:
+def dtypes_of(table: pd.DataFrame) -> list[str]:
     """float32 first."""
     return sorted(table.dtype.unique(), key=lambda dtype: (dtype != "float32", dtype))
 
 
-def newest(table: "DataFrame") -> "DataFrame":
+def newest(table: pd.DataFrame) -> pd.DataFrame:
     """The last measured row of each side, variant, type and context; one that failed only where none went well. Sides
     are in the order they were measured first, in each its variants and types in theirs, and in those contexts grow."""
     table = table.assign(well=table.ms.notna(), n_side=table.groupby("side", sort=False).ngroup(),
@@ -140,7 +124,7 @@ def newest(table: "DataFrame") -> "DataFrame":
     return last.sort_values(["n_side", "n_kind", "context"])
 
 
-def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant: str | None = None) -> "DataFrame":
+def compare(table: pd.DataFrame, ours: str, rival: str, *, by_type: bool, variant: str | None = None) -> pd.DataFrame:
     """Two sides at each context (by_type: and in each type), in the newest run that has both: each in its fastest
     variant, or in the one that is given; without by_type, each in its fastest type.
 
@@ -149,13 +133,11 @@ def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant
     none is given. A side that failed in every way is there as it failed, without times."""
     keys = ["context", "dtype"] if by_type else ["context"]
     table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
-
-    def fastest(side: str) -> "DataFrame":
-        found = table[(table.side == side) & (True if variant is None else table.variant == variant)]
-        return found.sort_values("ms", kind="stable").drop_duplicates(["n_run", *keys])
-
+    shown = table if variant is None else table[table.variant == variant]
+    fastest, fastest_rival = (shown[shown.side == side].sort_values("ms", kind="stable").drop_duplicates(
+        ["n_run", *keys]) for side in (ours, rival))
     # Rows of one run stand beside each other; of several runs that have both sides the newest stays.
-    both = fastest(ours).merge(fastest(rival), on=["n_run", *keys], suffixes=("", "_rival"))
+    both = fastest.merge(fastest_rival, on=["n_run", *keys], suffixes=("", "_rival"))
     both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
     # What FLASH was measured in and the other was not makes a ratio unfair: it is marked.
     variants = table.groupby(["side", "n_run", "context"]).variant.unique()
@@ -164,44 +146,23 @@ def compare(table: "DataFrame", ours: str, rival: str, *, by_type: bool, variant
     return both.assign(value=both.ms_rival / both.ms, low=both.q1_rival / both.q3, high=both.q3_rival / both.q1)
 
 
-SPEED, TIMES, MEMORY, STATE = ("Tokens per second", "Milliseconds per token, and of the slowest", "Peak memory, MiB",
-                               "Decoding state, MiB")
-VALUES: dict[str, Callable[[Row], str]] = {
-    SPEED: lambda row: f"{1e3 / row['ms']:,.0f}",
-    TIMES: lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}",
-    MEMORY: lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}",
-    STATE: lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"}
-"""What can be shown of every row of a table: the text of a number by its heading."""
-
-SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
-           ("flash-pytorch", "bfloat16"))
-"""The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
-float32."""
-
-Pictures = Callable[["DataFrame"], Sequence[str]]
-"""The paths of a table's pictures."""
-
-
-def speed_section(tables: "Sequence[DataFrame]", *, shown: Sequence[str] = (),
+def speed_section(tables: Sequence[pd.DataFrame], *, shown: Sequence[str] = (),
                   pictures: Pictures = lambda table: ()) -> str:
     """The tables of `tables_of`; with names in `shown`, a summary of those that have them."""
     if shown:
         return speed_summary(tables, shown, pictures)
-    whole = [table for table in tables if table.benchmark.iat[0] in TITLES]
-    alone = [table for table in tables if table.benchmark.iat[0] not in TITLES]
-    parts = []
-    for table in whole:
-        steps = table.benchmark.iat[0] == "step"
-        shown = [SPEED, *([MEMORY] if table.peak_mib.notna().any() else [])] if steps else [TIMES, STATE]
-        parts += [f"### {in_markdown(title(table))}", *links(table, pictures(table)), ratio_table(table),
-                  *(folded(what, value_table(table, what)) for what in shown), *sources(table)]
-    parts += ["### Parts alone"] * bool(alone)
-    for table in alone:
-        parts += [part_table(table), *sources(table)]
+    parts, parts_alone = [], []
+    for table in tables:
+        if table.benchmark.iat[0] in TITLES:
+            parts += [f"### {in_markdown(title(table))}", *links(table, pictures(table)), ratio_table(table),
+                      *value_tables(table), *sources(table)]
+        else:
+            parts_alone += [part_table(table), *sources(table)]
+    parts += ["### Parts alone", *parts_alone] if parts_alone else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def sources(table: "DataFrame") -> list[str]:
+def sources(table: pd.DataFrame) -> list[str]:
     """Where a table's numbers come from, and what failed and never went well."""
     last = newest(table).sort_index()
     failed = unique(f"{side_name(row.side)}, {row.variant}, {row.dtype}, at {tokens(row.context)}: {row.failed}"
@@ -209,18 +170,16 @@ def sources(table: "DataFrame") -> list[str]:
     return [source_line(table.row.tolist()), f"Failed: {'; '.join(map(in_markdown, failed))}." if failed else ""]
 
 
-def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures: Pictures) -> str:
+def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
     """A picture and a table of a few lines: FLASH's speed over others in training steps, from the tables that have one
     of the names, alone or with a hyphen behind it, on the machine of the one with most contexts."""
-    import pandas
-
     chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
         return "No training steps of two models were measured side by side yet.\n"
     widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
-    chosen = [table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()]
-    cells = pandas.concat(chosen, ignore_index=True)
+    cells = pd.concat([table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()],
+                      ignore_index=True)
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
     how = f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant. Bold: FLASH is slower."
@@ -229,7 +188,7 @@ def speed_summary(tables: "Sequence[DataFrame]", names: Sequence[str], pictures:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def title(table: "DataFrame") -> str:
+def title(table: pd.DataFrame) -> str:
     """"A training step of 8,192 tokens, 1.8 M parameters, on a processor (small)"."""
     first = table.iloc[0]
     n_tokens = " to ".join(unique(f"{n:,}" for n in (table.n_tokens.min(), table.n_tokens.max())))
@@ -243,14 +202,14 @@ def title(table: "DataFrame") -> str:
     return words + (f" ({first['name']})" if first["name"] else "")
 
 
-def links(table: "DataFrame", paths: Sequence[str]) -> list[str]:
+def links(table: pd.DataFrame, paths: Sequence[str]) -> list[str]:
     """Pictures, and in words what they show."""
     words = in_markdown(title(table))
     return [f"![{'Peak memory' if 'memory' in path else 'Time per token'} against context. {words}]({path})"
             for path in paths]
 
 
-def ratio_table(table: "DataFrame") -> str:
+def ratio_table(table: pd.DataFrame) -> str:
     """FLASH's speed over each rival, by context: each side's fastest, then both eager; below 1 in bold. Steps are
     compared in each type, decoding in each side's fastest. A star marks where FLASH had a variant that the other had
     not."""
@@ -278,13 +237,6 @@ def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[t
     return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
-def by_context(words: Sequence[str], contexts: Sequence[int],
-               lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
-    """A table with a column for each context: of each line its words, and what is known by context."""
-    return markdown([*words, *map(tokens, contexts)], without_repeats(
-        [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
-
-
 def ratio_text(pair: Row) -> str:
     """A ratio and its quartiles; below 1 in bold. A star marks a variant that only FLASH was measured in."""
     star = "\\*" * bool(pair["unmatched"])
@@ -295,25 +247,43 @@ def ratio_text(pair: Row) -> str:
     return f"{value} ({number(pair['low'])}-{number(pair['high'])}){star}"
 
 
-def value_table(table: "DataFrame", what: str) -> str:
-    """One of `VALUES` by context, a line for each model, variant and type."""
-    lines: dict[tuple[str, ...], dict[int, str]] = {}
-    for row in newest(table).to_dict("records"):
-        texts = lines.setdefault((side_name(row["side"]), row["variant"], row["dtype"]), {})
-        texts[row["context"]] = "failed" if row["failed"] else VALUES[what](row)
-    return by_context(["model", "variant", "type"], contexts_of(table), list(lines.items()))
+def by_context(words: Sequence[str], contexts: Sequence[int],
+               lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
+    """A table with a column for each context: of each line its words, and what is known by context."""
+    return markdown([*words, *map(tokens, contexts)], without_repeats(
+        [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
 
 
-def part_table(table: "DataFrame") -> str:
+def value_tables(table: pd.DataFrame) -> list[str]:
+    """Folded tables by context, with a line for each model, variant and type: of steps tokens per second and memory, of
+    decoding times and the size of the state."""
+    if table.benchmark.iat[0] == "step":
+        shown: dict[str, Callable[[Row], str]] = {"Tokens per second": lambda row: f"{1e3 / row['ms']:,.0f}"}
+        if table.peak_mib.notna().any():
+            shown["Peak memory, MiB"] = lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}"
+    else:
+        shown = {"Milliseconds per token, and of the slowest":
+                 lambda row: f"{number(row['ms'])} / {number(row['row']['slowest_token_ms']['max'])}",
+                 "Decoding state, MiB": lambda row: f"{row['row']['state_bytes'] / 2**20:,.1f}"}
+    made = []
+    for heading, text in shown.items():
+        lines: dict[tuple[str, ...], dict[int, str]] = {}
+        for row in newest(table).to_dict("records"):
+            texts = lines.setdefault((side_name(row["side"]), row["variant"], row["dtype"]), {})
+            texts[row["context"]] = "failed" if row["failed"] else text(row)
+        made.append(folded(heading, by_context(["model", "variant", "type"], contexts_of(table), [*lines.items()])))
+    return made
+
+
+def part_table(table: pd.DataFrame) -> str:
     """What is neither a step nor decoding: a line for each implementation, its time over the first's of its run."""
     keys, lines = ["run", "side", "dtype", "context"], []
     over = (table.ms / table.groupby(keys).ms.transform(lambda ms: ms.iat[0])).where(table.duplicated(keys))
     shown = table.assign(over=over).drop_duplicates([*KIND, "context", "n_tokens"], keep="last")
     for row in shown.to_dict("records"):
         above, many = row["row"].get("above_import_mib"), row["row"].get("many_tokens") or {}
-        names = row["side"].replace("_", " "), row["variant"], row["dtype"]
-        lines.append([*map(in_markdown, names), f"{row['n_tokens']:,}",
-                      f"{row['context']:,}",
+        lines.append([*map(in_markdown, (row["side"].replace("_", " "), row["variant"], row["dtype"])),
+                      f"{row['n_tokens']:,}", f"{row['context']:,}",
                       "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
                       "-" if math.isnan(row["over"]) else number(row["over"]),
                       "-" if above is None else f"{above:,.1f}",

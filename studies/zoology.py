@@ -1,7 +1,7 @@
 """Multi-query associative recall at the sizes that Zoology publishes (Arora et al., 2023).
 
-    python studies/zoology.py --measure              trains and asks what has no row; an hour and a half of one core
-    python studies/zoology.py --into benchmarks/tables/memory.md  writes the table
+    python -m studies.zoology                                     trains and asks what has no row; an hour and a half
+    python -m studies.zoology --into benchmarks/tables/memory.md  writes the table
 
 Its five training sets, each step of one of them, drawn as often as their tokens are many there; its seven test sets of
 1,000 rows. Models, and training but for the length of it, are those of `python -m benchmarks recall`. There are far
@@ -9,32 +9,28 @@ fewer steps: 12 M tokens, none of them read twice, where Zoology reads 24 M toke
 stopped begins anew."""
 
 import argparse
-import sys
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from benchmarks import Row
+from benchmarks.append import rows_in
+from benchmarks.measure import add_missing
+from benchmarks.recall.measure import OnStep, Recall, asked, learn, passed
+from benchmarks.recall.report import spread_text
+from benchmarks.recall.study import best_rate, config_of, training
+from benchmarks.recall.tasks import TASKS
+from benchmarks.verbs import check_and_show
+from lineartime.cli.terminal import Terminal, say_stopping
+from lineartime.markdown import markdown
+from lineartime.model import LanguageModel
+from lineartime.training import StopSignal
+from studies import run
 
-from benchmarks.measure import add_missing  # noqa: E402
-from benchmarks.pages import fill_place  # noqa: E402
-from benchmarks.recall.measure import OnStep, Recall, Row, asked, learn, passed  # noqa: E402
-from benchmarks.recall.report import spread_text  # noqa: E402
-from benchmarks.recall.study import best_rate, config_of, training  # noqa: E402
-from benchmarks.recall.tasks import TASKS  # noqa: E402
-from lineartime.atomic_io import read_json_lines  # noqa: E402
-from lineartime.cli.exits import exit_code  # noqa: E402
-from lineartime.cli.terminal import Terminal, say_stopping  # noqa: E402
-from lineartime.markdown import markdown  # noqa: E402
-from lineartime.model import LanguageModel  # noqa: E402
-from lineartime.training import StopSignal  # noqa: E402
-
-ROWS = ROOT / "benchmarks" / "rows" / "zoology.jsonl"
-COMMAND = "python studies/zoology.py --measure"
+COMMAND = "python -m studies.zoology"
 TASK = TASKS["zoology"]
 TRAINED = {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_000, (256, 64): 20_000}
 """Rows of each set of Zoology's, by tokens in a row and pairs in it."""
@@ -80,25 +76,15 @@ def learned(model: str, rate: float, seed: int, on_step: OnStep, check: Callable
             "passed": passed(curve), "accuracy": {str(LONGEST): {"all": curve[-1][2]}}, "test": test}
 
 
-def measure(rows: Path, stop: StopSignal) -> None:
+def measure(given: argparse.Namespace) -> None:
     """Every learning rate with the first seed, the best with the others: what has no row yet."""
-    def check() -> None:
-        stop.check("what is measured is in the rows; the same command goes on")
-
-    with Terminal() as terminal:
-        def on_step(record: Row) -> None:
-            check()
-            terminal.step(record)
-
-        def add(model: str, rate: float, seed: int) -> None:
-            add_missing(rows, {"model": model, "learning_rate": rate, "seed": seed}, COMMAND,
-                        partial(learned, model, rate, seed, on_step, check))
-
-        for model in MODELS:
-            for rate in RATES:
-                add(model, rate, SEEDS[0])
-            for seed in SEEDS[1:]:
-                add(model, rate_of(model, read_json_lines(rows, dict, "a row")), seed)
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
+        on_step = partial(check_and_show, stop, terminal)
+        for model, (rate, seed) in itertools.product(MODELS, [*((rate, SEEDS[0]) for rate in RATES),
+                                                              *((None, seed) for seed in SEEDS[1:])]):
+            rate = rate or rate_of(model, rows_in(given.rows))
+            add_missing(given.rows, {"model": model, "learning_rate": rate, "seed": seed}, COMMAND, partial(
+                learned, model, rate, seed, on_step, lambda: stop.check("the same command goes on")))
 
 
 def rate_of(model: str, rows: Sequence[Row]) -> float:
@@ -119,18 +105,5 @@ def table(rows: Sequence[Row]) -> str:
     return markdown(head, lines, 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--measure", action="store_true", help="train and ask what has no row")
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--into", type=Path, help="write the table into this page")
-    given = parser.parse_args()
-    if given.measure:
-        with StopSignal().listening(say_stopping) as stop:
-            measure(given.rows, stop)
-    if given.into:
-        fill_place(given.into, "zoology sizes", table(read_json_lines(given.rows, dict, "a row")))
-
-
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    run(__doc__, "zoology", measure, table, "zoology sizes", {})

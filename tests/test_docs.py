@@ -80,8 +80,8 @@ def test_names_are_defined(page: Path) -> None:
     ("[`gau.py:GatedAttentionUnit.branch`](lineartime/gau.py)", 0),
     ("[`gau.py:GatedAttentionUnit.branch`](lineartime/mhsa.py)", 1),
     ("[`gau.py:GatedAttentionUnit.backward`][gau]\n\n[gau]: lineartime/gau.py", 1),
-    ("[paper/rows.py](benchmarks/paper/records.py)", 1),
-    ("[records.py](benchmarks/paper/records.py)", 0),
+    ("[paper/rows.py](benchmarks/paper/results.py)", 1),
+    ("[results.py](benchmarks/paper/results.py)", 0),
     ("`test_docs.py::wrong_names`, `benchmarks/figures.py:figures_of`", 0),
     ("`figures.py:pictures_of`", 1), ("`nowhere.py:ROWS`", 1), ("`test_docs.py::test_of_nothing`", 1)])
 def test_a_name_is_held_to_the_file_that_its_link_leads_to(text: str, n_wrong: int) -> None:

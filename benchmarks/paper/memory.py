@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.markdown import listed, tokens
-from benchmarks.paper.records import Record
-from benchmarks.paper.results import Results, of_cell, step_speedups
-from benchmarks.paper.scales import Cell
+from benchmarks.paper.results import Record, Results, of_cell, step_speedups
+from benchmarks.paper.tables import Cell
 from lineartime.markdown import markdown
 
 LOCAL = "FLASH (LocalOnly)"
@@ -51,11 +50,11 @@ def by_tokens(record: Record) -> dict[int, float]:
 
 
 def losses_of(results: Results, told: Callable[[Record], Mapping[Any, float]]) -> pd.DataFrame:
-    """What records tell, by row and seed."""
+    """What records tell, by row and seed; places that are numbers are in their order."""
     found = {(row, seed): told(record) for (row, _, seed), record in results.trained.record.items()}
-    places = dict.fromkeys(place for each in found.values() for place in each)
+    places = list(dict.fromkeys(place for each in found.values() for place in each))
     index = pd.MultiIndex.from_tuples(found, names=["row", "seed"]) if found else pd.MultiIndex([[], []], [[], []])
-    frame = pd.DataFrame(list(found.values()), index=index, columns=list(places), dtype=float)
+    frame = pd.DataFrame(list(found.values()), index=index, columns=places, dtype=float)
     return frame if told is by_class else frame[sorted(places)]
 
 
@@ -97,8 +96,7 @@ def difference_text(by_seed: Any) -> str:
     values = pd.Series(by_seed, dtype=float).dropna()
     if values.empty:
         return "-"
-    interval = f" ± {half_width(values):.3f}" if len(values) > 1 else ""
-    text = f"{values.mean():+.3f}{interval}"
+    text = f"{values.mean():+.3f}" + (f" ± {half_width(values):.3f}" if len(values) > 1 else "")
     return f"**{text}**" if told_apart(values) else text
 
 
@@ -146,26 +144,22 @@ def whole_part(results: Results) -> str:
     return grid(["model", "to FLASH", "difference", "each seed"], lines, 2)
 
 
-def read_at(step: float, curves: Mapping[int, Sequence[Sequence[float]]]) -> "pd.Series[float]":
-    """Losses at a step by seed, linear between two evaluations; none before the first."""
-    found = {}
-    for seed, curve in curves.items():
-        steps, losses = zip(*curve, strict=True)
-        if steps[0] <= step:
-            found[seed] = float(np.interp(step, steps, losses))
-    return pd.Series(found, dtype=float)
-
-
 def at_equal_time(results: Results, row: str, base: str) -> tuple[float, float, "pd.Series[float]", "pd.Series[float]"]:
-    """The steps that a row and its base have made when the first of them ends, and their losses there; no losses where
-    steps were not timed side by side. The time of a run is its steps times the median time of one."""
-    speeds = {name: speed for (name, _), speed in step_speedups(results, base).value.items()}
-    speed = speeds.get(row, math.nan)  # the base's time of a step over the row's
+    """The steps that a row and its base have made when the first of them ends, and their losses there by seed, linear
+    between two evaluations; no losses before the first, or where steps were not timed side by side. The time of a run
+    is its steps times the median time of one."""
+    # The base's time of a step over the row's.
+    speed = {name: speed for (name, _), speed in step_speedups(results, base).value.items()}.get(row, math.nan)
     ours, theirs = ({key[-1]: record["curve"] for key, record in of_cell(results.trained, name).record.items()}
                     for name in (row, base))
     last, base_last = (max((curve[-1][0] for curve in each.values()), default=0) for each in (ours, theirs))
     base_step = min(last / speed, base_last)
-    return base_step * speed, base_step, read_at(base_step * speed, ours), read_at(base_step, theirs)
+    steps = base_step * speed, base_step
+    read = []
+    for step, curves in zip(steps, (ours, theirs), strict=True):
+        points = {seed: np.array(curve).T for seed, curve in curves.items() if curve[0][0] <= step}
+        read.append(pd.Series({seed: float(np.interp(step, *each)) for seed, each in points.items()}, dtype=float))
+    return *steps, *read
 
 
 def time_part(results: Results) -> str:
@@ -205,11 +199,9 @@ def columns_part(results: Results) -> str:
 
 def gain_part(results: Results) -> str:
     """What each model gains over its own loss at the shortest context."""
-    losses, lines = losses_of(results, by_context), []
-    for row in results.rows:
-        own = of_row(losses, row)
-        if own.notna().any(axis=None):
-            lines.append([row, *(difference_text(own.iloc[:, 0] - own[context]) for context in list(losses)[1:])])
+    losses = losses_of(results, by_context)
+    lines = [[row, *(difference_text(own.iloc[:, 0] - own[context]) for context in list(losses)[1:])]
+             for row in results.rows for own in [of_row(losses, row)] if own.notna().any(axis=None)]
     return grid(["model", *map(tokens, list(losses)[1:])], lines)
 
 
@@ -229,19 +221,14 @@ def tokens_part(results: Results) -> str:
                  f"from {half / 1e6:.1f} M to the end"], lines, 2)
 
 
-def missing(results: Results) -> list[str]:
-    """The runs of the scale that have no row with all evaluations: "FLASH, seed 1, 2"."""
-    records, lines = dict(results.trained.record.items()), []
+def parts(results: Results) -> list[str]:
+    """The study's tables in Markdown, each under what it is."""
+    records, left = dict(results.trained.record.items()), []
     for row, column in results.table.cells[results.scale.name]:
         seeds = [str(seed) for seed in Cell(results.table, row, column, results.scale).seeds
                  if not results.table.evaluations.keys() <= records.get((row, column, seed), {}).keys()]
-        lines += [f"{row}, seed {', '.join(seeds)}"] if seeds else []
-    return lines
-
-
-def parts(results: Results) -> list[str]:
-    """The study's tables in Markdown, each under what it is."""
-    left, contexts, classes = missing(results), losses_of(results, by_context), losses_of(results, by_class)
+        left += [f"{row}, seed {', '.join(seeds)}"] if seeds else []
+    contexts, classes = losses_of(results, by_context), losses_of(results, by_class)
     others = (LOCAL, *OWN_REFERENCE, *OWN_REFERENCE.values())
     with_local = [(row, LOCAL) for row in results.rows if row not in others]
     uses = [record["context_use"] for record in results.trained.record if "context_use" in record]
@@ -251,24 +238,24 @@ def parts(results: Results) -> list[str]:
         *([f"Not measured yet, or not evaluated: {'; '.join(left)}."] if left else []),
         f"{DIFFERENCES} One seed has no interval and claims nothing.",
         whole_part(results),
-        "**Equal time.** Losses of the part of the split that is scored during training. The time of a run is its "
-        "steps times the median time of one, timed side by side. Both are read when the first of the two ends, between "
-        "two evaluations on a straight line. What is read before its end has a learning rate that is still high: "
-        "trained for that time alone it would be better.",
+        "**Equal time.** Losses of the part of the split that is scored during training, when the first of the two "
+        "runs ends. The time of a run is its steps times the median time of one, timed side by side; between two "
+        "evaluations the loss is read on a straight line. A run that is read before its end still has a high learning "
+        "rate: trained for that time alone it would be better.",
         time_part(results),
         f"**Loss by context, differences to FLASH.** The same {scored} at each context, of models trained at "
         f"{trained}.",
         difference_part(results, contexts, [tokens(context) for context in contexts], compared(results)),
-        "**Gain from context.** The same losses: each model's at the shortest context less its own at a longer one, "
-        "above 0 the longer context helps.",
+        "**Gain from context.** Each model's loss at the shortest context less its own at a longer one. Above 0 the "
+        "longer context helps.",
         gain_part(results),
-        "**Loss by recurrence, differences to FLASH.** A token, or two neighbouring ones (a bigram), that were in "
-        "their document before: in the same chunk, in earlier chunks of the row only, or not. What a long memory "
-        "holds must show under \"in earlier chunks only\". A rare bigram makes up at most 10 of a million in the "
-        "training split.",
+        "**Loss by recurrence, differences to FLASH.** Was a token, or a pair of neighbouring tokens (a bigram), in "
+        "its document before: in the same chunk, in earlier chunks of the row only, or not? What a long memory holds "
+        "must show under \"in earlier chunks only\". A rare bigram makes up at most 10 of a million in the training "
+        "split.",
         difference_part(results, classes, list(classes), compared(results)),
         "**Loss by recurrence, differences to FLASH (LocalOnly), which has no linear half.**",
         difference_part(results, classes, list(classes), with_local),
-        "**Does the difference to FLASH fade?** By tokens trained on, of the part of the split that is scored during "
-        "training. It fades, or grows, where the interval of what the second half of training added leaves 0 out.",
+        "**Does the difference to FLASH fade?** By tokens trained on, in the part of the split that is scored during "
+        "training. It fades or grows if the interval of what the second half of training added leaves 0 out.",
         tokens_part(results)]

@@ -10,10 +10,8 @@ import pandas as pd
 
 from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
-from benchmarks.paper.records import Record
-from benchmarks.paper.results import CELL, GAPS, Results, gaps, results_of, speedups, spread, step_speedups
-from benchmarks.paper.scales import Kind, caption_of
-from benchmarks.paper.tables import PAPER, SCALE_NAMES, TABLES, ScaleName, printed, step_speedup
+from benchmarks.paper.results import CELL, GAPS, Record, Results, gaps, results_of, speedups, spread, step_speedups
+from benchmarks.paper.tables import PAPER, SCALE_NAMES, TABLES, Kind, ScaleName, caption_of, printed, step_speedup
 from lineartime.markdown import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
@@ -100,14 +98,15 @@ MEASURES = {
                       lambda results: texts_of(results.steps.peak_mib.dropna(), "{:,.0f}".format))}
 """By the names in `tables.toml`."""
 FOLDED = ("Parameters, millions", "Peak memory of a step's process, MiB")
-QUALITY = ("Perplexity and loss: the whole held-out split at the end of training, the mean of the seeds (the least and "
-           "the most); one seed where there is no range.")
+QUALITY = ("Perplexity and loss are those of the whole held-out split after training: the mean of the seeds (the least "
+           "to the most). Without a range there was one seed.")
 NOTES = {
-    "to_quality": "Speed-up to the reference's final quality, as in row 75 of docs/paper.md: the time of the "
-                  "reference's training to its best mean loss over the time of this model's to the same loss, each its "
-                  f"steps times the time of one; \"{NEVER}\" never gets there; losses are those of a part of the "
-                  "split, scored during training.",
-    "by_step": "By time of a step: the reference's over this model's, both of one run (quartile over quartile)."}
+    "to_quality": "Speed-up to the reference's final quality (row 75 of docs/paper.md): the time in which the "
+                  "reference reaches its best mean loss, over the time in which this model reaches the same loss. A "
+                  f"time is the number of steps times the time of one. \"{NEVER}\": it never does. The losses are "
+                  "those of the part of the split that is scored during training.",
+    "by_step": "Speed-up by time of a step: the reference's time over this model's, both measured in one run (with "
+               "opposite quartiles)."}
 """Below a table that shows the measure."""
 
 
@@ -128,7 +127,7 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
     table = results.table
     parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
     if not results.rows:
-        return "\n\n".join([*parts, f"Not measured yet: {NOT_RUN} at this scale, {command_text(results)}."]) + "\n"
+        return "\n\n".join([*parts, f"Not measured yet: {NOT_RUN} at this scale, `{command_of(results)}`."]) + "\n"
     made = {MEASURES[name].title.format(reference=table.reference): measured(results, MEASURES[name])
             for name in table.measures}
     if table.name == "speedup":
@@ -212,8 +211,8 @@ def speedup_grid(results: Results) -> str:
                            for column, title in ours})
 
 
-def command_text(results: Results) -> str:
-    return f"`python -m benchmarks reproduce {results.table.name} --scale {results.scale.name} --texts TEXTS`"
+def command_of(results: Results) -> str:
+    return f"python -m benchmarks reproduce {results.table.name} --scale {results.scale.name} --texts TEXTS"
 
 
 def notes(results: Results) -> list[str]:
@@ -230,11 +229,10 @@ def notes(results: Results) -> list[str]:
     failures = [f"{row}, {column}{'' if seed is None else f', seed {seed}'}: {in_markdown(error)}"
                 for (row, column, _, seed), error in results.failed.items()]
     records = [*results.trained.record, *results.finetuned.record, *results.timed.record]
-    made_by = command_text(results).strip("`")
     hardware = PAPER[table.name].get("hardware")
     return [*([f"<sub>{' '.join(words)}</sub>"] if words else []),
             *([f"At this scale {NOT_RUN}: {'; '.join(left_out)}."] if left_out else []),
             *([f"Failed: {'; '.join(failures)}."] if failures else []),
             f"<sub>Scale {results.scale.name}: {caption_of(table, results.scale)}."
             + (f" The paper's times are of {hardware}." if hardware else "") + "</sub>",
-            *([source_line([row | {"command": made_by} for row in records])] if records else [])]
+            *([source_line([row | {"command": command_of(results)} for row in records])] if records else [])]

@@ -1,27 +1,75 @@
 """What the records of `python -m benchmarks reproduce` say of a table at a scale, as data frames.
 
-A record belongs to a cell when its scale, text and settings are the cell's, so two tables share records. The newest
-record of a seed counts, and a failure only where nothing went well.
+A record is a JSON object in a line, added when a run ends and never changed. Its "kind" is "train", "finetune" or
+"step". It holds the settings it was made with, and belongs to a cell when its scale, text, settings and questions are
+the cell's, but for the seed; so two tables share records. The newest record of a seed counts. What failed has "failed"
+and no results, and counts only where nothing went well.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from benchmarks.paper.records import COLUMNS, Record, by_key, numbers_of, records_of
-from benchmarks.paper.scales import SCALES, Cell, Kind, Scale
-from benchmarks.paper.tables import TABLES, ScaleName, Table
+from benchmarks.append import rows_in
+from benchmarks.paper.tables import SCALES, TABLES, Cell, Kind, Scale, ScaleName, Table, key_of
 
+Record = dict[str, Any]
+COLUMNS: dict[Kind, list[str]] = {
+    "train": ["seed", "loss", "perplexity", "word_perplexity", "n_parameters", "steps", "tokens"],
+    "finetune": ["seed", "f1", "step_ms"],
+    "step": ["run", "time", "median", "q1", "q3", "tokens", "peak_mib", "n_parameters"]}
 CELL = ["row", "column"]
 GAPS = {"FLASH-Quad -> FLASH": ("FLASH-Quad", "FLASH"), "TFM++ -> MC-TFM++": ("TFM++", "MC-TFM++")}
 """Rows of Table 5: a model, and it with mixed chunks."""
 Place = tuple[str, str, Kind, int | None]
 """Row, column, kind of record and seed."""
+
+
+def numbers_of(row: Record) -> list[Any]:
+    """What a record that did not fail has in these columns. Losses are in nats per token of the whole held-out split
+    after training, F1 in percent, a step's times in milliseconds of one micro-batch of "tokens"."""
+    if row["kind"] == "train":
+        held_out = row["held_out"]
+        return [row["settings"]["seed"], held_out["loss"], math.exp(held_out["loss"]),
+                held_out["word_perplexity"] if held_out.get("n_words") else None, row["n_parameters"],
+                row["curve"][-1][0], row["tokens"]]
+    if row["kind"] == "finetune":
+        ms = row["step_ms"]["cpu" if row["device"] == "cpu" else "wall"]
+        return [row["settings"]["seed"], row["f1"], ms["median"]]
+    ms = row[f"{row['clock']}_ms"]
+    return [row["run"], row["time"], ms["median"], ms["q1"], ms["q3"], row["tokens_per_step"], row.get("peak_mib"),
+            row.get("n_parameters")]
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file, oldest first. Raises DataError for one that no table can be made of."""
+    def parse(row: Record) -> Record:
+        if not row.get("failed"):
+            numbers_of(row)
+        key_of(row["kind"], row["text"], row["settings"])
+        return row
+
+    return rows_in(path, parse, "a row of a run")
+
+
+def by_key(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records in their order, by `key_of`."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        key = key_of(record["kind"], record["text"], record["settings"], record.get("questions"))
+        found.setdefault(key, []).append(record)
+    return found
+
+
+def records_of(cell: Cell, records: Mapping[str, list[Record]], kind: Kind, seed: int | None = None) -> list[Record]:
+    """A cell's records of one kind, from those of `by_key`; of all seeds where none is named."""
+    return [record for record in records.get(cell.key(kind), ()) if seed in (None, record["settings"].get("seed"))]
 
 
 @dataclass(frozen=True)

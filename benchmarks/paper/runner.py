@@ -7,31 +7,24 @@ added as they come, so that a kill costs what the newest checkpoints lack and no
 import hashlib
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.append import append_json_lines
-from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, started
+from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, run
 from benchmarks.measure import spread
-from benchmarks.paper.records import Record, by_key, read_records, records_of
-from benchmarks.paper.scales import SCALES, Cell, Kind, Text, caption_of, cells_of
-from benchmarks.paper.tables import ScaleName, Settings
+from benchmarks.paper.results import Record, by_key, read_records, records_of
+from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
 from benchmarks.peers import parse_label
-from benchmarks.recall.study import measure_study
 from benchmarks.step import StepCase, benchmark_step
 from lineartime import checkpoint
 from lineartime.atomic_io import read_json, write_atomically
 from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
-from lineartime.distributed.ranks import WITH_RANKS
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.info import describe
 from lineartime.release.provenance import provenance
@@ -41,9 +34,8 @@ from lineartime.training import StopSignal
 
 Records = Mapping[str, list[Record]]
 """Of `by_key`."""
-TOLD_EVERY_S = 30.0
-"""Between two lines of one run's progress."""
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+SAVE_S = 600.0
+"""A run is given so long to save when this process ends."""
 STOPPED = "what ran has saved; the same command goes on"
 
 
@@ -68,17 +60,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a table's runs read and write, on what, how many at a time, and of how many seeds of a cell."""
+    """Where a table's runs read and write, on what, and how many at a time."""
 
     texts: Path | None
     out: Path
     rows: Path
     device: str
     jobs: int
-    seeds: int | None
     tell: Callable[[str], None]
-    ranks: int = 1
-    """Processes of one run, which `torchrun` starts on this machine."""
 
     def data(self, text: Text) -> Path:
         return self.out / "data" / text.name
@@ -86,20 +75,21 @@ class Place:
     @property
     def threads(self) -> int:
         """Of one run: the processor's cores shared out, unless the environment says."""
-        return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs // self.ranks, 1))
+        return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs, 1))
 
     def below_texts(self, name: str) -> str:
         """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts are named."""
-        if self.texts is None and not name.startswith("hub:"):
+        if name.startswith("hub:"):
+            return name
+        if self.texts is None:
             raise UsageError("no folder of texts is given", name, "give --texts the folder that holds it")
-        return name if self.texts is None or name.startswith("hub:") else str(self.texts / name)
+        return str(self.texts / name)
 
 
-def missing_jobs(cells: Sequence[Cell], records: Records, seeds: int | None = None) -> list[Job]:
-    """The runs that have no row yet: every cell with its first seed, then with its second, ...; of the first `seeds`
-    only."""
+def missing_jobs(cells: Sequence[Cell], records: Records) -> list[Job]:
+    """The runs that have no row yet: every cell with its first seed, then with its second, ..."""
     return [Job(cell, seed) for seed in range(max(len(cell.seeds) for cell in cells)) for cell in cells
-            if cell.table.kind == "train" and seed in cell.seeds[:seeds]
+            if cell.table.kind == "train" and seed in cell.seeds
             and not found(cell, records, "finetune" if cell.questions else "train", seed)]
 
 
@@ -126,35 +116,13 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
     cells = cells_of(table, scale)
     with checkpoint.lock(place.out):
         records = by_key(read_records(place.rows))
-        jobs, columns = missing_jobs(cells, records, place.seeds), missing_times(cells, records)
+        jobs, columns = missing_jobs(cells, records), missing_times(cells, records)
         place.tell(f"{table} at scale {scale}: {len(cells)} cells; {len(jobs)} runs and {len(columns)} columns of step "
                    "times are missing")
         for text in dict.fromkeys(job.cell.text for job in jobs):
             prepare(text, place, stop)
         n_rows = sum(len(time_steps(column, place, stop)) for column in columns)
         return n_rows + run_all(jobs, records, place, stop)
-
-
-def reproduce_recall(place: Place, stop: StopSignal) -> int:
-    """Measure what the study of recall still lacks; returns how many rows were added. Raises as `reproduce`."""
-    text = SCALES["cpu"].texts["wiki40b"]
-    with checkpoint.lock(place.out):
-        if place.texts is not None:
-            prepare(text, place, stop)
-        return measure_study(place.data(text) if place.texts is not None else None, place.rows, place.tell,
-                             lambda _: stop.check("what is measured is in the rows; the same command goes on"))
-
-
-def plan_lines(table: str, scale: ScaleName, rows: Sequence[Record], n_seeds: int | None = None) -> list[str]:
-    """What a table at a scale has and lacks: a line for each cell, of its first `n_seeds`, and one for each column's
-    step times."""
-    cells, records = cells_of(table, scale), by_key(rows)
-    lines = [f"{table} at scale {scale}: {caption_of(cells[0].table, cells[0].scale)}"]
-    for cell in cells if cells[0].table.kind == "train" else ():
-        seeds = ", ".join(str(job.seed) for job in missing_jobs([cell], records, n_seeds))
-        lines.append(f"  {cell.row}, {cell.column}, {cell.text.name}: {f'missing seed {seeds}' if seeds else 'there'}")
-    missing = ", ".join(column[0].column for column in missing_times(cells, records))
-    return [*lines, f"  step times, side by side: {f'missing in {missing}' if missing else 'there'}"]
 
 
 def prepare(text: Text, place: Place, stop: StopSignal) -> None:
@@ -192,16 +160,16 @@ def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSigna
 def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[Record]:
     """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
-    run, rows = folder / "run", []
-    given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(run)}
+    trained_run, rows = folder / "run", []
+    given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(trained_run)}
     folder.mkdir(parents=True, exist_ok=True)
     # Numbers, truth values and plain strings are written alike in TOML and JSON.
     write_atomically(folder / "settings.toml", "".join(f"{name} = {json.dumps(value)}\n"
                                                        for name, value in given.items()))
     stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
-        ("train", ["train", str(folder / "settings.toml"), "--device", place.device], lambda: trained(run))]
+        ("train", ["train", str(folder / "settings.toml"), "--device", place.device], lambda: trained(trained_run))]
     if cell.questions:
-        stages.append(("finetune", finetune_arguments(run, cell.questions, place),
+        stages.append(("finetune", finetune_arguments(trained_run, cell.questions, place),
                        lambda: finetuned(folder / "questions")))
     for kind, arguments, result in stages:
         failed = call(arguments, f"{job.label}, {kind}", folder / f"{kind}.log", place, stop)
@@ -247,25 +215,25 @@ def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
             "command": f"python -m benchmarks reproduce {cell.table.name} --scale {cell.scale.name}"}
 
 
-def finetune_arguments(run: Path, questions: Settings, place: Place) -> list[str]:
+def finetune_arguments(pretrained: Path, questions: Settings, place: Place) -> list[str]:
     options = {"context": questions["context"], **questions.get("options", {})}
-    return ["finetune", str(run), "--questions", place.below_texts(questions["train"]), "--validation",
-            place.below_texts(questions["validation"]), "--out", str(run.with_name("questions")), "--device",
+    return ["finetune", str(pretrained), "--questions", place.below_texts(questions["train"]), "--validation",
+            place.below_texts(questions["validation"]), "--out", str(pretrained.with_name("questions")), "--device",
             place.device,
             *(part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))),
             *(part for name, value in questions.get("settings", {}).items() for part in ("--set", f"{name}={value}"))]
 
 
-def trained(run: Path) -> Record:
+def trained(folder: Path) -> Record:
     """What a finished run has to say."""
-    result, described = read_result(run), read_run(run)
+    result, described = read_result(folder), read_run(folder)
     manifest, n_tokens = read_manifest(Path(described["data"])), result["steps"] * described["train"]["tokens_per_step"]
     return {"n_parameters": describe(ModelConfig(**described["model"])).n_parameters,
             "data": {"sha256": manifest.sha256, "vocab_size": manifest.vocab_size,
                      **{f"{name}_tokens": split.tokens for name, split in manifest.splits.items()}},
             "tokens": n_tokens, "epochs": n_tokens / manifest.splits["train"].tokens,
-            "curve": [[line["step"], line["held_out"]["loss"]] for line in read_metrics(run) if "held_out" in line],
-            "held_out": result["held_out"], "peak_mib": result.get("peak_mib"), **times_of(run)}
+            "curve": [[line["step"], line["held_out"]["loss"]] for line in read_metrics(folder) if "held_out" in line],
+            "held_out": result["held_out"], "peak_mib": result.get("peak_mib"), **times_of(folder)}
 
 
 def finetuned(folder: Path) -> Record:
@@ -277,10 +245,10 @@ def finetuned(folder: Path) -> Record:
             **times_of(folder / result["best"])}
 
 
-def times_of(run: Path) -> Record:
+def times_of(folder: Path) -> Record:
     """Time of all steps, and of one, by the clock and by the processor; as busy as the machine was."""
-    clocks = [line["clock"] for line in read_metrics(run) if "held_out" not in line]
-    n_tokens = read_run(run)["train"]["tokens_per_step"]
+    clocks = [line["clock"] for line in read_metrics(folder) if "held_out" not in line]
+    n_tokens = read_run(folder)["train"]["tokens_per_step"]
     seconds = {"cpu": [clock["cpu_s"] for clock in clocks],
                "wall": [n_tokens / clock["tokens_per_s"] for clock in clocks]}
     return {"train_s": {name: sum(values) for name, values in seconds.items()},
@@ -293,41 +261,20 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     Returns the error that a table shows: the numbers went bad, or memory ran out. Raises any other."""
     if stop.number is not None:
         return None
-    n_ranks = place.ranks if arguments[0] in (*WITH_RANKS, "recurrence") else 1
-    program = BENCHMARKS if arguments[0] == "recurrence" else LINEARTIME
-    command = program if n_ranks == 1 else [*TORCHRUN, f"--nproc-per-node={n_ranks}", *program[1:]]
-    process = started([*command, *arguments], log, signal.SIGTERM, OMP_NUM_THREADS=str(place.threads))
     place.tell(f"  {label}: starts")
-    asked, told = False, time.monotonic()
-    while process.poll() is None:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.5)
-        if stop.number is not None and not asked:
-            process.send_signal(signal.SIGTERM)
-            asked = True
-        if time.monotonic() - told > TOLD_EVERY_S:
-            place.tell(f"  {label}: {last_line(log)}")
-            told = time.monotonic()
-    if process.returncode == 0 or stop.number is not None:
+    code = run([*(BENCHMARKS if arguments[0] == "recurrence" else LINEARTIME), *arguments], log, save_s=SAVE_S,
+               stop=lambda: stop.number is not None, tell=lambda line: place.tell(f"  {label}: {line}"),
+               threads=place.threads)
+    if code == 0 or stop.number is not None:
         return None
-    error = error_of(process.returncode, label, log, n_ranks)
-    if isinstance(error, NumericsError) or (isinstance(error, ResourceError) and error.what == "out of memory"):
+    if code == -signal.SIGKILL:
+        return str(ResourceError("out of memory", label, "the system killed it, or somebody did"))
+    what, _, rest = last_line(log).removeprefix("error: ").partition(": ")
+    kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
+    error = kinds.get(code or 0, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
+    if isinstance(error, NumericsError) or what == "out of memory":
         return str(error)
     raise error
-
-
-def error_of(code: int, label: str, log: Path, n_ranks: int) -> LineartimeError:
-    """The error that a process of ours ended with, by its exit code and the last line that it said."""
-    if code == -signal.SIGKILL:
-        return ResourceError("out of memory", label, "the system killed it, or somebody did")
-    said = last_line(log)
-    if n_ranks > 1:  # what torchrun says of the rank that failed first is last
-        text = log.read_text(encoding="utf-8", errors="replace")
-        said = (re.findall(r"^error: .*$", text, re.MULTILINE) or [said])[-1]
-        code = int((re.findall(r"^ *exitcode *: (-?\d+)", text, re.MULTILINE) or [code])[-1])
-    what, _, rest = said.removeprefix("error: ").partition(": ")
-    kinds = {each.exit_code: each for each in LineartimeError.__subclasses__() if each.exit_code > 1}
-    return kinds.get(code, LineartimeError)(what, f"{rest} ({label}; all it said is in {log})")
 
 
 def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:

@@ -1,12 +1,16 @@
 """The paper's tables and figures as cells, read from `tables.toml`: a model of a row in a column, and which of them
-each scale runs; and the paper's numbers, from `paper.toml`."""
+each scale runs; the paper's numbers, from `paper.toml`; and a cell at a scale of `scales.toml` as a run: what
+`lineartime train` is given, a flat table of settings, and a text. Two cells with the same settings and text share a
+run."""
 
+import json
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lineartime.config import TASKS
+from benchmarks.cells import shaped_config
+from lineartime.config import TASKS, ModelConfig, TrainConfig, model_config
 
 ScaleName = Literal["paper", "gpu", "cpu"]
 SCALE_NAMES: tuple[ScaleName, ...] = ("paper", "gpu", "cpu")
@@ -69,14 +73,16 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
     return Table(name, models=models, columns=columns, cells=cells, **entry)
 
 
-CONTENT = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+def read_toml(name: str, **options: Any) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"), **options)
+
+
+CONTENT = read_toml("tables")
 TABLES = {name: table_of(name, entry, CONTENT["presets"]) for name, entry in CONTENT.items() if name != "presets"}
 """By name, in the order of `tables.toml`."""
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
 
-
-PAPER: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("paper.toml").read_text(encoding="utf-8"), parse_float=str)
+PAPER: dict[str, dict[str, Any]] = read_toml("paper", parse_float=str)
 """By name of the table: numbers, with the digits they were printed with, by measure, row and column; perhaps "hardware"
 and "note"."""
 
@@ -96,3 +102,112 @@ def step_speedup(table: str, row: str, reference: str | None, column: str) -> fl
     """The reference's time of a step over the row's, worked out from the times that are printed."""
     theirs, ours = value(table, "step_ms", reference, column), value(table, "step_ms", row, column)
     return theirs / ours if theirs and ours else None
+
+
+Kind = Literal["train", "finetune", "step"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is read and tokenised for a task."""
+
+    task: str
+    vocab_size: int
+    folder: str | None = None
+    """Below the texts that the user names; without one it is the data set of the hub."""
+    mlm: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = (self.folder or f"hub-{self.task}", str(self.vocab_size), *(["mlm"] if self.mlm else []))
+        return "-".join(parts).replace("/", "-")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Text, size and training of every run at one scale; `scales.toml` says what its fields are."""
+
+    name: ScaleName
+    caption: str
+    texts: dict[str, Text]
+    questions: Settings
+    seeds: int = 1
+    shape: Settings = field(default_factory=dict)
+    train: Settings = field(default_factory=dict)
+    of_task: dict[str, Settings] = field(default_factory=dict)
+
+
+OF_SCALE = read_toml("scales")
+SCALES = {name: Scale(name, texts={task: Text(**text) for task, text in OF_SCALE[name].pop("texts").items()},
+                      **OF_SCALE[name]) for name in SCALE_NAMES}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model in one column of one table at one scale."""
+
+    table: Table
+    row: str
+    column: str
+    scale: Scale
+
+    @property
+    def model(self) -> Model:
+        return self.table.models[self.row]
+
+    @property
+    def where(self) -> Column:
+        return self.table.columns[self.column]
+
+    @property
+    def text(self) -> Text:
+        text, own = self.scale.texts[self.where.task], self.where
+        return text if self.scale.name != "cpu" else replace(
+            text, vocab_size=own.cpu_vocab_size or text.vocab_size, folder=own.cpu_folder or text.folder)
+
+    @property
+    def questions(self) -> Settings | None:
+        """What the model is fine-tuned on after it was trained, and how."""
+        return self.scale.questions if self.where.task == "triviaqa" else None
+
+    @property
+    def seeds(self) -> range:
+        return range(1 if self.table.one_seed == "all" or self.row in self.table.one_seed else self.scale.seeds)
+
+    def settings(self, seed: int | None = 0) -> Settings:
+        """What `lineartime train` is given but for the folders; seed None leaves the seed out."""
+        scale, model, column = self.scale, self.model, self.where
+        own, task = scale.of_task.get(column.task, {}), "wiki40b" if column.task == "triviaqa" else column.task
+        plain = model_config(model.preset, task)
+        shaped = shaped_config(model.preset, task, {**scale.shape, **own.get("shape", {})})
+        family = scale.train.get("gau" if plain.ffn == "gau" else "pairs", {})
+        chosen = {each.name: getattr(shaped, each.name) for each in fields(ModelConfig)
+                  if getattr(shaped, each.name) != getattr(plain, each.name)}
+        chosen |= {"context": own.get("context", column.context), **({"causal": False} if self.questions else {})}
+        chosen |= {**scale.train, **family, **own.get("train", {}), **model.fields,
+                   **model.at_scale.get(scale.name, {})}
+        chosen |= {"tokens_per_step": column.tokens} if column.tokens else {}
+        micro = chosen.get("micro_batch_tokens", TrainConfig.micro_batch_tokens)
+        chosen["micro_batch_tokens"] = column.tokens or max(micro, chosen["context"])
+        chosen |= {"model": model.preset, "task": task, **({} if seed is None else {"seed": seed})}
+        return {name: value for name, value in chosen.items() if name not in ("gau", "pairs")}
+
+    def key(self, kind: Kind) -> str:
+        """What cells have in common that share their runs, and what a record of this kind has that is the cell's."""
+        return key_of(kind, self.text.name, self.settings(None), self.questions if kind == "finetune" else None)
+
+
+def key_of(kind: str, text: str, settings: Settings, questions: Settings | None = None) -> str:
+    """The same for runs of one kind on one text, of equal settings but for the seed."""
+    settings = {name: value for name, value in settings.items() if name != "seed"}
+    return json.dumps([kind, text, settings, questions], sort_keys=True)
+
+
+def cells_of(table: str, scale: ScaleName) -> list[Cell]:
+    """The cells of a table that are run at a scale, in the order they are run."""
+    return [Cell(TABLES[table], row, column, SCALES[scale]) for row, column in TABLES[table].cells[scale]]
+
+
+def caption_of(table: Table, scale: Scale) -> str:
+    """What was chosen for a table at a scale, and why."""
+    return table.cpu_caption if table.cpu_caption and scale.name == "cpu" else scale.caption

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks import Row
+from benchmarks.measure import ignore
 from benchmarks.recall.tasks import Rows, Task
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.distributed.ordered import parts_of
@@ -17,7 +18,6 @@ from lineartime.info import describe
 from lineartime.model import LanguageModel
 from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
 
-Row = dict[str, Any]
 OnStep = Callable[[Row], None]
 TIMES_LONGER = (1, 2, 4, 8)
 """Lengths of test rows, as multiples of the trained length."""
@@ -27,10 +27,6 @@ N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
 """Mean accuracy over all numbers of facts at which a task counts as learned."""
-
-
-def ignore(_: Row) -> None:
-    """An `on_step` that does nothing."""
 
 
 class Recall:

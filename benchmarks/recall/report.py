@@ -4,16 +4,16 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks import Row
 from benchmarks.markdown import source_line
-from benchmarks.recall.measure import TIMES_LONGER, Row
-from benchmarks.recall.study import TEXT, best_rate, read_study
-from benchmarks.recall.tasks import TASKS, commonest
-from benchmarks.recall.text import CHANCE, DIGITS, WHAT
+from benchmarks.recall.measure import TIMES_LONGER
+from benchmarks.recall.study import STUDY, TEXT, best_rate
+from benchmarks.recall.tasks import CHANCE, DIGITS, TASKS, WHAT, commonest
 from lineartime.markdown import markdown
 
 ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
 """What is asked, and the accuracy of a guess."""
-MADE_BY = {"command": "python -m benchmarks reproduce recall", "device": "cpu", "threads": 1}
+MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}
 """What a row of recall need not say, as it is the same in all."""
 
 
@@ -38,7 +38,7 @@ def learned(rows: Sequence[Row], task: str) -> list[Learned]:
     """The models that have rows of a task, in the order of the study; a later row takes the place of an earlier one."""
     newest = {(row["model"], row["learning_rate"], row["seed"]): row for row in rows if row["task"] == task}
     found = []
-    for model in read_study()["models"]:
+    for model in STUDY["models"]:
         own = [row for (name, _, _), row in newest.items() if name == model]
         first = [row for row in own if row["seed"] == 0]
         if first:
@@ -104,8 +104,8 @@ def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] 
     if not own:
         return "Not measured yet."
     (what, chance), (lengths, _) = ABOUT[task], sizes(rows, task)
-    told = (f"Accuracy, {what}: of rows of {lengths[0]} tokens by number of facts, and of longer ones with all "
-            f"numbers; mean of the seeds and their range. A guess has {chance:.2g}.")
+    told = (f"Accuracy, {what}: by number of facts in rows of {lengths[0]} tokens, then in longer rows over all "
+            f"numbers of facts. The mean of the seeds, and their range. A guess is right {chance:.2g} of the time.")
     head, *lines = grid(rows, task)
     return "\n\n".join([told, markdown(head, lines, 1), *(f"![{words}]({path})" for words, path in pictures),
                         source_line([row | MADE_BY for row in own])])

@@ -5,16 +5,13 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
-from benchmarks.append import append_json_lines
-from benchmarks.recall.measure import OnStep, Row, ask_at_lengths, measure
-from benchmarks.recall.tasks import TASKS, Task
-from benchmarks.recall.text import text_task
-from lineartime.atomic_io import read_json_lines
+from benchmarks import ROOT, Row
+from benchmarks.append import append_json_lines, rows_in
+from benchmarks.recall.measure import OnStep, ask_at_lengths, measure
+from benchmarks.recall.tasks import TASKS, Task, text_task
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
 from lineartime.evaluation import load_with_split
 from lineartime.release.provenance import provenance
@@ -23,19 +20,14 @@ from lineartime.settings import require, require_name
 TEXT = "text"
 """The task that reads prepared text."""
 ROWS = ROOT / "benchmarks" / "rows" / "recall.jsonl"
-"""The rows that come with the package."""
-
-
-@cache
-def read_study() -> dict[str, Any]:
-    """The content of `study.toml`."""
-    return tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
+STUDY: dict[str, Any] = tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
+RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
 
 
 def models_of(task: str) -> list[str]:
     """The models that learn a task, in the order of the study."""
-    study, name = read_study(), read_study()["tasks"][task]
-    return list(study["models"]) if name == "all" else study["lists"][name]
+    name = STUDY["tasks"][task]
+    return list(STUDY["models"]) if name == "all" else STUDY["lists"][name]
 
 
 def task_of(name: str, data: Path | None) -> Task:
@@ -49,25 +41,37 @@ def task_of(name: str, data: Path | None) -> Task:
 
 def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
     """A model of the study at its sizes, with any field replaced. Raises UsageError for an unknown one."""
-    study = read_study()
-    require_name("model", model, study["models"])
-    own = dict(study["models"][model])
+    require_name("model", model, STUDY["models"])
+    own = dict(STUDY["models"][model])
     preset = own.pop("preset")
-    sizes = {name: value for name, value in study["sizes"].items() if name in MODEL_FIELDS}
-    sizes |= study["sizes"]["gau" if PRESETS[preset].ffn == "gau" else "pairs"]
+    sizes = {name: value for name, value in STUDY["sizes"].items() if name in MODEL_FIELDS}
+    sizes |= STUDY["sizes"]["gau" if PRESETS[preset].ffn == "gau" else "pairs"]
     if PRESETS[preset].chunk_size is None:
         del sizes["chunk_size"]
     of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
     return model_config(preset, **{**sizes, **of_task, **own, **settings})
 
 
+def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
+    """The study's training of the task of this name, with any field replaced; a micro-batch is the whole batch. Raises
+    UsageError for a batch that is not of whole rows.
+
+    settings: fields of the model are left out."""
+    given = {each: value for each, value in settings.items() if each in TRAIN_FIELDS}
+    chosen = {**STUDY["train"], **STUDY["train_of"].get(name, {}), **given}
+    train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
+    length = settings.get("context", task.length)
+    require(length >= 1 and train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
+            f"{train.tokens_per_step} and {length}")
+    return train
+
+
 def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:
     """The columns of a row by which a run is found again: a model, a task, and how it is learned."""
-    settings = {each.name: getattr(config, each.name) for each in fields(ModelConfig)
-                if getattr(config, each.name) != each.default}
-    training = {each.name: getattr(train, each.name) for each in fields(TrainConfig)
-                if getattr(train, each.name) != each.default and each.name not in ("learning_rate", "seed")}
-    return {"kind": "recall", "task": task, "model": model, "settings": settings, "training": training,
+    settings, own = ({each.name: getattr(given, each.name) for each in fields(given)
+                      if getattr(given, each.name) != each.default and each.name not in ("learning_rate", "seed")}
+                     for given in (config, train))
+    return {"kind": "recall", "task": task, "model": model, "settings": settings, "training": own,
             "learning_rate": train.learning_rate, "seed": train.seed}
 
 
@@ -78,7 +82,7 @@ def read_rows(path: Path) -> list[Row]:
             row[name]
         return row
 
-    return read_json_lines(path, parse, "a row of recall") if path.exists() else []
+    return rows_in(path, parse, "a row of recall")
 
 
 def score(row: Row) -> float:
@@ -90,63 +94,45 @@ def score(row: Row) -> float:
 def best_rate(first: Sequence[Row]) -> float:
     """The learning rate that is repeated with more seeds, by a model's rows with the first: the one with the best
     `score`, and of equally good ones that which learned the task soonest."""
-    def key(row: Row) -> tuple[float, float]:
-        return score(row), -(row["passed"] or math.inf)
-
-    return max(first, key=key)["learning_rate"]
+    return max(first, key=lambda row: (score(row), -(row["passed"] or math.inf)))["learning_rate"]
 
 
-def measure_model(model: str, name: str, task: Task, train: TrainConfig, settings: Mapping[str, Any],
-                  rates: Sequence[float], n_seeds: int, path: Path, facts: Callable[[], Row],
-                  **told: Any) -> Iterator[Row]:
+def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings that a model cannot have on a task, or rows that are too short for its facts."""
+    training(name, task, settings)
+    length = config_of(model, task, {each: settings[each] for each in settings.keys() & MODEL_FIELDS}).context
+    require(length >= task.least, "the row is too short for its facts", f"context = {length}",
+            f"the task {name} takes {task.least} tokens or more")
+
+
+def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any], path: Path,
+                  on_step: OnStep) -> Iterator[Row]:
     """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
-    first seed, and the `best_rate` with the others. name: the task's. facts: where a row comes from.
-
-    told: `on_step` of `measure`. Raises as `measure` and `append_json_lines` do."""
-    config = config_of(model, task, settings)
+    first seed, and the `best_rate` with the others. name: the task's. Raises as `measure` and `append_json_lines`."""
+    config = config_of(model, task, {each: value for each, value in settings.items() if each in MODEL_FIELDS})
+    train = training(name, task, settings)
+    # Where a row comes from, without the folders of the machine.
+    words = [word for each, value in settings.items() for word in ("--set", f"{each}={str(value).lower()}")]
+    command = shlex.join(["python", "-m", "benchmarks", "recall", model, "--task", name, *words])
 
     def row_of(rate: float, seed: int) -> Row:
         chosen = replace(train, learning_rate=rate, seed=seed)
         key = key_of(model, name, config, chosen)
-        there = [row for row in read_rows(path) if all(row.get(column) == value for column, value in key.items())]
+        there = [row for row in read_rows(path) if key.items() <= row.items()]
         if there:
             return there[-1]
-        found = measure(config, task, chosen, length=config.context, n_facts=task.n_facts, **told)
-        row = {**key, **found, **facts()}
+        found = measure(config, task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step)
+        row = {**key, **found, **provenance(), "command": command}
         append_json_lines(path, [row])
         return row
 
     first = []
-    for rate in rates:
+    for rate in RATES:
         first.append(row_of(rate, 0))
         yield first[-1]
     best = best_rate(first)
-    for seed in range(1, n_seeds):
+    for seed in range(1, SEEDS):
         yield row_of(best, seed)
-
-
-def measure_study(data: Path | None, path: Path, tell: Callable[[str], None], on_step: OnStep) -> int:
-    """Measure what the whole study lacks, task by task; how many rows were added. data: prepared text, without which
-    the task in text is left out. Raises as `measure_model`."""
-    study, before = read_study(), len(read_rows(path))
-    for name in study["tasks"]:
-        if name == TEXT and data is None:
-            tell("the task in text is left out: give --texts the folder that holds it")
-            continue
-        task = task_of(name, data if name == TEXT else None)
-        for model in models_of(name):
-            tell(f"{name}: {model}")
-            command = {"command": shlex.join(["python", "-m", "benchmarks", "recall", model, "--task", name])}
-            rates, n_seeds = study["study"]["learning_rates"], study["study"]["seeds"]
-            for _ in measure_model(model, name, task, training(name, task, {}), {}, rates, n_seeds, path,
-                                   partial(made_by, command), on_step=on_step):
-                pass
-    return len(read_rows(path)) - before
-
-
-def made_by(command: Row) -> Row:
-    """Where a row comes from."""
-    return provenance() | command
 
 
 def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] | None = None) -> Row:
@@ -158,19 +144,5 @@ def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] 
     return {"kind": "recall", "task": TEXT, "model": run.name, "settings": {}, "step": facts.get("step"),
             "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
             "n_facts": list(task.n_facts), "curve": [], "passed": None,
-            **ask_at_lengths(model, task, length, task.n_facts, progress)}
-
-
-def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
-    """The study's training of the task of this name, with any field replaced; a micro-batch is the whole batch. Raises
-    UsageError for a batch that is not of whole rows.
-
-    settings: fields of the model are left out."""
-    study = read_study()
-    given = {each: value for each, value in settings.items() if each in TRAIN_FIELDS}
-    chosen = {**study["train"], **study["train_of"].get(name, {}), **given}
-    train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
-    length = settings.get("context", task.length)
-    require(length >= 1 and train.tokens_per_step % length == 0, "tokens_per_step must be a multiple of the length",
-            f"{train.tokens_per_step} and {length}")
-    return train
+            **ask_at_lengths(model, task, length, task.n_facts, progress), **provenance(),
+            "command": shlex.join(["python", "-m", "benchmarks", "recall", run.name, "--task", TEXT])}

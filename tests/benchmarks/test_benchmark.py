@@ -1,5 +1,6 @@
-"""What the benchmarks share: times, memory, where a row comes from, processes; speeds are no matter for a test."""
+"""What all measurements share: times, memory, where a row comes from, rows in files, processes."""
 
+import json
 import subprocess
 
 import pytest
@@ -7,40 +8,21 @@ import torch
 
 from benchmarks import measure
 from benchmarks.append import append_json_lines
-from benchmarks.measure import (
-    Worker,
-    add_times,
-    compared_ms,
-    in_own_process,
-    mark,
-    print_rows,
-    provenance,
-    rows_of_commit,
-    spread,
-    spreads,
-)
+from benchmarks.measure import Worker, add_times, in_own_process, mark, print_rows, provenance, rows_of_commit, spreads
 from benchmarks.step import training_steps
 
-CPU = torch.device("cpu")
 
-
-def test_spread_has_quartiles():
-    assert spread([4.0, 1.0, 3.0, 2.0, 100.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 100.0,
-                                                   "n": 5}
-    assert spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0, "min": 7.0, "max": 7.0, "n": 1}
-
-
-def test_times_say_which_clock_counts(monkeypatch):
+def test_times_have_quartiles_and_say_which_clock_counts(monkeypatch):
+    assert measure.spread([4.0, 1.0, 3.0, 2.0, 100.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0,
+                                                           "max": 100.0, "n": 5}
     seconds = iter([1.0, 3.0, 6.0])
     monkeypatch.setattr(measure.time, "process_time", lambda: next(seconds) / 1e3)
     times = {}
-    add_times(times, [mark(CPU) for _ in range(3)])
+    add_times(times, [mark(torch.device("cpu")) for _ in range(3)])
     assert times.keys() == {"wall_ms", "cpu_ms"} and times["cpu_ms"] == pytest.approx([2.0, 3.0])
-    found = spreads(times, 1)
-    assert found["clock"] == "cpu" and found["cpu_ms"]["n"] == 2 and "gpu_ms" not in found
-    assert compared_ms(found)["median"] == pytest.approx(2.5)
-    times["gpu_ms"] = [5.0]
-    assert spreads(times, 1)["clock"] == "gpu" and compared_ms(spreads(times, 1))["median"] == 5.0
+    found = spreads(times, 5)
+    assert found["clock"] == "cpu" and found["cpu_ms"]["n"] == 2 and found["tokens_per_s"] == pytest.approx(2000)
+    assert spreads(times | {"gpu_ms": [5.0]}, 5)["clock"] == "gpu"
 
 
 def test_rows_are_printed(capsys):
@@ -61,26 +43,20 @@ def test_a_process_that_dies_says_why():
     killed.close()
 
 
-def test_provenance_names_what_a_number_needs():
-    row = provenance()
-    assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "python", "torch"} <= set(row)
-    assert row["torch"] == torch.__version__ and row["cores"] >= 1
-    assert not row["command"].startswith("/")
-
-
 def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     def git(*arguments):
         who = ["-c", "user.name=n", "-c", "user.email=e@x"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
 
+    row = provenance()
+    assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "python", "torch"} <= set(row)
     monkeypatch.setattr("lineartime.release.provenance.ROOT", tmp_path)
     git("init", "-q")
-    (tmp_path / "lineartime" / "release").mkdir(parents=True)
     file = tmp_path / "lineartime" / "release" / "provenance.py"
-    file.write_text("a\n")
     rows = tmp_path / "benchmarks" / "rows" / "rows.jsonl"
-    rows.parent.mkdir(parents=True)
-    rows.touch()
+    for path in (file, rows):
+        path.parent.mkdir(parents=True)
+        path.write_text("a\n")
     monkeypatch.setenv("LINEARTIME_COMMIT", "abc")
     assert measure.commit() == "abc"
     monkeypatch.delenv("LINEARTIME_COMMIT")
@@ -95,7 +71,7 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     assert measure.commit() == head + "+changes"
 
 
-def test_rows_of_this_commit_are_those_that_need_not_be_measured_again(tmp_path, monkeypatch):
+def test_rows_of_this_commit_need_not_be_measured_again(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(measure, "commit", lambda: "abc")
     assert rows_of_commit(path) == []
@@ -105,3 +81,11 @@ def test_rows_of_this_commit_are_those_that_need_not_be_measured_again(tmp_path,
     assert rows_of_commit(path) == [{"commit": "abc", "a": 1}]
     monkeypatch.setattr(measure, "commit", lambda: "abc+changes")  # nobody knows whether the changes are the same
     assert rows_of_commit(path) == []
+
+
+def test_what_has_a_row_is_not_measured_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert measure.add_missing(path, {"model": "a"}, "do", lambda: {"x": 1})["x"] == 1
+    assert measure.add_missing(path, {"model": "a"}, "do", lambda: {"x": 2})["x"] == 1
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert row["command"] == "do" and row["seconds"] >= 0 and "commit" in row

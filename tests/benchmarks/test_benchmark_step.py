@@ -6,17 +6,14 @@ import math
 
 import pytest
 import torch
-import typer
 from torch import nn
 
 from benchmarks import measure, peers, step
-from benchmarks import verbs as cli
-from benchmarks.__main__ import app
-from benchmarks.cells import named_calls, read_cells, shape_named, shaped_config
+from benchmarks.cells import shaped_config
 from benchmarks.peers import WINDOW_TOKENS, build, parse_label
 from benchmarks.step import benchmark_step, step_cases
-from lineartime.config import PRESETS, ModelConfig, to_dict
-from lineartime.errors import ResourceError, UsageError
+from lineartime.config import ModelConfig, to_dict
+from lineartime.errors import UsageError
 from lineartime.info import describe
 from lineartime.model import LanguageModel
 from workers_here import work_here
@@ -26,7 +23,7 @@ TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, 
 
 
 def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
-    return shaped_config(preset, task, TINY, [f"context={context}"])
+    return shaped_config(preset, task, TINY, {"context": context})
 
 
 def cells(*labels, contexts=(64,), precisions=("float32",), **options):
@@ -123,7 +120,7 @@ def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     orders = [order for _, order in here if order and "warm" in order]
     assert orders == [{"warm": 0, "release": False, "timed": i >= 2} for i in range(6)]
     here.clear()
-    monkeypatch.setattr(step, "available_bytes", lambda: 0)
+    monkeypatch.setattr(measure, "available_bytes", lambda: 0)
     rows = benchmark_step(cells("flash", "performer"), repeats=2)
     assert [order for _, order in here if order and "warm" in order] == [
         {"warm": 1, "release": True, "timed": True}] * 4
@@ -145,8 +142,7 @@ def test_what_does_another_step_is_not_timed(here, monkeypatch):
 
 @pytest.mark.parametrize(("name", "factor", "said"), [
     ("embed.weight", 1.01, "embed.weight"), ("layers.1.scale_offset.gamma", 1.01, "layers.1.scale_offset.gamma"),
-    ("layers.0.out_proj.bias", 1.01, "layers.0.out_proj.bias"), ("abs_pos.scalar", 1.05, "abs_pos.scalar"),
-    ("layers.0.linear_gate.bias", -1.0, "layers.*.linear_gate.bias"),
+    ("abs_pos.scalar", 1.05, "abs_pos.scalar"),
     ("layers.1.linear_gate.bias", -1.0, "layers.*.linear_gate.bias")])
 def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name, factor, said):
     """Numbers that are alone in their parameter are found among those of all layers."""
@@ -201,45 +197,3 @@ def test_processes_measure_a_step():
     (row,) = benchmark_step(cells("flash"), repeats=2)
     assert row["settings"]["float32_matmul"] == "highest" and row["check"]["error"] <= row["check"]["limit"]
     assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
-
-
-def test_the_files_calls_can_be_made():
-    _, lists = read_cells()
-    assert {"bench", "bench-all"} <= lists.keys()
-    verbs, labels = typer.main.get_command(app).commands, set()
-    for verb, *rest in named_calls([*lists]).values():
-        given = verbs[verb].make_context(verb, [*rest, "--device", "cpu", "--json", "rows.jsonl"]).params
-        labels |= {parse_label(text).model for text in given["labels"]}
-        assert shape_named(given["shape"]) is not None
-    assert labels >= set(PRESETS)
-    small = [describe(shaped_config(name, shape=shape_named("small"))).n_parameters
-             for name in ("flash", "transformer++")]
-    assert small[0] == pytest.approx(small[1], rel=0.01)
-    latency = named_calls(["paper-latency"])
-    assert list(latency) == [f"paper-latency/{n}-bfloat16" for n in (512, 1024, 2048, 4096)]
-    rows = step_cases(["flash"], (512, 1024, 2048, 4096), ["bfloat16"], tokens=2048, config_of=tiny)
-    assert [cell.n_rows for cell in rows] == [4, 2, 1, 1] and all("--tokens 2048" in " ".join(words)
-                                                                  for words in latency.values())
-
-
-def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path, monkeypatch):
-    """Each is a process; its rows get its name. What failed is tried again, after the others."""
-    path, rows = tmp_path / "cells.toml", tmp_path / "rows.jsonl"
-    sizes = "--repeats 1 " + " ".join(f"--set {name}={n}" for name, n in {
-        "n_layers": 1, "d_model": 16, "vocab_size": 32, "chunk_size": 8, "query_key_dim": 8}.items())
-    path.write_text('[short]\n"a/wrong" = "step flash --contexts many"\n'
-                    f'"b/16" = "decode flash --lengths 16 {sizes}"\n')
-
-    def run(names, commit="abc"):
-        monkeypatch.setattr(measure, "commit", lambda: commit)
-        told = []
-        monkeypatch.setattr(cli, "note", told.append)
-        with pytest.raises(ResourceError, match="a call failed"):
-            cli.benchmark_run(names, rows, 1, "cpu", path)
-        return [line.partition(":")[0] for line in told if "(" in line]
-
-    assert run(["short"]) == ["a/wrong", "b/16"]
-    made = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [(row["cell"], row["model"], row["benchmark"]) for row in made] == [("b/16", "flash", "decode")] * 2
-    rows.write_text("".join(json.dumps(row | {"commit": "abc"}) + "\n" for row in made))
-    assert run(["short"]) == ["a/wrong"] and run(["short"], "abd") == ["b/16", "a/wrong"]

@@ -22,8 +22,8 @@ from benchmarks.recall.tasks import (
     TASKS,
     ZOOLOGY_VOCABULARY,
     commonest,
+    text_task,
 )
-from benchmarks.recall.text import text_task
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.config import PRESETS, TrainConfig
@@ -31,7 +31,6 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.training import train
-from rendered_markdown import rendered
 from tiny_runs import SETTINGS, prepare_text
 
 ROOT = Path(__file__).parents[2]
@@ -88,17 +87,6 @@ def test_zoologys_rows_are_as_its_paper_says():
     assert abs(first_share - (weights / weights.sum())[0].item()) < 0.06
     rest = ids_BT[:, 2 * n :].flatten()
     assert rest.min() < 100 and rest.max() > ZOOLOGY_VOCABULARY - 100
-
-
-def test_needles_are_anywhere_but_at_the_end():
-    _, asked_BQ, _, fact_BQ = drawn("needle", 8, 1024, 100)
-    assert fact_BQ.min() < 32 and 900 < fact_BQ.max() < 1024 - 64 and asked_BQ.min() == 1024 - 32
-
-
-def test_a_string_that_comes_again_is_anywhere_but_in_its_repetition():
-    _, asked_BQ, _, fact_BQ = drawn("induction", 8, 128, 200)
-    assert (fact_BQ.diff() == 1).all() and (asked_BQ == torch.arange(119, 127)).all()
-    assert fact_BQ.min() < 8 and 110 < fact_BQ.max() < 119
 
 
 @pytest.mark.parametrize("tokenizer", ["train", "bytes"])
@@ -187,7 +175,7 @@ def test_learned_is_what_stays_learned(right, step):
 
 
 def test_every_model_of_the_study_is_a_model():
-    content = study.read_study()
+    content = study.STUDY
     assert content["tasks"].keys() == {*TASKS, "text"}
     for name, task in TASKS.items():
         assert {"flash", "flash, all", "flash, local", "transformer++, conv"} <= {*study.models_of(name)}
@@ -205,10 +193,11 @@ TINY = ["--set", "steps=24", "--set", "warmup_steps=2", "--set", "d_model=16", "
         "tokens_per_step=128"]
 
 
-def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
+def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
-    command = ["recall", "flash", "flash-quad", *TINY, "--learning-rates", "1e-3,6e-3", "--seeds", "2", "--json",
-               str(rows)]
+    monkeypatch.setattr(study, "RATES", [1e-3, 6e-3])
+    monkeypatch.setattr(study, "SEEDS", 2)
+    command = ["recall", "flash", "flash-quad", "--task", "pairs", *TINY, "--json", str(rows)]
     code, out, err = call(*command, app=app)
     assert code == 0, err
     measured = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -233,8 +222,7 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path):
 @pytest.mark.parametrize(("arguments", "match"), [
     (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
     (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
-    (["--set", "tokens_per_step=100"], "must be a multiple of"), (["--learning-rates", "x"], "wrong value: x"),
-    (["--seeds", "0"], "seeds"),
+    (["--set", "tokens_per_step=100"], "must be a multiple of"),
     (["--task", "zoology", "--set", "context=64"], "the row is too short for its facts: context = 64; the task"),
     (["--task", "pairs", "--set", "context=0"], "must be a multiple of the length: 2048 and 0")])
 def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
@@ -245,8 +233,7 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
 
 def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:
     return {"task": "pairs", "model": model, "learning_rate": rate, "seed": seed, "length": 128, "passed": step,
-            "n_facts": [4, 8, 16, 32],
-            "curve": [[10, 1.0, right]], "settings": {}, "training": {},
+            "n_facts": [4, 8, 16, 32], "curve": [[10, 1.0, right]], "settings": {}, "training": {},
             "accuracy": {str(128 * times): {str(n): right for n in (4, 8, 16, 32)} for times in TIMES_LONGER}}
 
 
@@ -261,24 +248,17 @@ def test_a_table_is_of_the_best_rate():
     assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
 
 
-def test_words_of_rows_are_text():
-    rows = [row("flash", 1e-3, seed, 0.5, None) | {"commit": commit, "cpu": "a CPU", "cores": 2, "memory_gib": 24.0,
-                                                   "torch": "2.13.0"}
-            for seed, commit in enumerate(("![](//a.b)", "<img src>"))]
-    made = report.section(rows, "pairs", [("what it shows", "recall-pairs.png")])
-    assert rendered(made)[1] == ["recall-pairs.png", "<sub>", "</sub>"]
-
-
-def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch):
-    content = study.read_study()
-    few = {"models": {"flash": content["models"]["flash"]}, "tasks": {"pairs": "all", "text": "few"},
-           "study": {"learning_rates": [1e-3], "seeds": 1}}
-    monkeypatch.setattr(study, "read_study", lambda: content | few)
-    monkeypatch.setattr(study, "measure", lambda *_, **__: {"curve": [], "length": 128, "passed": None})
-    told = []
-    assert study.measure_study(None, tmp_path / "rows", told.append, print) == 1
-    assert study.measure_study(None, tmp_path / "rows", told.append, print) == 0
-    assert told[0] == "pairs: flash" and "text is left out" in told[1]
+def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch, call: Call):
+    monkeypatch.setitem(study.STUDY, "models", {"flash": study.STUDY["models"]["flash"]})
+    monkeypatch.setitem(study.STUDY, "tasks", {"pairs": "all", "joint": "all", "text": "few"})
+    monkeypatch.setattr(study, "RATES", [1e-3])
+    monkeypatch.setattr(study, "SEEDS", 1)
+    monkeypatch.setattr(study, "measure", lambda *_, **__: {
+        "curve": [[1, 2.0, 0.5]], "length": 128, "n_facts": [4], "passed": None, "accuracy": {"128": {"4": 0.5}}})
+    rows = tmp_path / "rows"
+    for _ in range(2):
+        code, _, err = call("recall", "--json", rows, app=app)
+        assert code == 0 and "pairs: flash (1 of 2)" in err and len(rows.read_text().splitlines()) == 2
 
 
 def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():
@@ -295,11 +275,6 @@ def test_who_knows_the_values_alone_answers_with_the_commonest():
     assert (guess_B1 == answer_BQ).double().mean().item() == pytest.approx(report.without_keys("pairs", 8), abs=0.02)
 
 
-def test_rows_that_come_with_the_package_are_of_the_study():
-    for each in study.read_rows(study.ROWS):
-        assert each["task"] in [*TASKS, "text"] and each["model"] in study.models_of(each["task"]), Path(study.ROWS)
-
-
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     data, out, rows = prepare_text(tmp_path), tmp_path / "run", tmp_path / "rows.jsonl"
     train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 2, "warmup_steps": 1})
@@ -311,7 +286,7 @@ def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     assert asked_row["accuracy"].keys() == {"640"} and asked_row["model"] == "run" and asked_row["curve"] == []
     assert all(0 <= right < 0.5 for right in asked_row["accuracy"]["640"].values())
     for arguments, match in (((out,), "a trained model is asked in text alone"),
-                             ((out, "--task", "text"), "the task text reads prepared text"),
-                             (("--data", data), "leave out --data")):
+                             (("flash", "--task", "text"), "the task text reads prepared text"),
+                             (("--task", "pairs", "--data", data), "leave out --data")):
         code, _, err = call("recall", *arguments, "--json", rows, app=app)
         assert_refused(code, err, 2, match)

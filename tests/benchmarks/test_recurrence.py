@@ -72,14 +72,6 @@ def test_classes_are_those_of_a_double_loop(rows: list[list[int]], chunk: int) -
         assert (token_T.tolist(), bigram_T.tolist()) == in_words(row, chunk, 0)
 
 
-def test_a_row_by_hand() -> None:
-    # chunks of 4 inputs: 0 5 6 5 | 6 5 6 7 | 0 6 (7); the target of an input is the next one
-    token, bigram = seen_before(np.array([[0, 5, 6, 5, 6, 5, 6, 7, 0, 6, 7]]), 4, 0)
-    assert token.tolist() == [[2, 2, 0, 0, 1, 0, 2, 1, 2, 2]]
-    # 5 6 at 3 was at 1, whole in the chunk; 6 5 at 4 at 2, in the chunk before; 5 6 at 5 begins in the chunk before
-    assert bigram.tolist() == [[2, 2, 2, 0, 1, 1, 2, 2, 2, 2]]
-
-
 def test_frequent_bigrams_are_counted(streams: dict[str, TokenStream], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in blocks that end inside the text."""
     stream = streams["train"]
@@ -124,7 +116,7 @@ def test_sums_are_those_of_each_target(streams: dict[str, TokenStream], preset: 
 
 def test_what_is_said(streams: dict[str, TokenStream]) -> None:
     stream, told = streams["validation"], []
-    found = measure_recurrence(tiny(stream), stream, streams["train"], batch_rows=2,
+    found = measure_recurrence(tiny(stream), stream, streams["train"],
                                progress=lambda *each: told.append(each))
     said = json.loads(json.dumps(found.to_dict()))
     assert said["n_tokens"] == stream.n_tokens and said["loss"] == pytest.approx(evaluate(tiny(stream), stream).loss)

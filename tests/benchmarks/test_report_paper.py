@@ -2,9 +2,6 @@
 
 import json
 import math
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,28 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from benchmarks.figures import figures_of
+from benchmarks.__main__ import app
+from benchmarks.figures import digest, draw, figures_of
 from benchmarks.pages import fill_pages, filled
-from benchmarks.paper.records import read_records
-from benchmarks.paper.report import MEASURES, speedup_texts, table_section
+from benchmarks.paper.report import speedup_texts, table_section
 from benchmarks.paper.results import (
-    curve_of,
-    gaps,
-    of_cell,
+    read_records,
     results_of,
     speedups,
-    spread,
     step_speedups,
     steps_to,
 )
-from benchmarks.paper.scales import cells_of
-from benchmarks.paper.tables import PAPER, TABLES
-from benchmarks.pictures import digest
+from benchmarks.paper.tables import TABLES, cells_of
 from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
-from lineartime.errors import DataError, UsageError, escaped
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.errors import DataError, UsageError
 from made_rows import made_rows, step_row, times, train_row
-from rendered_markdown import ODD, rendered
 
 ROOT = Path(__file__).parents[2]
 WHOLE = 0.125
@@ -71,33 +64,6 @@ def line_of(section, measure, row):
     below = section[section.index(measure):]
     return next([part.strip() for part in line.strip("|").split("|")] for line in below.splitlines()
                 if line.startswith(f"| {row} |"))
-
-
-def test_every_number_of_the_paper_is_of_a_row_and_a_column_that_exist():
-    paper = PAPER
-    assert paper.keys() == TABLES.keys() and all(table.measures for table in TABLES.values())
-    assert {name for table in TABLES.values() for name in table.measures} == MEASURES.keys()
-    for name, table in paper.items():
-        numbers = {measure: rows for measure, rows in table.items() if measure not in ("hardware", "note")}
-        assert numbers or table["note"]
-        for measure, rows in numbers.items():
-            assert measure == "gap" or measure in {each.paper for each in MEASURES.values()}
-            assert rows.keys() <= TABLES[name].models.keys(), (name, measure)
-            for row, columns in rows.items():
-                assert columns.keys() <= TABLES[name].columns.keys(), (name, measure, row)
-
-
-def test_quality_is_that_of_the_whole_split_after_training_and_its_spread():
-    cell = cell_of("lm_wiki40b", "FLASH", "512")
-    rows = trained(cell, [(400, 4.0), (800, 3.0)], [(400, 2.9), (800, 3.1)])
-    results = results_of("lm_wiki40b", "cpu", rows)
-    assert of_cell(results.trained, "FLASH", "512").loss.tolist() == [3.0 + WHOLE, 3.1 + WHOLE]
-    assert [*spread(results.trained.loss).loc[("FLASH", "512")]] == pytest.approx(
-        [3.05 + WHOLE, 3.0 + WHOLE, 3.1 + WHOLE])
-    assert spread(results.trained.perplexity)["mean"]["FLASH", "512"] == pytest.approx(
-        (math.exp(3.0 + WHOLE) + math.exp(3.1 + WHOLE)) / 2)
-    assert curve_of(results, "FLASH", "512").mean(axis=1).to_dict() == pytest.approx({400: 3.45, 800: 3.05})
-    assert set(results.trained.n_parameters) == {1_800_000}
 
 
 def test_the_newest_row_of_a_seed_counts_and_a_failed_one_only_alone():
@@ -140,31 +106,6 @@ def test_who_never_gets_there_has_no_speed_up():
     assert speedup_texts(results, "Transformer++")[OURS] == "--"
 
 
-def test_times_of_different_runs_are_not_divided():
-    flash, plus_plus = (cell_of("lm_wiki40b", row, "512") for row in ("FLASH", "Transformer++"))
-    rows = [*trained(flash, [(800, 3.0)]), *trained(plus_plus, [(800, 4.0)]), timed(flash, 100, "a"),
-            timed(plus_plus, 300, "b")]
-    results = results_of("lm_wiki40b", "cpu", rows)
-    assert ("FLASH", "512") not in step_speedups(results, "Transformer++").index
-    assert ("FLASH", "512") not in speedups(results, "Transformer++").index
-    section = table_section(results)
-    assert line_of(section, "Speed-up over Transformer++", "FLASH")[2] == "not run"
-    assert ("At this scale not run: 1024, 2048, 4096, 8192; "
-            "Transformer, Transformer+, Performer, Combiner, FLASH-Quad.") in section
-
-
-def test_a_gap_is_taken_seed_by_seed():
-    rows = [row for name, first in (("FLASH-Quad", 3.0), ("FLASH", 3.1)) for row in trained(
-        cell_of("lm_wiki40b", name, "2048"), [(800, first)], [(800, first + (0.3 if name == "FLASH" else 0.1))])]
-    results = results_of("gap", "cpu", rows)
-    gap = of_cell(gaps(results, "loss"), "FLASH-Quad -> FLASH", "LM 2048")
-    assert gap.tolist() == pytest.approx([0.1, 0.3])
-    section = table_section(results)
-    assert line_of(section, "Increase of the loss", "FLASH-Quad -> FLASH")[1] == "+0.20 (+0.10 to +0.30)"
-    assert line_of(section, "Increase of the loss", "TFM++ -> MC-TFM++")[1] == "not run"
-    assert line_of(section, "perplexity, LM", "FLASH-Quad -> FLASH")[1] == "0.22"
-
-
 curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
     lambda losses: [(100 * i, loss) for i, loss in enumerate(losses, 1)])
 
@@ -184,18 +125,6 @@ def test_steps_to_a_loss_are_where_the_curve_first_is_there(curve, loss):
         assert before[1] + share * (after[1] - before[1]) == pytest.approx(loss)
 
 
-def test_the_paper_stands_beside_ours_and_what_was_not_run_is_said():
-    section = table_section(results_of("lm_wiki40b", "cpu", made_rows("lm_wiki40b")))
-    line = line_of(section, "Perplexity per token", "FLASH")
-    assert line[:4] == ["FLASH", "16.581", "40.86 (40.45-41.26)", "15.525"]
-    assert "At this scale not run: 1024, 4096, 8192." in section
-    assert line_of(section, "Perplexity per token", "Performer")[-1] == "not run"
-    assert line_of(section, "Milliseconds of a step", "FLASH")[3:5] == ["56.7", "180 (175-185)"]
-    assert line_of(section, "Speed-up to Transformer++'s final quality", "Transformer")[1] == "--"
-    by_step = line_of(section, "Speed-up over Transformer++ by time of a step", "FLASH")
-    assert by_step[3:] == ["1.70", "2.89 (2.72-3.07)"]
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_its_rows_with_and_without_any_run(name):
     without = table_section(results_of(name, "paper", []))
@@ -207,14 +136,6 @@ def test_every_table_has_its_rows_with_and_without_any_run(name):
         assert all((f"| {row} |" in section) == (row in results.rows) for row in TABLES[name].models)
     tables = [part.splitlines() for part in section.split("\n\n") if part.startswith("|")]
     assert tables and all(len({line.count("|") for line in table}) == 1 for table in tables)
-
-
-def test_figure_1_is_of_flash_over_each_transformer():
-    section = table_section(results_of("speedup", "cpu", made_rows("speedup")))
-    line = line_of(section, "", "2048")
-    assert (line[1], line[4]) == ("8.9", "1.6")
-    assert line[3] == "2.31 (2.17-2.45)" and line[6] == "2.15 (2.03-2.29)"
-    assert "At this scale not run: 1024, 4096, 8192." in section
 
 
 @pytest.mark.parametrize("broken", [
@@ -231,9 +152,8 @@ PLACE = "before\n<!-- table gap cpu: begin -->\nold\n<!-- table gap cpu: end -->
 
 
 @pytest.mark.parametrize("text", [
-    "nothing\n", "<!-- table gap cpu: begin -->\n", "<!-- table gap: begin -->\n<!-- table gap: end -->\n",
-    "<!-- table gap tiny: begin -->\n<!-- table: end -->\n", "<!-- table gaps cpu: begin -->\n<!-- table: end -->\n",
-    PLACE + "<!-- table lm_pg19 cpu: begin -->\n"])
+    "nothing\n", "<!-- table gap: begin -->\n<!-- table gap: end -->\n",
+    "<!-- table gaps cpu: begin -->\n<!-- table: end -->\n", PLACE + "<!-- table lm_pg19 cpu: begin -->\n"])
 def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(text)
@@ -259,28 +179,9 @@ def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
                 assert file.text["Rows"] == digest(picture), name
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_words_of_records_are_text(tmp_path, odd):
-    names = dict.fromkeys(("cpu", "commit", "torch"), odd)
-    rows = [row | names for row in made_rows("gau_ablation")]
-    rows[-1]["failed"] = odd
-    results = results_of("gau_ablation", "cpu", read_records(written(tmp_path, rows)))
-    pictures = [(picture.caption, name) for name, picture in figures_of(results).items()]
-    words, more = rendered(table_section(results, pictures))
-    assert all(re.fullmatch("</?(sub|details|summary)>|[\\w.+-]+[.]png", each) for each in more), more
-    assert escaped(" ".join(odd.split())) in words
-
-
-def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "benchmarks", "report", *map(str, arguments)], cwd=ROOT,
-                          capture_output=True, text=True)
-
-
-def test_the_command(tmp_path):
-    rows = written(tmp_path, made_rows("gau_ablation"))
-    done = command("gau_ablation", "--rows", rows)
-    assert done.returncode == 0
-    assert done.stdout == table_section(results_of("gau_ablation", "cpu", made_rows("gau_ablation")))
+def test_the_command_prints_a_table(tmp_path, call: Call):
+    code, out, _ = call("report", "gau_ablation", "--rows", written(tmp_path, made_rows("gau_ablation")), app=app)
+    assert code == 0 and out == table_section(results_of("gau_ablation", "cpu", made_rows("gau_ablation")))
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
@@ -290,17 +191,20 @@ def test_the_command(tmp_path):
     (("gap", "--into", "README.md"), 2, "arguments that do not go together: gap and --into; leave out the table"),
     (("gap", "--rows", "nothing.jsonl"), 3,
      "no rows to report: nothing.jsonl; `python -m benchmarks reproduce` writes them"),
-    (("gap", "--rows", "README.md"), 3, "not a row of a run: README.md, line 1")])
-def test_bad_arguments_are_errors_of_one_line(arguments, code, message):
-    done = command(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {message}")
+    (("gap", "--rows", ROOT / "README.md"), 3, "README.md, line 1")])
+def test_bad_arguments_are_errors_of_one_line(arguments, code, message, call: Call):
+    got, _, err = call("report", *arguments, app=app)
+    assert_refused(got, err, code, message)
 
 
-def test_a_report_of_text_needs_no_torch(tmp_path):
-    rows = written(tmp_path, made_rows("gap"))
-    code = ("import sys; from benchmarks.__main__ import app, main\n"
-            "sys.argv[1:] = ['report', '--rows', sys.argv[1]]\n"
-            "try: main(app)\nexcept SystemExit: assert not {'torch', 'matplotlib'} & sys.modules.keys()")
-    subprocess.run([sys.executable, "-c", code, str(rows)], cwd=ROOT, check=True, capture_output=True)
+def test_a_picture_knows_its_rows(tmp_path):
+    def picture(rows):
+        ((name, found),) = figures_of(results_of("chunk_size", "cpu", rows)).items()
+        return name, found
+
+    rows = made_rows("chunk_size")
+    name, found = picture(rows)
+    draw(found, tmp_path / name)
+    with Image.open(tmp_path / name) as file:
+        assert file.text["Rows"] == digest(found) == digest(picture(made_rows("chunk_size"))[1])
+    assert digest(picture([row for row in rows if row["settings"].get("seed") != 2])[1]) != digest(found)

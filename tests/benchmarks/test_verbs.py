@@ -4,10 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 
+from benchmarks import cells, measure, verbs
 from benchmarks.__main__ import app
+from benchmarks.append import append_json_lines, rows_in
+from benchmarks.cells import LISTS, SHAPES, named_calls, shape_named, shaped_config
+from benchmarks.op import OPS
+from benchmarks.peers import parse_label
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
+from lineartime.config import PRESETS
+from lineartime.errors import ResourceError
+from lineartime.info import describe
+from workers_here import work_here
 
 SIZES = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"]
 
@@ -26,22 +36,55 @@ def test_a_split_is_scored_by_what_was_there_before(tmp_path: Path, call: Call) 
     assert (written["chunk"], written["context"], written["split"]) == (16, 64, "validation")
     _, out, _ = call("evaluate", run, "--data", data, "--context", 64, "--json")
     assert written["loss"] == pytest.approx(json.loads(out)["loss"], rel=1e-12)
-    _, out, _ = call(*verb, "--json", app=app)
-    assert json.loads(out)["chunk"] == 8 and json.loads(out)["context"] == 32  # the model's own
-    for code, word, options in ((2, "chunk = 0", ["--chunk", 0]), (2, "whole numbers", ["--context", 0]),
-                                (6, "cannot write", ["--out", tmp_path / "a" / "b"])):
+    for code, word, options in ((2, "chunk = 0", ["--chunk", 0]), (6, "cannot write", ["--out", tmp_path / "a" / "b"])):
         got, _, err = call(*verb, *options, app=app)
         assert_refused(got, err, code, word)
 
 
-def test_a_benchmark_writes_a_row_per_measurement(tmp_path: Path, call: Call) -> None:
-    code, _, err = call("decode", "flash", "transformer++", "--lengths", "64,128", "--repeats", 2, *SIZES,
-                        "--set", "n_heads=2", "--set", "chunk_size=16", "--set", "vocab_size=50",
-                        "--json", tmp_path / "rows.jsonl", app=app)
-    assert code == 0, err
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {(row["model"], row["context_tokens"]) for row in rows} == {
-        (model, n) for model in ("flash", "transformer++") for n in (64, 128)}
-    assert all(row["commit"] and row["command"] for row in rows)
-    code, _, err = call("decode", "flash", "--lengths", "1024,many", app=app)
-    assert_refused(code, err, 2, "1024,many")
+def test_every_named_call_can_be_made() -> None:
+    commands, labels, names = typer.main.get_command(app).commands, set(), []
+    for name, (verb, *rest) in named_calls([*LISTS]).items():
+        names.append(name)
+        given = commands[verb].make_context(verb, [*rest, "--device", "cpu", "--json", "rows.jsonl"]).params
+        for label in given.get("labels") or given.get("models") or []:
+            labels.add(parse_label(label).model)
+        assert verb != "op" or given["name"] in OPS
+        assert shape_named(given.get("shape")) is not None
+    assert len(names) == sum(map(len, LISTS.values())) and labels >= set(PRESETS)
+    small = [describe(shaped_config(name, shape=SHAPES["small"])).n_parameters for name in ("flash", "transformer++")]
+    assert small[0] == pytest.approx(small[1], rel=0.01)
+    assert list(named_calls(["paper-latency"])) == [f"paper-latency/{n}-bfloat16" for n in (512, 1024, 2048, 4096)]
+
+
+def test_named_calls_are_made_once_and_again_at_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               call: Call) -> None:
+    """The rows of one get its name, all of them or none; another one's failure does not stop it."""
+    rows, told = tmp_path / "rows.jsonl", list[str]()
+    monkeypatch.setitem(LISTS, "short", {"a/wrong": "step flash --contexts many", "b/16": "decode flash"})
+
+    def run(command: list[str]) -> int:
+        append_json_lines(Path(command[-1]), [{"model": model, "commit": measure.commit()} for model in "xy"])
+        return 2 * ("many" in command)
+
+    def made(commit: str) -> list[str]:
+        told.clear()
+        monkeypatch.setattr(measure, "commit", lambda: commit)
+        with pytest.raises(ResourceError, match="calls failed: a/wrong"):
+            verbs.benchmark_run(("short",), rows, 1, "cpu")
+        return [line.partition(" (")[0] for line in told]
+
+    monkeypatch.setattr(cells, "run", run)
+    monkeypatch.setattr(verbs, "note", told.append)
+    assert [made("abc"), made("abc"), made("abd")] == [["a/wrong", "b/16"], ["a/wrong"], ["a/wrong", "b/16"]]
+    assert [(row["cell"], row["model"]) for row in rows_in(rows)] == [("b/16", "x"), ("b/16", "y")] * 2
+    assert [*tmp_path.iterdir()] == [rows]
+    assert_refused(*call("run", "shrt", app=app)[::2], 2, "unknown name of cells: shrt; did you mean short?")
+
+
+def test_a_measurement_is_printed_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    work_here(monkeypatch)
+    code, out, err = call("step", "flash", "transformer++", "--contexts", 16, "--tokens", 32, "--repeats", 2, *SIZES,
+                          "--set", "n_heads=2", "--set", "chunk_size=8", "--json", tmp_path / "rows.jsonl", app=app)
+    assert code == 0 and "step: time of a step" in out and "round 2 of 2" in err, err
+    assert [row["label"] for row in rows_in(tmp_path / "rows.jsonl")] == ["flash", "transformer++"]
+    assert_refused(*call("step", "flash", "--contexts", "16,many", app=app)[::2], 2, "16,many")

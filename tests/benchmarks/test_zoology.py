@@ -5,11 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from benchmarks import ROOT
+from benchmarks.append import rows_in
 from benchmarks.recall.study import training
-from lineartime.atomic_io import read_json_lines
-from scripts import ROOT, loaded
-
-zoology = loaded("studies", "zoology")
+from studies import rows_of, zoology
 
 
 def mixed(seed):
@@ -34,8 +33,8 @@ def test_a_seed_repeats_its_rows():
 
 
 def test_the_page_shows_the_rows():
-    """After new rows: python studies/zoology.py --into benchmarks/tables/memory.md."""
-    rows = read_json_lines(zoology.ROWS, dict, "a row")
+    """After new rows: python -m studies.zoology --into benchmarks/tables/memory.md."""
+    rows = rows_in(rows_of("zoology"))
     assert zoology.table(rows) in (ROOT / "benchmarks/tables/memory.md").read_text(encoding="utf-8")
     for row in rows:
         assert row["test"].keys() == {f"{length}:{n_pairs}" for length, n_pairs in zoology.TESTED}

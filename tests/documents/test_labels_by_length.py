@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 import lineartime
-from lineartime.atomic_io import read_json_lines
-from scripts import ROOT, loaded
+from benchmarks import ROOT
+from benchmarks.append import rows_in
+from studies import document_tables, labelled_texts, rows_of
 
 pytestmark = pytest.mark.rest
-study = loaded("studies", "documents")
 
 PAGE = ROOT / "benchmarks/tables/documents.md"
 BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
@@ -18,14 +18,14 @@ BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(e
 def sources():
     """Twelve books of each of three authors, which are parts of one; each names itself all the time."""
     parts = [BOOK[i * 20_000 : (i + 1) * 20_000] for i in range(36)]
-    return [study.Source(f"author {i % 3}", f"book {i}", part.replace("\n\n", f" <{i}> ")) for i, part in
+    return [labelled_texts.Source(f"author {i % 3}", f"book {i}", part.replace("\n\n", f" <{i}> ")) for i, part in
             enumerate(parts)]
 
 
 def made(length, seed=0, by_label=True):
-    task = study.Task(None, (32, 128), 4, 2, by_label)
+    task = labelled_texts.Task(None, (32, 128), 4, 2, by_label)
     _, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
-    return study.passages(task, sources(), length, seed, tokenizer)
+    return labelled_texts.passages(task, sources(), length, seed, tokenizer)
 
 
 @pytest.mark.parametrize("by_label", [True, False])
@@ -42,5 +42,5 @@ def test_books_are_in_one_split_and_every_label_is_tested(by_label):
 
 
 def test_the_page_shows_the_rows():
-    """After new rows: python studies/documents.py --into benchmarks/tables/documents.md."""
-    assert study.tables(read_json_lines(study.ROWS, dict, "a row")) in PAGE.read_text(encoding="utf-8")
+    """After new rows: python -m studies.documents --into benchmarks/tables/documents.md."""
+    assert document_tables.tables(rows_in(rows_of("documents"))) in PAGE.read_text(encoding="utf-8")

@@ -295,17 +295,12 @@ def verb(arguments: list[str]) -> Callable[[], None]:
 def as_verb(function: Callable[[], object]) -> Callable[[], None]:
     """A function as a verb: its errors end the process as they end the command line."""
     def call() -> None:
-        from lineartime.cli.exits import fail
-        from lineartime.errors import LineartimeError
+        from lineartime.cli.exits import exit_code
 
-        try:
+        def done() -> None:
             function()
-        except LineartimeError as e:
-            sys.exit(fail(e, e.exit_code, False))
-        except MemoryError as e:
-            sys.exit(fail(e, 6, False, "out of memory"))
-        except KeyboardInterrupt as e:
-            sys.exit(fail(e, 130, False, "interrupted"))
+
+        sys.exit(exit_code(done))
 
     return call
 

@@ -15,21 +15,16 @@ WHOLE = ["0", "-1", "1", "2", "7", "100000", "1000000000", "2147483648", "922337
 ODD_NUMBERS = ["-1" + "0" * 400, "nan", "inf", "-inf", "1e-320", "1e400", "0x10", "1_000", "\u0661\u0662", "1.5",
                "-0.0", "true", "none", "", " 3", "0.5"]
 ODD_WORDS = ["", " ", "-", "--", "---", ".", "..", "x" * 6000, "é" * 3000, "\u202e\u0000".replace("\0", ""),
-             "\udcff\udce9", "a\nb\tc",
-             odd_files.ESCAPE, "[red]x[/red]", "[/]", "[bold", "%s%d", "{0}", "$HOME", "~", "'", '"', "\\", "=", "=x",
-             "x=", "a=b=c", "None",
-             "\U0001f600", "\ud800", "-x", "--nope", "@file", "*", "--out", "flash", "NaN"]
+             "\udcff\udce9", "a\nb\tc", odd_files.ESCAPE, "[red]x[/red]", "[/]", "[bold", "%s%d", "{0}", "$HOME", "~",
+             "'", '"', "\\", "=", "=x", "x=", "a=b=c", "None", "\U0001f600", "\ud800", "-x", "--nope", "@file", "*",
+             "--out", "flash", "NaN"]
 ODD_IN = ["missing", "missing/a/b", "file", "folder", "full", "fifo", "loop", "loop/x", "/dev/zero", "/dev/null",
-          "text.txt", "run", "data",
-          "exported", "masked", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300, "file/below", "run/run.json",
-          "link_to_fifo",
-          "contexts.json", "quality.jsonl", "text.parquet", "run/latest/model.safetensors", "fifo.json", "fifo.toml",
-          "odd"]
+          "text.txt", "run", "data", "exported", "masked", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300,
+          "file/below", "run/run.json", "link_to_fifo", "contexts.json", "quality.jsonl", "text.parquet",
+          "run/latest/model.safetensors", "fifo.json", "fifo.toml", "odd"]
 ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "fifo", "loop", "loop/x", "run", "data",
-           "exported", "finetuned",
-           "[red]folder[", odd_files.ESCAPE, "x" * 300, ".", "..", "link_to_fifo", "text.txt", "new.png", "new.json",
-           "unfinished",
-           *odd_files.TRAPS, *odd_files.TRAPS]
+           "exported", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300, ".", "..", "link_to_fifo", "text.txt",
+           "new.png", "new.json", "unfinished", *sorted(odd_files.TRAPS) * 2]
 MODELS = ["flash", "flash-quad", "transformer", "transformer+", "transformer++", "mc-tfm++", "combiner", "performer",
           "performer-matmul"]
 NAMED = ("model", "models", "shipped", "size", "log", "task", "split", "precision", "scale", "table", "shape", "only",
@@ -37,13 +32,10 @@ NAMED = ("model", "models", "shipped", "size", "log", "task", "split", "precisio
 """Options that take a name."""
 NAMES = ["tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim", "expansion_factor", "n_heads",
-          "steps",
-          "tokens_per_step", "micro_batch_tokens", "learning_rate", "seed", "clip", "keep", "save_every", "eval_every",
-          "eval_tokens",
-          "warmup_steps", "weight_decay", "adam_beta2", "adam_epsilon", "init_std", "causal", "gate", "overlap",
-          "compile",
-          "precision", "norm", "chunk_parts", "prefix_sum", "end_of_document", "attn_scale_len", "no_such_field", "",
-          "clip_scope", "schedule", "decay_share", "size", "from"]
+          "steps", "tokens_per_step", "micro_batch_tokens", "learning_rate", "seed", "clip", "keep", "save_every",
+          "eval_every", "eval_tokens", "warmup_steps", "weight_decay", "adam_beta2", "adam_epsilon", "init_std",
+          "causal", "gate", "overlap", "compile", "precision", "norm", "chunk_parts", "prefix_sum", "end_of_document",
+          "attn_scale_len", "no_such_field", "", "clip_scope", "schedule", "decay_share", "size", "from"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
 OUTPUTS = {"out", "png", "images", "predictions", "into"}
 """Options whose path is written."""
@@ -60,8 +52,7 @@ RECIPES: dict[str, list[list[str]]] = {
                 ["text.txt", "--out", "new", "--tokenizer", "run", "--held-out", "0.2", "--jobs", "1"]],
     "train": [folders.train("data", "new", steps=3)[1:], folders.train("data", "unfinished")[1:],
               ["odd/ok.toml", "--steps", "2", "--context", "16", "--tokens-per-step", "32", *TINY, "--set",
-               "warmup_steps=0",
-               "--set", "micro_batch_tokens=16"],
+               "warmup_steps=0", "--set", "micro_batch_tokens=16"],
               ["--from", "run", "--data", "data", "--out", "new", "--context", "16", "--steps", "2",
                "--tokens-per-step", "32", "--set", "micro_batch_tokens=16"],
               ["flash", "--size", "tiny", "--data", "data:0.7,data2:0.3", "--out", "new", "--steps", "1"]],
@@ -101,11 +92,6 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
     return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
 
 
-@cache
-def odd_names(made: Path) -> list[str]:
-    return [f"odd/{path.name}" for path in sorted((made / "odd").iterdir())]
-
-
 FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "score": (".json",), "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
            "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "rows": (".jsonl",),
@@ -113,12 +99,11 @@ FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "score": (".js
 """Parts of the names of odd files that an option, or an argument (""), would take for its own."""
 
 
-def odd_value(verb: str, name: str, made: Path, random: Random) -> str:
-    """A value that nobody means for an option, or an argument ("")."""
+def odd_value(verb: str, name: str, odd: list[str], random: Random) -> str:
+    """A value that nobody means for an option, or an argument (""). odd: names of odd files."""
     number = random.choice(WHOLE if random.random() < 0.6 else ODD_NUMBERS)
-    fitting = [each for each in odd_names(made) if any(part in each for part in FITTING.get(name, ()))]
-    if verb == "prepare" and name == "":
-        fitting = [each for each in odd_names(made) if any(part in each for part in FITTING["inputs"])]
+    parts = FITTING["inputs" if (verb, name) == ("prepare", "") else name] if name in FITTING else ()
+    fitting = [each for each in odd if any(part in each for part in parts)]
     if name == "settings":
         if random.random() < 0.7:
             return f"{random.choice(FIELDS)}={number}"
@@ -128,15 +113,16 @@ def odd_value(verb: str, name: str, made: Path, random: Random) -> str:
     if name in NAMED:
         return random.choice([*MODELS, *ODD_WORDS, *NAMES, number])
     if fitting:
-        others = [*ODD_IN, *odd_names(made), *ODD_WORDS, number]
+        others = [*ODD_IN, *odd, *ODD_WORDS, number]
         return random.choice(fitting if random.random() < 0.5 else others)
     if random.random() < 0.7:
         return random.choice([number, number, f"{number},{random.choice(WHOLE)}"])
-    return random.choice([*ODD_IN, *odd_names(made), *ODD_WORDS])
+    return random.choice([*ODD_IN, *odd, *ODD_WORDS])
 
 
 def draw(made: Path, random: Random) -> list[str]:
     """A command line: a right one with some of its values replaced, options added or taken away."""
+    odd = [f"odd/{path.name}" for path in sorted((made / "odd").iterdir())]
     verb = random.choice([*RECIPES, *OFTEN * 4])
     arguments = list(random.choice(RECIPES[verb])) if random.random() < 0.95 else []
     known = options(verb)
@@ -148,38 +134,32 @@ def draw(made: Path, random: Random) -> list[str]:
             at = random.randrange(len(arguments))
             if not arguments[at].startswith("--"):
                 name = spelled.get(arguments[at - 1], "") if at else ""
-                arguments[at] = odd_value(verb, name or "", made, random)
+                arguments[at] = odd_value(verb, name or "", odd, random)
         elif how < 0.85 and known:
             name, spelling, flag = random.choice(known)
-            more = [spelling] if flag else [spelling, odd_value(verb, name, made, random)]
+            more = [spelling] if flag else [spelling, odd_value(verb, name, odd, random)]
             at = random.choice([0, len(arguments)])
             arguments[at:at] = more
         elif how < 0.92 and arguments:
             del arguments[random.randrange(len(arguments))]
         else:
             arguments.insert(random.randint(0, len(arguments)),
-                             random.choice([*ODD_WORDS, *ODD_IN, "--help", *odd_names(made)]))
+                             random.choice([*ODD_WORDS, *ODD_IN, "--help", *odd]))
     return [verb, *arguments]
 
 
-def draw_streams(random: Random, box: Path) -> tuple[child.Streams, str]:
+STDIN = [b"", b"", b"Reader, I", b"\xff\xfe\0", b"x" * 1_000_000, None, Path("/dev/zero"), Path("/dev/null"),
+         b"\x1b[31m"]
+STDOUT = {"full": {"stdout": Path("/dev/full")}, "closed": {"closed": True}, "broken": {"broken": True},
+          "ascii": {"encoding": "ascii"}, "latin-1": {"encoding": "latin-1"}, "C": {"errors": "surrogateescape"}}
+
+
+def draw_streams(random: Random) -> tuple[child.Streams, str]:
     """What the standard streams are, and that in words."""
-    stdin = random.choice([b"", b"", b"Reader, I", b"\xff\xfe\0", b"x" * 1_000_000, None, Path("/dev/zero"),
-                           Path("/dev/null"), b"\x1b[31m"])
-    said = f"stdin {stdin if isinstance(stdin, Path) or stdin is None else stdin[:12]!r}"
-    streams = child.Streams(stdin=stdin)
-    kind = random.choice(["pipe"] * 12 + ["full", "closed", "broken", "ascii", "latin-1", "C"])
-    if kind == "full":
-        streams.stdout = Path("/dev/full")
-    elif kind == "closed":
-        streams.closed = True
-    elif kind == "broken":
-        streams.broken = True
-    elif kind in ("ascii", "latin-1"):
-        streams.encoding = kind
-    elif kind == "C":
-        streams.errors = "surrogateescape"
-    return streams, f"{said}, stdout {kind}"
+    stdin = random.choice(STDIN)
+    kind = random.choice(["pipe"] * 12 + [*STDOUT])
+    said = f"stdin {stdin if isinstance(stdin, Path) or stdin is None else stdin[:12]!r}, stdout {kind}"
+    return child.Streams(stdin, **STDOUT.get(kind, {})), said
 
 
 def named(arguments: list[str]) -> set[str]:
@@ -200,7 +180,7 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
     shutil.rmtree(folder, ignore_errors=True)
     box.mkdir(parents=True)
     arguments = [text.replace("\0", "") for text in draw(made, random)]
-    streams, said = draw_streams(random, box)
+    streams, said = draw_streams(random)
     given = [text if is_bytes(text) else text.encode(errors="replace").decode() for text in arguments]
     odd_files.place(made, box, named(given), made.parent / "canary")
     long = arguments[0] in LONG and not any(huge_size(text) for text in arguments)
@@ -214,8 +194,7 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
         wrong = "silent"  # it cannot have said what it was asked for
     shown = shlex.join(text if len(text) < 80 else f"{text[:20]}...{len(text)}" for text in given)
     return {"verdict": wrong or "ok", "what": "lineartime " + shown.encode(errors="backslashreplace").decode(),
-            "how": said,
-            "message": ended.err[-500:], "code": ended.code, "over": ended.over, "mib": ended.mib}
+            "how": said, "message": ended.err[-500:], "code": ended.code, "over": ended.over, "mib": ended.mib}
 
 
 def is_bytes(text: str) -> bool:

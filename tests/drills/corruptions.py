@@ -55,14 +55,6 @@ def from_pretrained(it: Path) -> list[object]:
     return [logits.double().sum().item(), list(logits.shape), model.generation_config.to_dict().get("eos_token_id")]
 
 
-def latest(it: Path) -> Path:
-    return it / "latest"
-
-
-GENERATE = ("--max-new-tokens", "8", "--temperature", "0.7")
-ASK = ("--questions", "{made}/dev.json", "--context", "48", "--max-answer-tokens", "6", "--json")
-
-
 class Subject(NamedTuple):
     """Something on the disk, something like it by another run, and what reads it."""
 
@@ -71,49 +63,34 @@ class Subject(NamedTuple):
     readers: dict[str, Command]
 
 
+LOAD = {"load_model": in_python(loaded)}
+OPEN = {"from_pretrained": in_python(from_pretrained)}
+PLOT = {"plot": verb("plot", "{it}")}
+EVALUATE = {"evaluate": verb("evaluate", "{it}", "--data", "{made}/data", "--json")}
+GENERATE = {"generate": verb("generate", "{it}", folders.PROMPT, "--max-new-tokens", "8", "--temperature", "0.7")}
+ASK = ("--context", "48", "--max-answer-tokens", "6", "--json")
 SUBJECTS = [
     Subject("run", "run2", {
-        "load_model": in_python(loaded),
-        "from_pretrained": in_python(lambda it: from_pretrained(latest(it))),
-        "evaluate": verb("evaluate", "{it}", "--data", "{made}/data", "--json"),
-        "evaluate latest": verb("evaluate", "{it}/latest", "--data", "{made}/data", "--json"),
-        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE),
-        "plot": verb("plot", "{it}"),
+        **LOAD, "from_pretrained": in_python(lambda it: from_pretrained(it / "latest")), **EVALUATE,
+        "evaluate latest": verb("evaluate", "{it}/latest", "--data", "{made}/data", "--json"), **GENERATE, **PLOT,
         "plot side by side": verb("plot", "a={it}", "b={made}/run2", "--out", "{out}/both.png"),
         "export": verb("export", "{it}", "--out", "{out}/exported"),
         "train, complete": verb(*folders.train("{made}/data", "{it}"))}),
-    Subject("unfinished", "run2", {
-        "train, resumed": verb(*folders.train("{made}/data", "{it}")),
-        "load_model": in_python(loaded),
-        "plot": verb("plot", "{it}")}),
+    Subject("unfinished", "run2", {"train, resumed": verb(*folders.train("{made}/data", "{it}")), **LOAD, **PLOT}),
     Subject("data", "data2", {
         "train": verb(*folders.train("{it}", "{out}/run")),
         "evaluate": verb("evaluate", "{made}/run", "--data", "{it}", "--json"),
         "evaluate --contexts": verb("evaluate", "{made}/run", "--data", "{it}", "--contexts", "8,32", "--json"),
         "export": verb("export", "{made}/run", "--data", "{it}", "--out", "{out}/exported"),
         "prepare over": verb(*folders.prepare("{made}/text.txt", "{it}"))}),
-    Subject("exported", "exported2", {
-        "load_model": in_python(loaded),
-        "from_pretrained": in_python(from_pretrained),
-        "evaluate": verb("evaluate", "{it}", "--data", "{made}/data", "--json"),
-        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE)}),
-    Subject("small", "exported", {
-        "load_model": in_python(loaded),
-        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE)}),
-    Subject("transformers", "transformers2", {
-        "from_pretrained": in_python(from_pretrained),
-        "load_model": in_python(loaded),
-        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE)}),
+    Subject("exported", "exported2", LOAD | OPEN | EVALUATE | GENERATE),
+    Subject("small", "exported", LOAD | GENERATE),
+    Subject("transformers", "transformers2", OPEN | LOAD | GENERATE),
     Subject("finetuned", "finetuned2", {
-        "answer": verb("answer", "{it}", "--question", "Town 3?", "--document", "{made}/text2.txt", "--context",
-                       "48", "--max-answer-tokens", "6", "--json"),
-        "evaluate --questions": verb("evaluate", "{it}", *ASK),
-        "finetune, complete": verb(*folders.finetune(MADE, "{it}")),
-        "load_model": in_python(loaded)}),
-    Subject("old", "run2", {
-        "load_model": in_python(loaded),
-        "generate": verb("generate", "{it}", folders.PROMPT, *GENERATE),
-        "plot": verb("plot", "{it}")}),
+        "answer": verb("answer", "{it}", "--question", "Town 3?", "--document", "{made}/text2.txt", *ASK),
+        "evaluate --questions": verb("evaluate", "{it}", "--questions", "{made}/dev.json", *ASK),
+        "finetune, complete": verb(*folders.finetune(MADE, "{it}")), **LOAD}),
+    Subject("old", "run2", LOAD | GENERATE | PLOT),
     Subject("contexts.json", "contexts2.json", {
         "plot": verb("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
 ]
@@ -121,62 +98,85 @@ PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]
 
 
-def files_of(it: Path) -> list[Path]:
-    """The files and links below a folder, or the file itself."""
-    return sorted(path for path in it.rglob("*") if not path.is_dir() or path.is_symlink()) if it.is_dir() else [it]
-
-
-def flip_bit(path: Path, random: Random) -> str:
-    data = bytearray(path.read_bytes())
-    at = place(len(data), random)
-    data[at] ^= 1 << random.randrange(8)
-    path.write_bytes(data)
-    return f"a bit of byte {at}"
-
-
-def set_byte(path: Path, random: Random) -> str:
-    data = bytearray(path.read_bytes())
-    at, value = place(len(data), random), random.choice([0, 10, 34, 48, 123, 255, random.randrange(256)])
-    data[at] = value
-    path.write_bytes(data)
-    return f"byte {at} is {value}"
-
-
 def place(size: int, random: Random) -> int:
     """A byte of a file, half the time one of the first thousand."""
     return random.randrange(min(size, 1000) if random.random() < 0.5 else size)
 
 
-def cut(path: Path, random: Random) -> str:
-    size = path.stat().st_size
+# Damages to the bytes of a file, in place. Each says what it did.
+
+
+def flip_bit(data: bytearray, random: Random) -> str:
+    at = place(len(data), random)
+    data[at] ^= 1 << random.randrange(8)
+    return f"a bit of byte {at}"
+
+
+def set_byte(data: bytearray, random: Random) -> str:
+    at, value = place(len(data), random), random.choice([0, 10, 34, 48, 123, 255, random.randrange(256)])
+    data[at] = value
+    return f"byte {at} is {value}"
+
+
+def cut(data: bytearray, random: Random) -> str:
+    size = len(data)
     at = random.choice([random.randrange(size), size - 1, size // 2, min(8, size - 1)])
-    os.truncate(path, at)
+    del data[at:]
     return f"cut at byte {at} of {size}"
 
 
-def extend(path: Path, random: Random) -> str:
-    more = random.choice([b"\0", b"\n", b"{}", b"\0" * 4096, b"{\"step\": 99}\n", path.read_bytes()])
-    path.write_bytes(path.read_bytes() + more)
+def extend(data: bytearray, random: Random) -> str:
+    more = random.choice([b"\0", b"\n", b"{}", b"\0" * 4096, b"{\"step\": 99}\n", bytes(data)])
+    data += more
     return f"{len(more)} more bytes"
+
+
+def empty(data: bytearray, random: Random) -> str:
+    data.clear()
+    return "empty"
+
+
+def zero_block(data: bytearray, random: Random) -> str:
+    """As a file system leaves a file after a power loss."""
+    at = random.randrange(len(data)) // 512 * 512
+    data[at : at + 512] = bytes(len(data[at : at + 512]))
+    return f"zeros from byte {at}"
+
+
+def not_text(data: bytearray, random: Random) -> str:
+    whole = bytes(data)
+    data[:] = random.choice([b"\xff\xfe{}", b"\xef\xbb\xbf" + whole, b"[" * 100_000, b"null", b"[]", b"{}", b'"text"',
+                             b"1e999", b"NaN", whole.replace(b"\n", b"\r\n")])
+    return f"begins with {bytes(data[:10])!r}"
+
+
+def change_lines(data: bytearray, random: Random) -> str:
+    """A line deleted, doubled, swapped with another, with another digit, or one that is not of the file."""
+    lines = bytes(data).splitlines(True)
+    at, other = random.randrange(len(lines)), random.randrange(len(lines))
+    digits = [match.start() for match in re.finditer(rb"\d", lines[at])]
+    kind = random.choice(["deleted", "doubled", "swapped", "added", *["digit"] * 2 * bool(digits)])
+    if kind == "deleted":
+        del lines[at]
+    elif kind == "doubled":
+        lines.insert(other, lines[at])
+    elif kind == "swapped":
+        lines[at], lines[other] = lines[other], lines[at]
+    elif kind == "added":
+        lines.insert(at, random.choice([b"{}\n", b"\n", b"garbage\n", b"\xff\n"]))
+    else:
+        line, digit = lines[at], random.choice(digits)
+        lines[at] = line[:digit] + b"%d" % ((line[digit] - 48 + random.randint(1, 9)) % 10) + line[digit + 1 :]
+    data[:] = b"".join(lines)
+    return f"line {at + 1}, {other + 1}: {kind}"
+
+
+# Damages to a file or what stands in its place.
 
 
 def grow(path: Path, random: Random) -> str:
     os.truncate(path, 100 << 30)
     return "100 GiB long"
-
-
-def empty(path: Path, random: Random) -> str:
-    path.write_bytes(b"")
-    return "empty"
-
-
-def zero_block(path: Path, random: Random) -> str:
-    """As a file system leaves a file after a power loss."""
-    data = bytearray(path.read_bytes())
-    at = random.randrange(len(data)) // 512 * 512
-    data[at : at + 512] = bytes(len(data[at : at + 512]))
-    path.write_bytes(data)
-    return f"zeros from byte {at}"
 
 
 def delete(path: Path, random: Random) -> str:
@@ -207,32 +207,8 @@ def endless(path: Path, random: Random) -> str:
     return "a link to /dev/zero"
 
 
-def not_text(path: Path, random: Random) -> str:
-    path.write_bytes(random.choice([b"\xff\xfe{}", b"\xef\xbb\xbf" + path.read_bytes(), b"[" * 100_000, b"null", b"[]",
-                                    b"{}",
-                                    b'"text"', b"1e999", b"NaN", path.read_bytes().replace(b"\n", b"\r\n")]))
-    return f"begins with {path.read_bytes()[:10]!r}"
-
-
-def change_lines(path: Path, random: Random) -> str:
-    """A line deleted, doubled, swapped with another, with another digit, or one that is not of the file."""
-    lines = path.read_bytes().splitlines(True)
-    at, other = random.randrange(len(lines)), random.randrange(len(lines))
-    digits = [match.start() for match in re.finditer(rb"\d", lines[at])]
-    kind = random.choice(["deleted", "doubled", "swapped", "added", *["digit"] * 2 * bool(digits)])
-    if kind == "deleted":
-        del lines[at]
-    elif kind == "doubled":
-        lines.insert(other, lines[at])
-    elif kind == "swapped":
-        lines[at], lines[other] = lines[other], lines[at]
-    elif kind == "added":
-        lines.insert(at, random.choice([b"{}\n", b"\n", b"garbage\n", b"\xff\n"]))
-    else:
-        line, digit = lines[at], random.choice(digits)
-        lines[at] = line[:digit] + b"%d" % ((line[digit] - 48 + random.randint(1, 9)) % 10) + line[digit + 1 :]
-    path.write_bytes(b"".join(lines))
-    return f"line {at + 1}, {other + 1}: {kind}"
+VALUES = [None, True, -1, 0, 10**9, 10**400, 1.5, -0.0, float("nan"), float("inf"), "", "x", "../../canary/file",
+          "\x1b[31m", [], {}, [[]], {"a": 1}, "gone", "more"]
 
 
 def wrong_value(path: Path, random: Random) -> str:
@@ -240,32 +216,26 @@ def wrong_value(path: Path, random: Random) -> str:
     lines = path.read_text(encoding="utf-8").splitlines(True) if path.suffix == ".jsonl" else [path.read_text("utf-8")]
     at = random.randrange(len(lines))
     content = json.loads(lines[at])
-    holders = [each for each in containers(content) if each]
-    holder = random.choice(holders)
+    holder = random.choice([each for each in containers(content) if each])
     key = random.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-    old = holder[key]
-    value = random.choice([None, True, -1, 0, 10**9, 10**400, 1.5, -0.0, float("nan"), float("inf"), "", "x",
-                           "../../canary/file",
-                           "\x1b[31m", [], {}, [[]], {"a": 1}, "gone", "more"])
+    old, value = holder[key], random.choice(VALUES)
     if value == "gone":
         del holder[key]
     elif value == "more" and isinstance(holder, dict):
         holder["no_such_field"] = 1
     else:
         holder[key] = copy.deepcopy(value)
+    lines[at] = json.dumps(content) + "\n"
     if path.name == "MANIFEST.json":
         from lineartime import checkpoint
 
         content.pop("sha256", None)
-        text = checkpoint._manifest(content).decode()
+        lines[at] = checkpoint._manifest(content).decode()
     elif path.name == "manifest.json" and isinstance(content, dict) and "manifest_sha256" in content:
         from lineartime.data import tokens
 
         content.pop("manifest_sha256")
-        text = json.dumps(content | {"manifest_sha256": tokens._digest(content)}, indent=1) + "\n"
-    else:
-        text = json.dumps(content) + "\n"
-    lines[at] = text
+        lines[at] = json.dumps(content | {"manifest_sha256": tokens._digest(content)}, indent=1) + "\n"
     path.write_text("".join(lines), encoding="utf-8")
     return f"{key!r} was {str(old)[:40]!r}, is {str(value)[:40]!r} (line {at + 1})"
 
@@ -294,15 +264,14 @@ def not_finite(path: Path, random: Random) -> str:
         data[:8] = struct.pack("<Q", random.choice([0, length + 1, length - 1, 2**32, 2**63, 2**64 - 1]))
     elif kind == "twice":
         text = data[8 : 8 + length].decode().replace(f'"{name}"', f'"{random.choice(list(header))}"', 1)
-        data[8 : 8 + length] = text.encode()
-        data[:8] = struct.pack("<Q", len(text.encode()))
+        data[: 8 + length] = struct.pack("<Q", len(text.encode())) + text.encode()
     else:
         entry = header[name]
         entry |= {"shape": {"shape": entry["shape"][::-1] if random.random() < 0.5 else [2**40, 2**40]},
                   "dtype": {"dtype": random.choice(["F16", "I32", "U8", "F99"])},
                   "offsets": {"data_offsets": random.choice([[0, 0], [-4, 0], [0, 2**63], [5, 3]])}}[kind]
-        text = json.dumps(header).encode()
-        data = bytearray(struct.pack("<Q", len(text)) + text + data[8 + length :])
+        text = json.dumps(header)
+        data[: 8 + length] = struct.pack("<Q", len(text.encode())) + text.encode()
     path.write_bytes(data)
     with_manifest = random.random() < 0.7 and remake_manifest(path.parent)
     return f"{kind} of {name}" + (", and the manifest agrees" if with_manifest else "")
@@ -323,37 +292,39 @@ def remake_manifest(folder: Path) -> bool:
     return True
 
 
+OF_BYTES = [flip_bit, set_byte, cut, extend, empty, zero_block, not_text, change_lines]
 ANY = [flip_bit, flip_bit, set_byte, cut, extend, empty, zero_block, delete, replace, grow]
+MORE = {".json": [wrong_value] * 8 + [not_text] * 2, ".jsonl": [wrong_value] * 8 + [not_text] * 2 + [change_lines] * 8,
+        ".part": [change_lines] * 8, ".safetensors": [not_finite] * 5}
+"""Damages of every file, and more of those whose names end so."""
 
 
 def damage(subject: Subject, reader: str, made: Path, it: Path, random: Random) -> tuple[str, str]:
     """Damage one file; its name below `it`, and how."""
-    path = random.choice([path for path in files_of(it) if path.is_symlink() or path.stat().st_size] or files_of(it))
+    files = sorted(path for path in it.rglob("*") if not path.is_dir() or path.is_symlink()) if it.is_dir() else [it]
+    path = random.choice([path for path in files if path.is_symlink() or path.stat().st_size] or files)
     name = str(path.relative_to(it.parent))
     if path.is_symlink():
         path.unlink()
         return name, "deleted"
-    twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
-    old = made / "old" / path.relative_to(it) if it.is_dir() else made / "no-such-file"
-    kinds = [*ANY]
-    if path.suffix in (".json", ".jsonl"):
-        kinds += [wrong_value] * 8 + [not_text] * 2
-    if path.suffix in (".jsonl", ".part"):
-        kinds += [change_lines] * 8
-    if path.suffix == ".safetensors":
-        kinds += [not_finite] * 5
+    kinds = ANY + MORE.get(path.suffix, [])
     if not reader.startswith(("train", "finetune", "prepare")):
-        kinds.append(endless)  # a reader that may write the file does not get a device
+        kinds = [*kinds, endless]  # a reader that may write the file does not get a device
     chosen = random.choice([*kinds, "twin", "old version"])
-    if chosen == "twin" and twin.is_file():
-        shutil.copyfile(twin, path)
-        return name, "that of another run"
-    if chosen == "old version" and (old := next(iter(sorted((made / "old").rglob(path.name))), old)).is_file():
-        shutil.copyfile(old, path)
-        return name, "that of an old version"
     if isinstance(chosen, str):
+        twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
+        olds = sorted((made / "old").rglob(path.name)) or [made / "old" / path.relative_to(it.parent)]
+        stands_for, said = (twin, "that of another run") if chosen == "twin" else (olds[0], "that of an old version")
+        if stands_for.is_file():
+            shutil.copyfile(stands_for, path)
+            return name, said
         chosen = flip_bit
-    return name, f"{chosen.__name__}: {chosen(path, random)}"
+    if chosen not in OF_BYTES:
+        return name, f"{chosen.__name__}: {chosen(path, random)}"
+    data = bytearray(path.read_bytes())
+    how = chosen(data, random)
+    path.write_bytes(data)
+    return name, f"{chosen.__name__}: {how}"
 
 
 def begin(made: Path, folder: Path, source: str) -> tuple[Path, Path]:
@@ -386,8 +357,8 @@ def written(it: Path) -> dict[str, object]:
         return folders.left(it)
     if it.name not in ("run", "unfinished"):
         return {}
-    return {name: value for name, value in folders.left(it).items() if not name.startswith("step-")
-            and name in ("result.json", "loss.png", "sample.txt")}
+    return {name: value for name, value in folders.left(it).items()
+            if name in ("result.json", "loss.png", "sample.txt")}
 
 
 def trial(made: Path, folder: Path, random: Random,
@@ -401,7 +372,9 @@ def trial(made: Path, folder: Path, random: Random,
     path, words = it.parent / name, ended.out + ended.err
     named = path.name in words or str(path.parent) in words or str(path.parent.with_name("latest")) in words
     forged = how.startswith("wrong_value") and path.name.lower() == "manifest.json"
-    other = unlike(folders.left(out) | written(it), expected[1], path.name)
+    left = folders.left(out) | written(it)
+    other = [each for each in sorted({*left, *expected[1]}) if left.get(each) != expected[1].get(each)
+             and Path(each).name != path.name]
     wrong, message = child.misbehaviour(ended), (ended.err or ended.out)[-500:]
     if wrong is None and "\x1b" in words:
         wrong = "escape"
@@ -435,12 +408,6 @@ def plausible(path: Path, how: str) -> bool:
         return path.suffix != ".json" or isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
     except (OSError, ValueError, RecursionError, MemoryError):
         return False
-
-
-def unlike(found: dict[str, object], expected: dict[str, object], damaged: str) -> list[str]:
-    """Files that differ, but for the damaged one itself."""
-    return [name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name)
-            and Path(name).name != damaged]
 
 
 def difference(found: str, expected: str) -> str:

@@ -96,22 +96,14 @@ class File(io.FileIO):
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-def disturbed(do: Callable[[], object], folder: Path, **how) -> Callable[[], object]:
-    """A function on a `Disk`."""
+def disturbed(do: Callable[[], object], folder: Path, counts: Path | None = None, **how) -> Callable[[], object]:
+    """A function on a `Disk`. counts: a file that gets how often it has changed the disk below `folder`."""
     def call() -> None:
-        Disk(folder, **how)
-        do()
-
-    return call
-
-
-def counted(do: Callable[[], object], folder: Path, path: Path) -> Callable[[], object]:
-    """A function that writes into a file how often it has changed the disk below `folder`."""
-    def call() -> None:
-        disk = Disk(folder)
+        disk = Disk(folder, **how)
         try:
             do()
         finally:
-            path.write_text(str(disk.count))
+            if counts is not None:
+                counts.write_text(str(disk.count))
 
     return call

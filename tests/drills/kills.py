@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drills import child, folders
-from drills.disk import SIGNALS, counted, disturbed
+from drills.disk import SIGNALS, disturbed
 from drills.folders import MADE, Command, verb
 
 ROWS = [{"row": number, "text": "é" * number} for number in range(12)]
@@ -94,7 +94,7 @@ def calm(made: Path, folder: Path, scenario: Scenario) -> Calm:
     """What the undisturbed command leaves, how long it takes, and how often it changes the disk."""
     out = begin(made, folder, scenario)
     do = scenario.command(made, out / "it", out)
-    first = child.run(counted(do, out, folder / "changes"), folder)
+    first = child.run(disturbed(do, out, folder / "changes"), folder)
     assert first.code == 0, first
     what, changes = folders.left(out), int((folder / "changes").read_text())
     out = begin(made, folder, scenario)
@@ -125,24 +125,22 @@ def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenari
         if kind == "instant":
             told.append(f"{number.name} after {share:.3f} of its time")
             ended = [child.run(do, folder, at=(share * undisturbed.seconds, number))]
-        elif kind == "change":
-            told.append(f"{number.name} at change {at}")
-            ended = [child.run(disturbed(do, out, at=at, number=number), folder)]
-        elif kind == "fails":
-            told.append(f"{errno.errorcode[error]} at change {at}{' and all later ones' if stays else ''}")
-            ended = [child.run(disturbed(do, out, at=at, error=error, stays=stays), folder)]
         elif kind == "full":
             limit = int(share**2 * undisturbed.largest)
             told.append(f"files of at most {limit} bytes")
             ended = [child.run(do, folder, child.Streams(limits={resource.RLIMIT_FSIZE: limit}))]
-        else:
+        elif kind == "two":
             told.append(f"two at once, the second after {share * 0.5:.3f} of the time")
             ended = two(do, folder, share * 0.5 * undisturbed.seconds)
+        else:
+            how: dict[str, Any] = {"number": number} if kind == "change" else {"error": error, "stays": stays}
+            told.append(f"{number.name} at change {at}" if kind == "change" else
+                        f"{errno.errorcode[error]} at change {at}{' and all later ones' if stays else ''}")
+            ended = [child.run(disturbed(do, out, at=at, **how), folder)]
         for each in ended:
-            killed = each.code == -signal.SIGKILL and kind in ("instant", "change")
-            stopped = each.code in (-signal.SIGTERM, -signal.SIGINT) and kind in ("instant", "change")
-            wrong = None if killed or stopped else child.misbehaviour(each)
-            if wrong or (kind in ("fails", "full", "two") and each.code not in (0, 6) and not was_done(each, scenario)):
+            by_signal = kind in ("instant", "change")
+            wrong = None if by_signal and -each.code in SIGNALS else child.misbehaviour(each)
+            if wrong or (not by_signal and each.code not in (0, 6) and not was_done(each, scenario)):
                 return result(wrong or "code", f"{each.code}: {each.err[-600:]}", code=each.code)
     last = child.run(do, folder)
     if last.code != 0 and not was_done(last, scenario):
@@ -171,4 +169,3 @@ def two(do: Callable[[], object], folder: Path, later: float) -> list[child.Ende
     except BaseException:
         child.kill_group(second.pid)
         raise
-

@@ -18,23 +18,20 @@ def make(made: Path) -> None:
     odd.mkdir()
     for name, data in {
         "empty.txt": b"", "blank.txt": b" \n\t\n" * 100, "binary.txt": bytes(range(256)) * 8,
-        "latin.txt": "é".encode("latin-1"),
-        "nul.txt": b"a\0b\n" * 50, "one.txt": b"x", "long_line.txt": b"a" * 3_000_000,
-        "marks.txt": b"\xef\xbb\xbf[MASK] [SEP]\n" * 9,
+        "latin.txt": "é".encode("latin-1"), "nul.txt": b"a\0b\n" * 50, "one.txt": b"x",
+        "long_line.txt": b"a" * 3_000_000, "marks.txt": b"\xef\xbb\xbf[MASK] [SEP]\n" * 9,
         "escape.txt": f"{ESCAPE} text\n".encode() * 20, "not.gz.jsonl.gz": b"this is no gzip",
-        "cut.jsonl.gz": gzip.compress(
-            b'{"text": "a"}\n' * 999, mtime=0)[:-9], "not.parquet": b"PAR1" + bytes(100) + b"PAR1",
+        "cut.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-9],
+        "not.parquet": b"PAR1" + bytes(100) + b"PAR1",
         "nul.toml": b'model = "flash\0"\n', "deep.toml": b"a = " + b"[" * DEEP,
-        "latin.toml": 'model = "é"'.encode("latin-1"),
-        "types.toml": b'model = 3\nsteps = "many"\ndata = []\n',
+        "latin.toml": 'model = "é"'.encode("latin-1"), "types.toml": b'model = 3\nsteps = "many"\ndata = []\n',
         "numbers.toml": b'model = "flash"\nsteps = 1' + b"0" * 400,
         "floats.toml": b'model = "flash"\ndata = "data"\nout = "new"\nlearning_rate = nan\nclip = inf\n',
         "section.toml": b'[model]\nname = "flash"\n', "date.toml": b'model = "flash"\nsteps = 1979-05-27\n',
         "escape.toml": b'model = "\\u001b[31mx"\n', "ok.toml": b'model = "flash"\ndata = "data"\nout = "new"\n',
         "deep.json": b"[" * DEEP, "deep_object.json": b'{"a":' * DEEP, "deep.jsonl": b"[" * DEEP + b"\n{}\n",
         "types.json": b'{"data": {"title": 3}}', "null.json": b"null", "list.json": b"[1, 2]",
-        "cut.json": b'{"data": [{"par',
-        "number.json": b"1" + b"0" * 5000, "twice.json": b'{"data": [], "data": 3}',
+        "cut.json": b'{"data": [{"par', "number.json": b"1" + b"0" * 5000, "twice.json": b'{"data": [], "data": 3}',
         "surrogate.json": b'{"a": "\\ud800"}',
         "questions.json": json.dumps({"data": [{"paragraphs": [{"context": 7, "qas": [{"id": None}]}]}]}).encode(),
         "escape.json": json.dumps({"data": [{"paragraphs": [{"context": f"{ESCAPE} is here.", "qas": [{
@@ -90,11 +87,9 @@ def models(made: Path, odd: Path) -> None:
     good = json.loads((made / "exported/config.json").read_text())
     for name, change in {
         "layers": {"n_layers": 10**9}, "width": {"d_model": 10**9}, "huge": {"vocab_size": 10**400},
-        "negative": {"d_model": -16},
-        "zero": {"chunk_size": 0}, "text": {"query_key_dim": "x"}, "context": {"context": 10**18},
-        "none": {"n_layers": None},
-        "float": {"expansion_factor": 1e308}, "escape": {"norm": ESCAPE}, "field": {ESCAPE: 1},
-        "end": {"end_of_document": 2**40},
+        "negative": {"d_model": -16}, "zero": {"chunk_size": 0}, "text": {"query_key_dim": "x"},
+        "context": {"context": 10**18}, "none": {"n_layers": None}, "float": {"expansion_factor": 1e308},
+        "escape": {"norm": ESCAPE}, "field": {ESCAPE: 1}, "end": {"end_of_document": 2**40},
     }.items():
         shutil.copytree(made / "exported", odd / f"model_{name}")
         (odd / f"model_{name}" / "config.json").write_text(json.dumps(good | change))

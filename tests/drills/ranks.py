@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from drills import child, folders
 from drills.child import Ended
-from drills.disk import counted, disturbed
+from drills.disk import disturbed
 
 MODES: dict[str, dict[str, object]] = {
     "whole": {}, "bfloat16": {"precision": "bfloat16"}, "sharded": {"shard": "true", "clip_scope": "global"},
@@ -191,7 +191,7 @@ def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> Calm:
         folder.mkdir()
         began = time.monotonic()
         ended = launch(made, folder, mode, every, Fault(n_ranks),
-                       lambda do: counted(do, folder / "out", folder / "changes"))
+                       lambda do: disturbed(do, folder / "out", folder / "changes"))
         assert not any(each.code for each in ended), ended
         return time.monotonic() - began
 

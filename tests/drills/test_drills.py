@@ -12,10 +12,9 @@ from random import Random
 
 import pytest
 
-import benchmarks.measure  # noqa: F401  # before a child is forked that is stopped soon
 import drills.__main__ as drills
+from benchmarks.append import rows_in
 from drills import child, corruptions, folders, kills, ranks
-from drills.disk import Disk
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
@@ -55,14 +54,8 @@ def test_drills_that_are_stopped_go_on(number, tmp_path, monkeypatch):
     done = child.run(main, tmp_path)
     assert done.code == 0 and done.out.startswith("kills: 12 tried, 0 lost, 0 silent, 0 internal, 0 hung"), done
     assert 0 < there.count("\n") < 12 and work.read_text().startswith(there)
-    assert sorted(each["number"] for each in drills.read_log(work)) == list(range(12))
+    assert sorted(each["number"] for each in rows_in(work)) == list(range(12))
     assert child.run(main, tmp_path).out == done.out and work.read_text().count("\n") == 12
-    monkeypatch.setattr(drills, "BLOCK", 5)  # a row that was taken out is made again
-    rows = tmp_path / "rows.jsonl"
-    row = '{"part": "kills", "seed": 0, "first": %d, "trials": %d, "verdicts": {"ok": %d}, "commit": "0"}\n'
-    rows.write_text(row % (0, 5, 5) + row % (10, 2, 2))
-    assert child.run(main, tmp_path).out.startswith("kills: 12 tried, 0 lost")
-    assert [(each["first"], each["trials"]) for each in drills.read_log(rows)] == [(0, 5), (10, 2), (5, 5)]
 
 
 def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):
@@ -125,13 +118,14 @@ def test_a_change_of_the_disk_is_the_last(at, left, tmp_path):
         assert code < 0 or at == 6 or "No space left on device" in ended.err
 
 
-def test_a_disk_counts(tmp_path):
-    def count():
-        disk = Disk(tmp_path)
-        write_three(tmp_path)
-        os.write(2, str(disk.count).encode())
-
-    assert child.run(count, tmp_path).err == "5"
+def seen(verdicts, trial):
+    """Whether a hundred trials have all these verdicts."""
+    found = set()
+    for number in range(100):
+        found.add(trial(Random(number))["verdict"])
+        if verdicts <= found:
+            return True
+    return False
 
 
 def test_a_command_that_loses_rows_is_seen(tmp_path):
@@ -147,12 +141,7 @@ def test_a_command_that_loses_rows_is_seen(tmp_path):
         return append
 
     scenarios = {"careless": kills.Scenario(careless)}
-    verdicts: set[object] = set()
-    for number in range(100):
-        verdicts.add(kills.trial(tmp_path, tmp_path / "trial", Random(number), scenarios, [])["verdict"])
-        if verdicts >= {"ok", "lost"}:
-            return
-    raise AssertionError(verdicts)
+    assert seen({"ok", "lost"}, lambda random: kills.trial(tmp_path, tmp_path / "trial", random, scenarios, []))
 
 
 def test_a_reader_that_believes_a_damaged_file_is_seen(tmp_path):
@@ -164,13 +153,9 @@ def test_a_reader_that_believes_a_damaged_file_is_seen(tmp_path):
     (tmp_path / "canary").mkdir()
     (tmp_path / "canary/file").touch()
     (tmp_path / "made/parts/rows.part").write_text("".join(f"row {number}\n" for number in range(20)))
-    subject, verdicts = corruptions.Subject("parts/rows.part", "parts/rows.part", {"copy": careless}), set()
-    for number in range(100):
-        done = corruptions.trial(tmp_path / "made", tmp_path / "trial", Random(number), [(subject, "copy")])
-        verdicts.add(done["verdict"])
-        if verdicts >= {"ok", "silent"}:
-            return
-    raise AssertionError(verdicts)
+    pair = corruptions.Subject("parts/rows.part", "parts/rows.part", {"copy": careless}), "copy"
+    assert seen({"ok", "silent"}, lambda random: corruptions.trial(
+        tmp_path / "made", tmp_path / "trial", random, [pair]))
 
 
 KILLED, FULL = ranks.Fault(2, "signal", (1,), signal.SIGKILL), ranks.Fault(2, "full", (1,), limit=2)
@@ -204,9 +189,8 @@ def test_a_change_outside_is_seen(tmp_path):
 def test_the_figures_go_between_the_marks_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{drills.BEGIN}\nold\n{drills.END}\n\nThe end.\n")
-    blocks = [{"trials": 2, "verdicts": {"ok": 1, "lost": 1}, "commit": "0123456789abc"},
-              {"trials": 1, "verdicts": {"noisy": 1}, "commit": None}]
-    drills.fill_page(page, {"kills": blocks})
+    facts = {"seed": 3, "commit": "0123456789abc"}
+    drills.fill_page(page, [{"part": "kills", "trials": 3, "verdicts": {"lost": 1, "noisy": 1, "ok": 1}, **facts}])
     text = page.read_text()
     assert text.startswith("# Page\n\n") and text.endswith(f"\n\n{drills.END}\n\nThe end.\n") and "old" not in text
-    assert "| kills | 3 | 1 | 0 | 0 | 0 | 1 noisy |" in text and "Commits 0123456789, None." in text
+    assert "| kills | 3 | 1 | 0 | 0 | 0 | 1 noisy |" in text and "Seed 3, commit 0123456789." in text

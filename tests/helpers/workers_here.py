@@ -13,7 +13,7 @@ def work_here(monkeypatch):
             self.arguments, self.job, self.answers = arguments, job, None
 
         def ask(self, order=None):
-            asked.append((self.arguments["label"], order))
+            asked.append((self.arguments.get("label"), order))
             try:
                 if self.answers is None:
                     self.answers = self.job(**self.arguments, **(order or {}))
@@ -23,7 +23,8 @@ def work_here(monkeypatch):
                 return {"failed": str(e)}
 
         def close(self):
-            pass
+            if self.answers is not None:
+                self.answers.close()
 
     monkeypatch.setattr(measure, "Worker", Here)
     monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
