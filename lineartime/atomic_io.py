@@ -68,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file. Raises UsageError for a section, because settings are flat."""
     try:
-        settings = tomllib.loads(read_bytes(path).decode())
+        settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
     except OSError as e:
         raise UsageError("cannot read the configuration", path, e.strerror) from None
     except (ValueError, RecursionError) as e:

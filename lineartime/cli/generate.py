@@ -100,7 +100,7 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path] = ()) -> list[str
     texts = []
     for name, data in found:
         try:
-            texts.append(data.decode())
+            texts.append(data.decode("utf-8-sig"))
         except UnicodeDecodeError as e:
             raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
     return texts or [""]
@@ -111,7 +111,7 @@ class TextStreamer:
 
     def __init__(self, tokenizer: "Tokenizer", prompts: list[str], stops: Iterable[str]):
         self.prompts, self.stops = prompts, [text for text in stops if text]
-        self.streams = [tokenizer.stream() for _ in prompts]
+        self.streams = [tokenizer.stream(text) for text in prompts]
         self.text = [""] * len(prompts)
         # Characters that are not printed yet, because a stop text may begin with them; and how many are printed.
         self.n_held, self.n_printed = max([len(stop) - 1 for stop in self.stops], default=0), 0

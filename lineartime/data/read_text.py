@@ -22,7 +22,6 @@ import io
 import json
 import logging
 import lzma
-import math
 import os
 import re
 import zlib
@@ -140,7 +139,7 @@ def _pieces_of_text(path: Path, start: Place) -> Iterator[Piece]:
         if path.stat().st_size == 0:
             return
         if _packing(path):
-            yield from cut(text_blocks(file, path, limit=most_bytes(path)))
+            yield from cut(text_blocks(file, path))
             return
         mark = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
         at = start.at or mark
@@ -168,8 +167,7 @@ def read_rows(path: Path, names: Sequence[str], *, optional: Sequence[str] = (),
         else:
             if start.at:
                 file.seek(start.at)
-            yield from json_lines(file, str(path), max_line_bytes, start.line, most_bytes(path),
-                                  can_seek=not _packing(path))
+            yield from json_lines(file, str(path), max_line_bytes, start.line, can_seek=not _packing(path))
 
 
 @contextlib.contextmanager
@@ -192,21 +190,45 @@ def _packing(path: Path) -> str:
 def opened(path: Path) -> IO[bytes]:
     """The bytes of a file, unpacked."""
     packing = _packing(path)
+    if not packing:
+        return path.open("rb")
     if packing == ".zst":
         import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    openers: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return openers[packing](path, "rb")
+        return io.BufferedReader(_Unpacked(path, pyarrow.input_stream(str(path), compression="zstd")), 1 << 20)
+    packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+    return io.BufferedReader(_Unpacked(path, packers[packing].open(path)), 1 << 20)
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a packed file. Raises DataError for far too many: it was made to exhaust its reader."""
+
+    def __init__(self, path: Path, file: IO[bytes]):
+        self.path, self.file, self.n_left = path, file, most_bytes(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.file.read(len(buffer))
+        self.n_left -= len(data)
+        if self.n_left < 0:
+            raise _too_large(self.path)
+        buffer[:len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 def most_bytes(path: Path) -> int:
-    """How large the text of a file may be. One that is absurdly larger was made to exhaust its reader."""
+    """How large the text of a file may be."""
     return max(LARGEST_EXPANSION * path.stat().st_size, EXPANSION_FREE)
 
 
-def _too_large(name: object) -> DataError:
-    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
+def _too_large(path: Path) -> DataError:
+    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", path, "unpack it first")
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -225,9 +247,9 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     yield Piece(buffer, True)
 
 
-def text_blocks(file: IO[bytes], name: object, position: int = 0, limit: float = math.inf) -> Iterator[str]:
+def text_blocks(file: IO[bytes], name: object, position: int = 0) -> Iterator[str]:
     """The text of an open file of UTF-8, which is at byte `position`, without a byte order mark at its beginning. name:
-    for errors. limit: the most bytes."""
+    for errors."""
     decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     while True:
         block = file.read(1 << 20)
@@ -235,8 +257,6 @@ def text_blocks(file: IO[bytes], name: object, position: int = 0, limit: float =
         if nul >= 0:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + nul}")
         position += len(block)
-        if position > limit:
-            raise _too_large(name)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
@@ -247,17 +267,15 @@ def text_blocks(file: IO[bytes], name: object, position: int = 0, limit: float =
         yield text
 
 
-def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, n_before: int = 0,
-               limit: float = math.inf, *, can_seek: bool = False) -> Iterator[Row]:
-    """The records of open JSON lines. n_before: lines before the first. limit: the most bytes of all."""
-    number, n_bytes = n_before, 0
+def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, n_before: int = 0, *,
+               can_seek: bool = False) -> Iterator[Row]:
+    """The records of open JSON lines. n_before: lines before the first. can_seek: whether reading can go on after a
+    line."""
+    number = n_before
     while line := file.readline(max_line_bytes + 1):
-        number, n_bytes = number + 1, n_bytes + len(line)
-        where = f"{name}:{number}"
+        number, where = number + 1, f"{name}:{number + 1}"
         if len(line) > max_line_bytes:
             raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
-        if n_bytes > limit:
-            raise _too_large(name)
         if not line.isspace():
             yield Row(where, _json_value(line, where), Place(file.tell(), number) if can_seek else None)
 
@@ -269,8 +287,9 @@ def _is_array(file: Any) -> bool:
 
 def _array_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
     """The items of a JSON array, which is read whole."""
-    content = file.read(MAX_ARRAY_BYTES + 1)
-    if len(content) > min(MAX_ARRAY_BYTES, most_bytes(path)):
+    most = min(MAX_ARRAY_BYTES, most_bytes(path))
+    content = file.read(most + 1)
+    if len(content) > most:
         raise DataError("the array is too large", path, "write each item on a line of its own, as .jsonl")
     for number, item in enumerate(_json_value(content, str(path)), 1):
         yield Row(f"{path}, item {number}", item)
@@ -316,11 +335,8 @@ def _csv_rows(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Row]:
 
 def _checked_lines(file: Iterable[str], path: Path) -> Iterator[str]:
     """The lines of a table. Warns of a last line without an end: the file may have been cut inside a field."""
-    number, line, n_characters, limit = 0, "", 0, most_bytes(path)
+    number, line = 0, ""
     for number, line in enumerate(file, 1):
-        n_characters += len(line)
-        if n_characters > limit:
-            raise _too_large(path)
         if "\0" in line:
             raise DataError("a NUL byte: this is no text", f"{path}:{number}")
         if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):

@@ -38,9 +38,9 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
 
 Between letters, digits, signs and spaces of ASCII the cuts are all of GPT-2's. The last alternative takes what has
 other characters, up to a space before a word (`read_text.cut` says why that is a cut)."""
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""The token of a byte in a vocabulary of characters ("byte_fallback")."""
 NO_PROCESSOR = re.compile(r'("post_processor":\s*)null')
+PRECEDING = 64
+"""Characters before a continuation that its decoder is shown."""
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
 
@@ -160,21 +160,10 @@ class Tokenizer:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
-    def token_bytes(self, token: int, begins: bool) -> bytes:
-        """The bytes of UTF-8 that an id gives a text, as its first id or after others: also the parts of a character
-        that several ids make together."""
-        alone = self.decode([token])
-        if "\ufffd" in alone:
-            name, of_bytes = self._inner.id_to_token(token) or "", _byte_characters()
-            if found := BYTE_TOKEN.fullmatch(name):
-                return bytes.fromhex(found[1])
-            if {*name} <= {*of_bytes}:
-                return bytes(map(of_bytes.index, name))
-        return (alone if begins else self.decode([token, token])[len(alone):]).encode()
-
-    def stream(self) -> Callable[[int], str]:
-        """A function that takes ids one by one and returns the text that each completes, at constant cost."""
-        stream = decoders.DecodeStream(skip_special_tokens=False)
+    def stream(self, before: str = "") -> Callable[[int], str]:
+        """A function that takes ids one by one and returns the text that each completes behind a text, at constant
+        cost. Some tokenizers leave out the space of the first token, which is none here."""
+        stream = decoders.DecodeStream(self.encode(before[-PRECEDING:]), skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
 
 

@@ -8,7 +8,6 @@ A split is one stream
 
 in which every token but the first is a target once; document i lies between the positions i and i + 1."""
 
-import codecs
 import contextlib
 import dataclasses
 import fcntl
@@ -221,26 +220,19 @@ class TokenStream:
         return ids
 
 
-COUNTED_AT_ONCE = 1 << 20
-
-
 @functools.lru_cache(maxsize=64)
 def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
     """Words and bytes of the text to which the first `n_tokens` targets decode, counted once and then remembered.
 
-    They are those of `Split` if the tokenizer keeps the text. Of a character that is cut, its bytes count so far."""
-    bytes_of = functools.cache(load_tokenizer(stream.folder / TOKENIZER_FILE).token_bytes)
-    end, decoder = stream.end_of_document, codecs.getincrementaldecoder("utf-8")("replace")
-    words, n_bytes, last = 0, 0, "\n"
-    for start in range(0, n_tokens, COUNTED_AT_ONCE):
-        ids_N = stream.read(start, min(start + COUNTED_AT_ONCE, n_tokens) + 1)
-        begins_N = ids_N[:-1] == end
-        text = b"".join(b"\n" if token == end else bytes_of(token, begins)
-                        for token, begins in zip(ids_N[1:].tolist(), begins_N.tolist(), strict=True))
-        n_bytes += len(text) - int((ids_N[1:] == end).sum())
-        characters = last + decoder.decode(text)
-        words += len(characters.split()) - (not last.isspace())
-        last = characters[-1]
+    They are those of `Split` if the tokenizer keeps the text. A character that is cut at the end does not count."""
+    tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
+    words = n_bytes = 0
+    for i in range(np.searchsorted(ends, n_tokens)):
+        stop = min(int(ends[i + 1]), n_tokens + 1)
+        text = tokenizer.decode(stream.read(int(ends[i]) + 1, stop).tolist())
+        if stop < ends[i + 1]:
+            text = text.rstrip("\ufffd")
+        words, n_bytes = words + len(text.split()), n_bytes + len(text.encode())
     return words, n_bytes
 
 

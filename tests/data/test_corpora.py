@@ -20,13 +20,12 @@ import lineartime.data.corpora
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from fake_hub import Hub
-from lineartime.atomic_io import _hidden
 from lineartime.cli.terminal import summary
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import open_split, read_manifest
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation
 from tiny_runs import command
 
@@ -207,19 +206,6 @@ def small_pg19(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lineartime.data.corpora, "PG19", ((2, 101),))
 
 
-def test_word_perplexity_is_by_the_published_words(tmp_path: Path, small_pg19: None) -> None:
-    """Whatever the split is called that has the published content, and only in data prepared as PG-19."""
-    texts = {"train": ["a " * 100, "one two"], "validation": ["a " * 60, "b " * 40], "test": ["a " * 100]}
-    data = tmp_path / "data"
-    manifest = prepare([pg19(tmp_path / "pg19", texts)], data, tokenizer="bytes", task="pg19")
-    assert manifest.splits["validation"].words == 100
-    assert [(open_split(data, split).n_words, open_split(data, split).word_count) for split in SPLITS] == [
-        (101, "published"), (101, "published"), (100, "counted")]
-    prepare([tmp_path / "pg19"], tmp_path / "plain", tokenizer="bytes")
-    plain = open_split(tmp_path / "plain", "validation")
-    assert (plain.task, plain.n_words, plain.word_count) == (None, 100, "counted")
-
-
 def test_evaluate_leads_with_the_measure_of_the_task(tmp_path: Path, small_pg19: None, call: Call) -> None:
     texts = {"train": ["some words of a book " * 60], "validation": ["a " * 60, "b " * 40], "test": ["a " * 100]}
     data, run = tmp_path / "data", tmp_path / "run"
@@ -357,25 +343,3 @@ def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call,
     assert_refused(code, err, 3, message)
     assert out == "" and not list(tmp_path.iterdir()) and hub.bars
     assert [logger.level for logger in loggers] == [logging.INFO] * 2
-
-
-def test_an_article_of_the_hub_without_markers(tmp_path: Path, hub: Hub) -> None:
-    hub.data["google/wiki40b"]["test"] = [{"text": ARTICLE}, {"text": "Plain."}]
-    with pytest.raises(DataError, match="not a Wiki-40B article: google/wiki40b, test, document 1; no structure"):
-        prepare([], tmp_path / "data", tokenizer="bytes", task="wiki40b", hub=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupted_reading_leaves_nothing(tmp_path: Path, hub: Hub) -> None:
-    def interrupted() -> Any:
-        yield {"text": "Page"}
-        assert len(list(tmp_path.glob(".lineartime-*.unfinished/scratch/train.jsonl"))) == 1
-        raise KeyboardInterrupt
-
-    left = _hidden(tmp_path / "data.source", "unfinished") / "scratch"
-    left.mkdir(parents=True)
-    (left / "left.jsonl").write_text("by a killed run")
-    hub.data["allenai/c4"] = {"train": interrupted()}
-    with pytest.raises(KeyboardInterrupt):
-        prepare([], tmp_path / "data", tokenizer="bytes", task="c4", hub=True)
-    assert not list(tmp_path.iterdir())

@@ -75,19 +75,6 @@ def test_streams_and_counts_are_those_of_the_text(tmp_path):
     assert bytes(stream.read(first + 1, second).tolist()) == a and bytes(stream.read(second + 1, last).tolist()) == b
 
 
-def test_every_format_gives_the_same_tokens(tmp_path):
-    texts = ["The first.\n", "   ", "The second " * 9, "The third, naïve and 東京."]
-    make(tmp_path, {"a.jsonl": texts, "b.jsonl.gz": texts, "d.parquet": texts,
-                    **{f"books/{i}.txt": text for i, text in enumerate(texts)}})
-    shards = set()
-    for name in ("a.jsonl", "b.jsonl.gz", "d.parquet", "books"):
-        out = tmp_path / "out" / name
-        manifest = prepare([tmp_path / name], out, vocab_size=280)
-        assert manifest.splits["train"].documents == 3 and manifest.blank_documents == 1
-        shards.add((out / "train-00000.bin").read_bytes() + (out / "tokenizer.json").read_bytes())
-    assert len(shards) == 1
-
-
 @given(texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=60), min_size=1, max_size=6),
        shard_tokens=st.integers(1, 40))
 @settings(max_examples=40)
@@ -291,15 +278,6 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
         with pytest.raises(DataError, match="too little text to hold some out"):
             prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes", held_out=held_out)
         assert_nothing_at(tmp_path / "out")
-
-
-def test_the_sample_is_prepared_without_inputs(tmp_path):
-    manifest = prepare([], tmp_path / "out", sample=True, tokenizer="bytes", held_out=0.1)
-    train, held_out = stream_of(tmp_path / "out"), stream_of(tmp_path / "out", "validation")
-    assert [split.documents for split in manifest.splits.values()] == [1, 1]
-    text = SAMPLE.read_bytes()
-    assert bytes(train[1:-1]) + bytes(held_out[1:-1]) == text
-    assert 0.0995 < (len(held_out) - 2) / len(text) <= 0.1 and train[-2] == ord("\n")
 
 
 # Files and folders
