@@ -24,9 +24,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.atomic_io import fsync, hash_of, hashed_file, locked, read_bytes
+from lineartime.atomic_io import fsync, hashed_file, is_as_written, locked, open_regular, read_bytes
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
-from lineartime.errors import CheckpointError, DataError, ResourceError
+from lineartime.errors import CheckpointError, ResourceError
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -364,14 +364,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
+def _check_file(path: Path, entry: dict[str, Any]) -> None:
     """Raise CheckpointError unless a regular file has the size and the SHA-256 of its entry in the manifest."""
+    if is_as_written(path, entry):
+        return
     try:
-        found = hash_of(path)
-    except DataError as error:
-        raise _damage(path, f"cannot be read ({error.todo})") from error
-    if found != entry:
-        raise _damage(path, f"its {found['bytes']:,} bytes are not those of {MANIFEST}")
+        with open_regular(path) as file:
+            reason = f"its {os.fstat(file.fileno()).st_size:,} bytes are not those of {MANIFEST}"
+    except OSError as error:
+        reason = f"cannot be read ({_reason(error)})"
+    raise _damage(path, reason)
 
 
 def _run_of(path: Path) -> str | None:

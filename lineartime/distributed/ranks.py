@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 WITH_RANKS = ("train", "finetune", "evaluate")
-"""The verbs whose work `torchrun` divides; `benchmark step` measures it."""
+"""The verbs whose work `torchrun` divides; `python -m benchmarks step` measures it."""
 TIMEOUT_S, MOST_SECONDS = 300, 10**7
 """Seconds after which a rank that does not answer is lost, and the most that may be asked for."""
 SIGN_OF_LIFE_S = 0.5

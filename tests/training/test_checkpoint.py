@@ -325,12 +325,17 @@ def test_any_damage_is_refused_and_the_checkpoint_before_it_counts(tmp_path):
         for changed in (
                 {name: data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]}, {name: data[:-1]}, {name: b""},
                 {name: data[:place] + bytes(8) + data[place + 8 :]}, {name: data + b"\n"}, {name: other[name]},
-                {name: None}, {name: None, f"moved-{name}": data}, {".x": b"added"},
+                {name: None}, {name: None, f"moved-{name}": data}, {".x": b"added"}, {name: 100 << 30},
                 {name: good["state.json"], "state.json": data} if name != "state.json" else {"x": data}):
             if {**good, **changed} == good:  # the other one has the same text
                 continue
             for each, content in changed.items():
-                (path / each).unlink(missing_ok=True) if content is None else (path / each).write_bytes(content)
+                if content is None:
+                    (path / each).unlink(missing_ok=True)
+                elif isinstance(content, int):  # so many bytes, which nobody waits for to be hashed
+                    os.truncate(path / each, content)
+                else:
+                    (path / each).write_bytes(content)
             assert refused(check, path).startswith("damaged checkpoint: ")
             found = newest(tmp_path)
             assert found.step == 1 and list(found.damaged) == [2] and str(path) in found.damaged[2]

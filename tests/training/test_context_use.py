@@ -59,7 +59,7 @@ def document(stream: TokenStream, i: int) -> torch.Tensor:
 def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives(stream: TokenStream, whole: bool,
                                                                                  contexts: list[int]) -> None:
     """Against a loop over documents, contexts and rows that follows the definition and batches nothing."""
-    model, longest = tiny(stream), contexts[-1]
+    model, longest = tiny(stream, n_layers=1), contexts[-1]
     after = longest - longest // 2
     n_most = max(LENGTHS) + 1 if whole else longest
     use = measure_context_use(model, stream, contexts, document_tokens=None if whole else longest)

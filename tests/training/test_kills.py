@@ -120,6 +120,7 @@ def test_a_stop_saves_and_the_same_command_resumes(moment, number, launches, out
     assert_same(out, reference[0])
 
 
+@pytest.mark.rest
 def test_a_stop_after_the_result_changes_nothing(launches, out, reference):
     assert stopped_at(launches, "plot_run 1", signal.SIGTERM) == 0
     assert_same(out, reference[0])

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import assert_refused
+from command_line import call as call  # a fixture
 from lineartime import checkpoint, objectives, training
 from lineartime.atomic_io import _hidden
-from lineartime.cli import terminal, verbs
+from lineartime.cli import terminal
 from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
 from lineartime.distributed.ordered import parts_of
@@ -77,14 +78,6 @@ def run_fit(data, out, *, on_step=None, stop=None, score_last=True, **changes):
     task = NextToken(run.config, open_split(data, "train"), open_split(data, "validation"))
     setup = Setup(new_model(run.config), task, {"tokenizer.json": "{}"}, score_last=score_last)
     return fit(run, setup, CPU, Callbacks(stop or StopSignal(), on_step))
-
-
-def lineartime(monkeypatch, arguments):
-    """The exit status of the command line in this process."""
-    monkeypatch.setattr(sys, "argv", ["lineartime", *arguments])
-    with pytest.raises(SystemExit) as end:
-        verbs.main()
-    return end.value.code or 0
 
 
 def train_lines(out):
@@ -238,9 +231,9 @@ def test_compiled_losses_are_the_losses(data, tmp_path):
 # Repeated and continued
 
 
-def test_the_same_command_twice_gives_the_same_bytes(data, tmp_path, monkeypatch, capsys):
+def test_the_same_command_twice_gives_the_same_bytes(data, tmp_path, call):
     for name in "ab":
-        assert lineartime(monkeypatch, command(data, tmp_path / name, steps=6)) == 0
+        assert call(*command(data, tmp_path / name, steps=6))[0] == 0
     left = what_is_left(tmp_path / "a")
     assert set(left) >= {"loss.png", "metrics.jsonl", "result.json", "sample.txt", "latest"}
     assert_same(tmp_path / "b", left)
@@ -386,24 +379,66 @@ def test_metrics_may_end_in_a_cut_line_and_hold_no_other_bad_one(data, finished,
     assert touched(out) == before
 
 
-def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
+    return out
+
+
+def test_a_finished_run_says_so_and_is_left_alone(data, finished, tmp_path, call):
     out = tmp_path / "run"
-    assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
+    shutil.copytree(finished, out, symlinks=True)
+    again = command(data, out, steps=4, warmup_steps=1)
+
+    def is_complete():
+        code, printed, _ = call(*again)
+        return code == 0 and printed.startswith(f"complete: {out} was trained to step 4")
 
     before = touched(out)
-    capsys.readouterr()
-    assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
-    assert capsys.readouterr().out.startswith(f"complete: {out} was trained to step 4")
-    assert touched(out) == before
+    assert is_complete() and touched(out) == before
+    result = json.loads((out / "result.json").read_text())
+    (out / "result.json").write_text(json.dumps({name: result[name] for name in result if name != "run"}))
+    assert is_complete()  # an older version wrote no id
     metrics = (out / "metrics.jsonl").read_bytes()
     (out / "metrics.jsonl").write_bytes(metrics.replace(b'"loss"', b'"lass"', 1))
-    assert lineartime(monkeypatch, command(data, out, steps=4)) == 3
-    printed = capsys.readouterr()
-    assert not printed.out and printed.err.count("\n") == 1 and "mend the file or delete it" in printed.err
-    assert printed.err.startswith(f"error: not a line of metrics: {out / 'metrics.jsonl'}, line 1;")
+    code, printed, err = call(*again)
+    assert_refused(code, err, 3, f"not a line of metrics: {out / 'metrics.jsonl'}, line 1;", "mend the file or delete")
+    assert not printed
     (out / "metrics.jsonl").unlink()
-    assert lineartime(monkeypatch, command(data, out, steps=4)) == 0
-    assert capsys.readouterr().out.startswith(f"complete: {out} was trained to step 4")
+    assert is_complete()
+    for step in (2, 4):
+        shutil.rmtree(out / f"step-0000000{step}")
+    assert is_complete()
+    (out / "result.json").write_text("{}")  # and nothing is left that could write it again
+    before = touched(out)
+    assert_refused(*call(*again)[::2], 4, "error: damaged: ")
+    assert touched(out) == before
+
+
+BAD_RESULTS = {
+    "cut": lambda text: text[: len(text) // 2], "empty": lambda text: "", "a table": lambda text: "{}",
+    "a list": lambda text: "[]", "a bad byte": lambda text: text.replace('"steps"', '"stepz"'),
+    "of another run": lambda text: json.dumps({**json.loads(text), "run": "0123456789abcdef"}),
+    "of a shorter run": lambda text: json.dumps({**json.loads(text), "steps": 3}),
+    "wrong types": lambda text: json.dumps({**json.loads(text), "held_out": "low"}),
+    "no number": lambda text: json.dumps({**json.loads(text), "held_out": {"loss": math.nan}})}
+
+
+def test_a_result_that_is_none_is_written_again(data, finished, tmp_path, warned, call):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    path, whole = out / "result.json", (finished / "result.json").read_text()
+    for spoil in BAD_RESULTS.values():
+        path.write_text(spoil(whole))
+        for read in (read_result, plot_run):
+            with pytest.raises(CheckpointError, match=r"damaged: .*/result\.json; ") as refusal:
+                read(out)
+            assert "\n" not in str(refusal.value)
+    code, printed, err = call(*command(data, out, steps=4, warmup_steps=1))
+    (warning,) = [line for line in err.splitlines() if line.startswith("warning")]
+    assert code == 0 and warning.startswith(f"warning: damaged: {path}; ") and "held-out" in printed
+    assert_same(out, what_is_left(finished))
 
 
 # Another run in the folder
@@ -422,7 +457,7 @@ def unfinished(data, processes, tmp_path_factory):
     return out
 
 
-def test_another_run_is_refused_with_the_difference(data, unfinished, tmp_path, monkeypatch, capsys):
+def test_another_run_is_refused_with_the_difference(data, unfinished, tmp_path, call):
     tokenizer = json.loads((data / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     a, b = list(vocabulary)[100:102]
@@ -436,18 +471,15 @@ def test_another_run_is_refused_with_the_difference(data, unfinished, tmp_path, 
             (["clip: 0.1 -> None"], data, "flash", {"clip": "none"}),
             (["preset: flash -> flash-quad"], data, "flash-quad", {"chunk_size": "none"}),
             (["data_sha256: ", "tokenizer_sha256: "], other, "flash", {})):
-        capsys.readouterr()
-        assert lineartime(monkeypatch, command(where, unfinished, model, **{"steps": 8, **changes})) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith("error: another run is here: ") and printed.count("\n") == 1
-        assert all(word in printed for word in words) and touched(unfinished) == before
-        assert "->" in words[0] or printed.count("->") == 2
+        code, _, err = call(*command(where, unfinished, model, **{"steps": 8, **changes}))
+        assert_refused(code, err, 2, "error: another run is here: ", *words)
+        assert touched(unfinished) == before and ("->" in words[0] or err.count("->") == 2)
 
 
-def test_the_same_data_elsewhere_are_the_same(data, unfinished, tmp_path, monkeypatch, capsys):
+def test_the_same_data_elsewhere_are_the_same(data, unfinished, tmp_path, call):
     shutil.copytree(data, tmp_path / "moved")
     shutil.copytree(unfinished, tmp_path / "run", symlinks=True)
-    assert lineartime(monkeypatch, command(tmp_path / "moved", tmp_path / "run", steps=8)) == 0, capsys.readouterr().err
+    assert call(*command(tmp_path / "moved", tmp_path / "run", steps=8))[0] == 0
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -532,11 +564,11 @@ def test_what_is_not_finite_stops_before_the_optimizer_moves(value, place, micro
     assert steps_saved(out) == read_metrics(out)[-1]["step"] == 2
 
 
-def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, monkeypatch, capsys):
+def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, call):
     out = tmp_path / "run"
     arguments = command(data, out, steps=1, save_every=1, learning_rate=1e39, warmup_steps=0)
-    assert lineartime(monkeypatch, arguments) == 5
-    assert "error: the weights are not finite: step 1; there is no checkpoint yet; try a l" in capsys.readouterr().err
+    code, _, err = call(*arguments)
+    assert code == 5 and "error: the weights are not finite: step 1; there is no checkpoint yet; try a l" in err
     assert not list(out.glob("step-*")) and not (out / "result.json").exists()
 
 
@@ -638,11 +670,11 @@ def test_a_disk_that_fails_at_the_link_of_the_last_checkpoint_leaves_no_older_li
     assert next(fails) > 2 and os.readlink(out / "latest") == "step-00000004" and not list(out.glob(".*"))
 
 
-def test_a_run_in_use_is_left_alone(data, tmp_path, monkeypatch, capsys):
+def test_a_run_in_use_is_left_alone(data, tmp_path, call):
     out = tmp_path / "run"
     with checkpoint.lock(out):
-        assert lineartime(monkeypatch, command(data, out)) == 6
-        assert f"error: the run is in use: {out}: in use by pid {os.getpid()}" in capsys.readouterr().err
+        code, _, err = call(*command(data, out))
+        assert_refused(code, err, 6, f"the run is in use: {out}: in use by pid {os.getpid()}")
         assert [path.name for path in out.iterdir()] == ["run.lock"]
 
 
@@ -652,79 +684,21 @@ def damage(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_newest_checkpoint_costs_a_warning(data, unfinished, tmp_path, warned, monkeypatch, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(unfinished, out, symlinks=True)
-    damage(out / "step-00000004" / "optimizer.safetensors")
-    assert lineartime(monkeypatch, command(data, out, steps=8)) == 0
-    warning = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning"))
-    assert warning.startswith("warning: going back to step 2, newer checkpoints are damaged (step 4: ")
-    lineartime(monkeypatch, command(data, tmp_path / "whole", steps=8))
-    assert_same(out, what_is_left(tmp_path / "whole"))
-
-
-BAD_RESULTS = {
-    "cut": lambda text: text[: len(text) // 2], "empty": lambda text: "", "a table": lambda text: "{}",
-    "a list": lambda text: "[]", "a bad byte": lambda text: text.replace('"steps"', '"stepz"'),
-    "of another run": lambda text: json.dumps({**json.loads(text), "run": "0123456789abcdef"}),
-    "of a shorter run": lambda text: json.dumps({**json.loads(text), "steps": 3}),
-    "wrong types": lambda text: json.dumps({**json.loads(text), "held_out": "low"}),
-    "no number": lambda text: json.dumps({**json.loads(text), "held_out": {"loss": math.nan}})}
-
-
-def test_a_result_that_is_none_is_written_again(data, finished, tmp_path, warned, monkeypatch, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(finished, out, symlinks=True)
-    path, whole = out / "result.json", (finished / "result.json").read_text()
-    for spoil in BAD_RESULTS.values():
-        path.write_text(spoil(whole))
-        for read in (read_result, plot_run):
-            with pytest.raises(CheckpointError, match=r"damaged: .*/result\.json; ") as refusal:
-                read(out)
-            assert "\n" not in str(refusal.value)
-    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
-    printed = capsys.readouterr()
-    (warning,) = [line for line in printed.err.splitlines() if line.startswith("warning")]
-    assert warning.startswith(f"warning: damaged: {path}; ") and "held-out" in printed.out
-    assert_same(out, what_is_left(finished))
-    before = touched(out)
-    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0
-    assert "complete: " in capsys.readouterr().out and touched(out) == before
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("finished") / "run"
-    training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
-    return out
-
-
-def test_a_damaged_result_without_a_checkpoint_is_refused_and_a_whole_one_counts(data, finished, tmp_path, monkeypatch,
-                                                                                 capsys):
-    out = tmp_path / "run"
-    shutil.copytree(finished, out, symlinks=True)
-    shutil.rmtree(out / "step-00000004")
-    shutil.rmtree(out / "step-00000002")
-    result = json.loads((out / "result.json").read_text())
-    (out / "result.json").write_text(json.dumps({name: result[name] for name in result if name != "run"}))
-    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 0  # an older version wrote no id
-    assert "complete: " in capsys.readouterr().out
-    (out / "result.json").write_text("{}")
-    before = touched(out)
-    assert lineartime(monkeypatch, command(data, out, steps=4, warmup_steps=1)) == 4
-    assert "error: damaged: " in capsys.readouterr().err and touched(out) == before
-
-
-def test_where_all_checkpoints_are_damaged_nothing_starts_over(data, unfinished, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(unfinished, out, symlinks=True)
-    for step in (2, 4):
-        damage(out / f"step-0000000{step}" / "model.safetensors")
-    before = touched(out)
-    assert lineartime(monkeypatch, command(data, out, steps=8)) == 4
-    assert touched(out) == before
-    printed = capsys.readouterr().err
-    assert "error: no checkpoint can be used: " in printed and "step-00000002" in printed and "step-00000004" in printed
+def test_a_damaged_newest_checkpoint_costs_a_warning_and_damage_of_all_ends_the_run(data, unfinished, tmp_path, warned,
+                                                                                   call):
+    for name in ("one", "all"):
+        shutil.copytree(unfinished, tmp_path / name, symlinks=True)
+        damage(tmp_path / name / "step-00000004" / "optimizer.safetensors")
+    code, _, err = call(*command(data, tmp_path / "one", steps=8))
+    warning = next(line for line in err.splitlines() if line.startswith("warning"))
+    assert code == 0 and warning.startswith("warning: going back to step 2, newer checkpoints are damaged (step 4: ")
+    call(*command(data, tmp_path / "whole", steps=8))
+    assert_same(tmp_path / "one", what_is_left(tmp_path / "whole"))
+    damage(tmp_path / "all" / "step-00000002" / "model.safetensors")
+    before = touched(tmp_path / "all")
+    code, _, err = call(*command(data, tmp_path / "all", steps=8))
+    assert_refused(code, err, 4, "no checkpoint can be used: ", "step-00000002", "step-00000004")
+    assert touched(tmp_path / "all") == before
 
 
 def test_a_checkpoint_of_another_run_is_refused(data, tmp_path):
