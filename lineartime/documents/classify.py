@@ -155,6 +155,7 @@ def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
     if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
         raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
                         f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
+    # Classes that are whole numbers are in the order of numbers: "9" is before "10".
     numeric = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
     return Head(PROBLEMS[kind], tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name))))
 
@@ -172,6 +173,8 @@ def class_weights(head: Head, targets: np.ndarray) -> list[float]:
     """Weights by which every class counts the same: of its documents, or of several classes of its being there. A
     class that all documents have, or none, keeps 1."""
     count_L = documents_of(head, targets)
+    # Of one class a document, each class gets the same sum of weights. Of several, a class's documents together weigh
+    # as much as those without it.
     if head.problem_type == ONE:
         return (len(targets) / (len(head.labels) * count_L)).tolist()
     one_sided_L = (count_L == 0) | (count_L == len(targets))

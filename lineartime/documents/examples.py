@@ -106,7 +106,7 @@ def read_examples(inputs: Iterable[Path | str | Piped], fields: Fields | None = 
             rows = (Row(f"{each}, row {number}", record) for number, (_, record) in records)
             yield from of_rows(rows, str(each), fields, labels)
         else:
-            for path in files_of(each):
+            for path in files_of(each):  # a file of rows has a document in each row, any other is one document
                 require_readable(path)
                 if not is_one_document(path.name):
                     yield from of_rows(read_rows(path, columns), str(path), fields, labels)

@@ -212,6 +212,7 @@ class DocumentTask:
         """Score the best model, and beside it what it is compared with, on the test, or without one on the validation;
         write the report."""
         out, name, texts = self.plan.out, Path(best.out).name, self.splits.get("test", self.validation)
+        # The best step of the best run: a run that has no better score goes on for a while, so it is not the last one.
         model = self.new_model(best.train.seed)
         load_step(Path(best.out), rates[name.removeprefix("lr-")]["best_step"], model)
         model.to(device)

@@ -110,6 +110,7 @@ def epoch_rows(texts: TokenizedTexts, config: RunConfig, step: int, side: int = 
 def drawn_stretch(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:
     """The part of a document that an epoch trains on: all of it, or one of its stretches of `size` tokens, drawn in
     proportion to its tokens from (seed, epoch, row)."""
+    # A hash in place of a generator: the draw depends on no other document. It picks a token, whose stretch is read.
     key = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
     first = int.from_bytes(key[:8], "little") % n_tokens // size * size
     return slice(first, min(first + size, n_tokens))
