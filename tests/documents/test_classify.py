@@ -169,7 +169,7 @@ def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path, when):
     assert_same_outcome(out, done)
 
 
-@pytest.mark.parametrize("place", ["step", "write_json", *rest("load_step", "write_report")])
+@pytest.mark.parametrize("place", ["write_json", *rest("step", "load_step", "write_report")])
 def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, place):
     def killed(*arguments, **more):
         raise Killed

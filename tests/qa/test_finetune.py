@@ -32,7 +32,6 @@ from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig
 from lineartime.training import StopSignal
 from made_questions import write_questions
-from marks import rest
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 CPU = torch.device("cpu")
@@ -169,7 +168,8 @@ def test_the_same_command_says_complete_and_another_is_refused(folder, done, cap
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"} == before
 
 
-@pytest.mark.parametrize("when", ["evaluation", *rest("second rate")])
+@pytest.mark.rest
+@pytest.mark.parametrize("when", ["evaluation", "second rate"])
 def test_a_stop_saves_and_the_same_command_goes_on(folder, done, tmp_path, when):
     stop, seen = StopSignal(), []
 
