@@ -100,7 +100,8 @@ def plot_run(run_dir: Path) -> Path:
                    linewidth=1.8)
         if curves.held_out:
             score = f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""
-            draw_curve(axes, *zip(*curves.held_out, strict=True), f"held-out{score}", color=COLOURS[1], marker="o")
+            steps, losses = zip(*curves.held_out, strict=True)
+            draw_curve(axes, steps, losses, f"held-out{score}", color=COLOURS[1], marker="o")
         if curves.bits_per_nat and xz is not None:
             axes.axhline(xz / curves.bits_per_nat, label=f"xz -9e, {xz:.3f} bits per byte", **DASHED)
         save_figure(figure, run_dir / PLOT_FILE, n_columns=3)

@@ -84,6 +84,7 @@ def shell_parameters(option: Option) -> Iterator[inspect.Parameter]:
         for field in fields_of(kind):
             yield from shell_parameters(field)
         return
+    # The notes behind the type: the help, how the option is spelled, the words that the shell completes.
     text, *more = getattr(annotation, "__metadata__", [None])
     if isinstance(text, str):  # else the annotation is typer's own already
         first, metavar = spelling(name, annotation)

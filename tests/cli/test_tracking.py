@@ -2,8 +2,10 @@
 
 import sys
 import types
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,13 +38,13 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
-        self.finished = False
+        self.finished = 0
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         self.lines.append((step, numbers))
 
     def finish(self) -> None:
-        self.finished = True
+        self.finished += 1
 
 
 def test_a_library_has_every_line_of_the_metrics(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +55,15 @@ def test_a_library_has_every_line_of_the_metrics(call: Call, tmp_path: Path, mon
     arguments = [*command(prepare_text(tmp_path), tmp_path / "run", steps=4), "--log", "wandb"]
     assert call(*arguments)[0] == 0
     assert run.lines == [(line["step"], numbers_of(line)) for line in read_metrics(tmp_path / "run")]
-    assert run.finished and opened[0]["mode"] == "offline" and opened[0]["dir"] == str(tmp_path / "run")
+    assert run.finished == 1 and opened[0]["mode"] == "offline" and opened[0]["dir"] == str(tmp_path / "run")
     assert call(*arguments)[0] == 0 and len(opened) == 1  # complete: nothing is written
+
+    def stopped(config: object, *, on_step: Callable[[dict[str, Any]], None], **_: object) -> None:
+        on_step(LINE)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lineartime.training.train", stopped)
+    assert call(*arguments)[0] == 130 and run.finished == 2
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])

@@ -92,7 +92,8 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
     return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
 
 
-FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "score": (".json",), "evidence": ("model_zero",),
+FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "data": (".json",), "score": (".json",),
+           "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
            "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "rows": (".jsonl",),
            "cells": (".toml",), "into": (".md",), "": ("model_", ".toml")}
