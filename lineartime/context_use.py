@@ -92,12 +92,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     is not finite."""
     require_precision(precision)
     contexts, longest = list(contexts), max(contexts, default=0)
-    require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
-    require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
-            "wrong contexts", ",".join(map(str, contexts)), "give two or more, rising, from 2")
-    require(document_tokens is None or document_tokens >= longest, "document_tokens is below the longest context",
-            f"document_tokens = {document_tokens}, contexts = {','.join(map(str, contexts))}")
-    model.check_length(longest)
+    check_contexts(model, contexts, document_tokens)
     after = longest - longest // 2
     starts = stream.document_positions.astype(int)
     lengths = np.diff(starts)
@@ -113,14 +108,12 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
         ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
         nll_L = []
         for context in contexts:
+            # The losses by position are of the shortest context and the longest: there all of the document is scored.
             first = 0 if context in (contexts[0], longest) else after
             loss_T = np.zeros(len(ids) - 1)
-            batches_of_rows = list(row_batches(rows_of_document(len(loss_T), context, first)))
-            stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
-            for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision, ranks), strict=True):
-                for (start, begin, stop), row_T in zip(batch, losses_BT, strict=True):
-                    loss_T[begin:stop] = row_T[begin - start :]
-                n_read += losses_BT.size
+            for begin, scored_T, n_of_row in score_document(model, ids, context, first, precision, ranks):
+                loss_T[begin : begin + len(scored_T)] = scored_T
+                n_read += n_of_row
                 if progress is not None:
                     progress(n_read)
             if not np.isfinite(loss_T).all():
@@ -139,7 +132,29 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     positions = [(a, b, short, long) for (a, b, short), (_, _, long)
                  in zip(*(by_position(nll_T, count_T) for nll_T in nll_2T), strict=True)]
     return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, stretch_S,
-                      [list(nll_L) for nll_L in zip(*nll_LS, strict=True)], positions)
+                      np.transpose(nll_LS).tolist(), positions)
+
+
+def check_contexts(model: LanguageModel, contexts: list[int], document_tokens: int | None) -> None:
+    """Raise UsageError as `measure_context_use` does."""
+    longest = max(contexts, default=0)
+    require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
+    require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
+            "wrong contexts", ",".join(map(str, contexts)), "give two or more, rising, from 2")
+    require(document_tokens is None or document_tokens >= longest, "document_tokens is below the longest context",
+            f"document_tokens = {document_tokens}, contexts = {','.join(map(str, contexts))}")
+    model.check_length(longest)
+
+
+def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str,
+                   ranks: Ranks) -> Iterator[tuple[int, np.ndarray, int]]:
+    """Score a document's targets from `first` on: for each row its first scored target, -ln p of the scored targets,
+    and the tokens that were read for them."""
+    batches_of_rows = list(row_batches(rows_of_document(len(ids) - 1, context, first)))
+    stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
+    for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision, ranks), strict=True):
+        for (start, begin, _), row_T in zip(batch, losses_BT, strict=True):
+            yield begin, row_T[begin - start :], len(row_T)
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:

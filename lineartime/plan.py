@@ -45,10 +45,15 @@ class Plan:
         return sum(asdict(self).values())
 
 
-HOLES, HOLES_CHECKPOINTING = (0.5, 0.0), (0.3, 1.7)
-"""Free memory that the C library keeps, in parts of the blocks of less than `runtime.LARGEST_KEPT`: of all of them, and
-of those that come and go in a step. Small objects that live long split the holes, so the next tensor does not fit.
-Fitted to ten runs. A sharded run gives its memory back, see `runtime.choose_allocator`."""
+LIBRARIES = 25 * 2**20
+"""What PyTorch's mathematics libraries load and set aside when they first compute."""
+HEAP, CHECKPOINTED_HEAP, LARGEST_HEAP = 1.25, 0.75, 2.4
+"""The C library's heap in parts of the blocks in it, which have less than `runtime.LARGEST_KEPT`. It is larger than
+they are: a tensor does not always find the block that another of its size has left, because an aligned block needs a
+bit more room, and small objects have taken that. With activation checkpointing it is `CHECKPOINTED_HEAP` parts of the
+blocks that there would be without, because what a layer computes again hardly finds the blocks that another layer has
+left, but at most `LARGEST_HEAP` parts of its own. Fitted to 20 runs under glibc 2.36. A sharded run gives its memory
+back, see `runtime.choose_allocator`."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -112,17 +117,42 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
     ranks = in_rows(Ranks(0, n_ranks), config.train.context_parallel)
     n_micro_batches = config.rows_per_step // config.micro_batch_rows
     require_fitting(n_micro_batches, config.train.shard, ranks)
-    is_sharded, process = config.train.shard and n_ranks > 1, rss_bytes() or 0
+    process = (rss_bytes() or 0) + LIBRARIES
+    live = count_steps(config, ranks)
+    n_all, n_outer, n_layer = count_parameters(config)
+    n_own = -(-n_all // n_ranks)
+    weights = 4 * (n_own + n_outer + 3 * n_layer if config.train.shard and n_ranks > 1 else n_all)
+    moments, gradients = 4 * 2 * n_own, live.gradients_at_most
+    heap = HEAP * live.most_kept
+    if config.train.activation_checkpointing:
+        without = replace(config, train=replace(config.train, activation_checkpointing=False))
+        wanted = CHECKPOINTED_HEAP * count_steps(without, ranks).most_kept
+        heap = max(heap, min(wanted, LARGEST_HEAP * live.most_kept))
+    return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients,
+                0 if config.train.shard else int(heap - live.most_kept))
+
+
+def count_parameters(config: RunConfig) -> tuple[int, int, int]:
+    """The numbers of all parameters, of those outside of layers, and of those of one layer."""
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    n_all, n_layers, n_layer = (sum(p.numel() for p in each.parameters())
+                                for each in (model, model.layers, model.layers[0]))
+    return n_all, n_all - n_layers, n_layer
+
+
+def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
+    """The bytes that are alive in two steps of a process, one of `ranks`: its tensors have shapes and no data."""
+    n_micro_batches = config.rows_per_step // config.micro_batch_rows
+    is_sharded = config.train.shard and ranks.size > 1
+    n_all, n_outer, n_layer = count_parameters(config)
+    # Gradients beside that of a micro-batch: at a process's last one the sums of those before it, see `tree_sum`.
+    n_pending = int(math.log2(n_micro_batches // ranks.in_column.size))
     with FakeTensorMode():
         model = LanguageModel(config.model)
         parameters = list(model.parameters())
-        n_all, n_layer = (sum(p.numel() for p in each.parameters()) for each in (model, model.layers[0]))
-        n_outer = n_all - sum(p.numel() for p in model.layers.parameters())
-        n_own = -(-n_all // n_ranks)
-        # Gradients beside that of a micro-batch: at a process's last one the sums of those before it, see `tree_sum`.
-        n_pending = int(math.log2(n_micro_batches // ranks.in_column.size))
         with LiveBytes(parameters) as live:
-            shares = [-(-p.numel() // n_ranks) for p in parameters]
+            shares = [-(-p.numel() // ranks.size) for p in parameters]
             held = [torch.empty(n) for n in shares for _ in range(2)]  # moments
             if is_sharded:
                 # Shares of weights and gradients; all weights outside layers; those of two layers, of one twice.
@@ -130,25 +160,19 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
                 held += [torch.empty(n_outer), torch.empty(3, n_layer)]
             else:
                 held += [torch.empty_like(p) for p in parameters]
-            lasting = live.now_kept
             live.count_gradients(model.layers.parameters() if is_sharded else (), parameters)
             for _ in range(2):
                 pending = [[torch.empty_like(p) for p in parameters] for _ in range(0 if is_sharded else n_pending)]
-                live.gradients = 4 * n_all * len(pending) + is_sharded * 4 * n_own * (1 + n_pending)
+                n_shared = -(-n_all // ranks.size) * (1 + n_pending) if is_sharded else 0
+                live.gradients = 4 * (n_all * len(pending) + n_shared)
                 forward_and_backward(model, config, ranks.in_row)
                 del pending
-                if is_sharded:
-                    torch.empty(2, n_outer)
-                elif n_ranks > 1:
-                    torch.empty(2, n_all)
+                if ranks.size > 1:
+                    torch.empty(2, n_outer if is_sharded else n_all)  # what is sent and received
                 for p in parameters:
                     p.grad = None
             del held
-    weights = 4 * (n_own + n_outer + 3 * n_layer if is_sharded else n_all)
-    moments, gradients = 4 * 2 * n_own, live.gradients_at_most
-    of_all, of_passing = HOLES_CHECKPOINTING if config.train.activation_checkpointing else HOLES
-    return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients,
-                0 if config.train.shard else int(of_all * live.most_kept + of_passing * (live.most_kept - lasting)))
+    return live
 
 
 def numbers_sent(config: ModelConfig) -> int:

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from lineartime.generation.generate import decode_step, prefill
 from lineartime.model import LanguageModel
+from marks import rest
 from tiny_models import CONFIGS, random_ids, random_model
 
-MODELS = ["flash", "flash-quad", "flash heads", "transformer++", "mc-tfm++", "performer", "combiner",
-          "flash long memory"]
+MODELS = ["flash", "transformer++", "flash long memory",
+          *rest("flash-quad", "flash heads", "mc-tfm++", "performer", "combiner")]
 PROJECTIONS = ("in_proj", "out_proj")
 
 

@@ -7,16 +7,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing h
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from lineartime.config import model_config
-from lineartime.config_json import model_config_from_json
 from lineartime.data.prepare import SAMPLE
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, train_tokenizer
 from lineartime.errors import UsageError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer
 from lineartime.model import masked_token_losses
+from marks import rest
 from tiny_checkpoints import random_model, write_checkpoint
 
 TOKENIZER = train_tokenizer([SAMPLE.read_text(encoding="utf-8")[:30_000]], 500, mlm=True)
@@ -29,7 +28,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["flash", *rest("flash-quad", "transformer++")])
 def ours(request):
     return random_model(CONFIGS[request.param])
 
@@ -67,18 +66,6 @@ def test_vectors_instead_of_tokens(folder):
             expected = hf(ids_BT, attention_mask=mask_BT).logits
             got = hf(inputs_embeds=hf.get_input_embeddings()(ids_BT), attention_mask=mask_BT).logits
             assert torch.equal(got, expected)
-
-
-def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, folder, tmp_path):
-    hf = AutoModelForMaskedLM.from_pretrained(folder)
-    hf.save_pretrained(tmp_path)
-    assert model_config_from_json((tmp_path / "config.json").read_text()) == ours.config
-    weights = load_file(tmp_path / "model.safetensors")
-    assert weights.keys() == ours.state_dict().keys()
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert all(torch.equal(p, weights[name]) for name, p in again.model.named_parameters())
-    with torch.no_grad():
-        assert torch.equal(again(some_ids()).logits, ours(some_ids()))
 
 
 def test_the_loss_is_the_mean_over_labels(ours, folder):
@@ -164,9 +151,6 @@ def test_fill_mask_pipeline(ours, folder):
         assert [answer["token"] for answer in answers] == tokens.tolist()
         assert [answer["score"] for answer in answers] == pytest.approx(values.tolist(), rel=1e-4)
         assert answers[0]["sequence"] == before + TOKENIZER.decode([answers[0]["token"]]) + after
-    together = pipeline(texts, batch_size=2)
-    assert [[a["token"] for a in answers] for answers in together] == \
-        [[a["token"] for a in answers] for answers in pipeline(texts)]
 
 
 def test_wrong_class_and_what_would_be_ignored_are_refused(ours, folder, tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.attention.combiner import RowCache
 from lineartime.attention.performer import PrefixState
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.decoding.cache import ChunkState, KeyValueCache
+from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache
 from lineartime.errors import UsageError
 from lineartime.generation import cuda_graph, generate
 from lineartime.generation.cuda_graph import CapturedStep
@@ -32,6 +32,8 @@ from tiny_models import (
 
 END = 0
 EVERY_MODEL = pytest.mark.parametrize("name", [*map(case_of, CONFIGS)])
+PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in PRESETS) for name in CONFIGS])
+"""The presets, and in `make test-all` every model."""
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -44,37 +46,33 @@ def with_documents(name: str) -> ModelConfig:
     return with_end(CONFIGS[name], END)
 
 
+def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor:
+    """The hidden states of the same number of next tokens in each row."""
+    return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state)
+
+
 @EVERY_MODEL
 @torch.no_grad()
-def test_every_split_in_two(name: str) -> None:
-    """Of rows whose documents begin and end inside chunks, at their ends and not at all."""
+def test_every_split(name: str) -> None:
+    """After any number of tokens the others come at once, or one at a time. Documents begin and end inside chunks, at
+    their ends and not at all. What a state reads after a snapshot changes nothing for the snapshot."""
     model = random_model(with_documents(name))
     ids_BT = random_ids(4, 3 * CHUNK + 2) % 12 + 1
     ids_BT[1, [3, 4, 9]] = END
     ids_BT[2, [0, 4, 5, 8, 12]] = END
     ids_BT[3] = random_ids(3 * CHUNK + 2, vocab_size=3)
     x_BTD = model.hidden(ids_BT)
-    rows, length = ids_BT.shape
-    for cut in range(1, length + 1):
-        state = model.decoding_state(rows)
-        pieces = [model.extend(piece, torch.full((rows,), piece.shape[1]), state)
-                  for piece in ids_BT.split([cut, length - cut], dim=1) if piece.shape[1]]
-        assert difference(torch.cat(pieces, dim=1), x_BTD) <= 1e-12, cut
-
-
-@EVERY_MODEL
-@torch.no_grad()
-def test_one_token_at_a_time_after_any_prompt(name: str) -> None:
-    model = random_model(with_documents(name))
-    ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
-    x_BTD = model.hidden(ids_BT)
-    for n_prompt in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK):
-        state = model.decoding_state(3)
-        if n_prompt:
-            model.extend(ids_BT[:, :n_prompt], torch.full((3,), n_prompt), state)
-        for t in range(n_prompt, ids_BT.shape[1]):
-            x_B1D = model.extend(ids_BT[:, t : t + 1], torch.ones(3, dtype=torch.long), state)
-            assert difference(x_B1D[:, 0], x_BTD[:, t]) <= 1e-12, (n_prompt, t)
+    for cut in range(ids_BT.shape[1]):
+        state = model.decoding_state(4)
+        if cut:
+            assert difference(extend(model, ids_BT[:, :cut], state), x_BTD[:, :cut]) <= 1e-12, cut
+        before = state.snapshot()
+        for other_BN in random_ids(4, CHUNK + 1, seed=1).split([CHUNK, 1], dim=1):
+            extend(model, other_BN, state)
+        again = before.snapshot()
+        assert difference(extend(model, ids_BT[:, cut:], before), x_BTD[:, cut:]) <= 1e-12, cut
+        for t in range(cut, ids_BT.shape[1]) if cut in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK) else ():
+            assert difference(extend(model, ids_BT[:, t : t + 1], again)[:, 0], x_BTD[:, t]) <= 1e-12, (cut, t)
 
 
 @pytest.mark.parametrize("name", [case_of(name) for name in CONFIGS if name != "flash rotated bias"])
@@ -125,23 +123,7 @@ def test_prompts_are_read_in_pieces(name: str, piece: int, monkeypatch: pytest.M
         logits_BV = generate.decode_step(model, next_B, state)
 
 
-@pytest.mark.parametrize("name", [*(case_of(name) for name in CONFIGS if name != "flash-quad key conv"),
-                                  "flash-quad key conv"])  # its cache of keys and values has more beside them
-@torch.no_grad()
-def test_a_snapshot_does_not_change(name: str) -> None:
-    """Whatever the state reads after it, in one piece and as a single token."""
-    model = random_model(with_documents(name))
-    ids_BT, n = random_ids(3, 3 * CHUNK + 2, vocab_size=6), CHUNK + 2
-    state = model.decoding_state(3)
-    model.extend(ids_BT[:, :n], torch.full((3,), n), state)
-    before = state.snapshot()
-    for other_BN in random_ids(3, CHUNK + 1, seed=1).split([CHUNK, 1], dim=1):
-        model.extend(other_BN, torch.full((3,), other_BN.shape[1]), state)
-    x_BND = model.extend(ids_BT[:, n:], torch.full((3,), ids_BT.shape[1] - n), before)
-    assert difference(x_BND, model.hidden(ids_BT)[:, n:]) <= 1e-12
-
-
-@EVERY_MODEL
+@PRESETS_FIRST
 @torch.no_grad()
 def test_rows_of_a_state_are_chosen(name: str) -> None:
     """As beam search does: some rows twice, some dropped, in another order; every head goes with its row."""
@@ -149,16 +131,15 @@ def test_rows_of_a_state_are_chosen(name: str) -> None:
     ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
     chosen = torch.tensor([2, 0, 2, 1])
     state = model.decoding_state(3)
-    model.extend(ids_BT[:, : CHUNK + 2], torch.full((3,), CHUNK + 2), state)
+    extend(model, ids_BT[:, : CHUNK + 2], state)
     state.select(chosen)
-    rest_BN = ids_BT[chosen, CHUNK + 2 :]
-    x_BND = model.extend(rest_BN, torch.full((4,), rest_BN.shape[1]), state)
+    x_BND = extend(model, ids_BT[chosen, CHUNK + 2 :], state)
     assert difference(x_BND, model.hidden(ids_BT[chosen])[:, CHUNK + 2 :]) <= 1e-12
 
 
 @pytest.mark.parametrize(("name", "lengths"), [
-    *(case_of(name, (1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1)) for name in CONFIGS),
-    *(case_of(name, (CHUNK + 1, CHUNK + 1), rest=name not in PRESETS) for name in CONFIGS)])
+    *(case_of(name, (1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), rest=name not in PRESETS) for name in CONFIGS),
+    *(case_of(name, (CHUNK + 1, CHUNK + 1), rest=name != "flash") for name in CONFIGS)])
 def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph's step, run without one: the logits of `decode_step`, for rows of any lengths, past the ends of
     chunks, of documents and of windows of keys."""
@@ -182,7 +163,7 @@ def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], mon
         assert getattr(holder, part) is tensor, part  # a graph writes where it wrote when it was captured
 
 
-@EVERY_MODEL
+@PRESETS_FIRST
 @torch.inference_mode()
 def test_a_step_may_be_repeated(name: str) -> None:
     """As the warm-up before a capture is, with the positions put back: it overwrites and accumulates nothing."""
@@ -204,7 +185,7 @@ def test_a_step_may_be_repeated(name: str) -> None:
         assert difference(steps[1](ids_B), steps[0](ids_B)) <= 1e-12, seed
 
 
-@pytest.mark.parametrize("name", ["flash", "transformer++", "flash-quad", "mc-tfm++", "flash long memory"])
+@pytest.mark.parametrize("name", ["flash", "transformer++", *rest("flash-quad", "mc-tfm++", "flash long memory")])
 @torch.no_grad()
 def test_a_captured_step_asks_nothing_of_the_device(name: str) -> None:
     """On the meta device, which has no numbers to give: any question fails."""
@@ -227,7 +208,7 @@ GROWING = {
 }
 
 
-@EVERY_MODEL
+@PRESETS_FIRST
 @torch.no_grad()
 def test_what_of_a_state_grows(name: str) -> None:
     """Nothing in FLASH, MC-TFM++ and Performer; keys and values, and Combiner's summaries."""
@@ -318,7 +299,7 @@ def test_a_thousand_greedy_tokens(name: str) -> None:
     assert len(set(tokens[-500:])) >= 5
 
 
-@EVERY_MODEL
+@PRESETS_FIRST
 def test_nothing_to_decode(name: str) -> None:
     """No prompts, no rows, no new tokens: empty results, and the state of a row does not change."""
     model = random_model(CONFIGS[name])
@@ -336,14 +317,6 @@ def test_nothing_to_decode(name: str) -> None:
     assert torch.equal(generate.decode_step(model, ids_B, same), generate.decode_step(model, ids_B, expected))
     with pytest.raises(UsageError, match="empty prompt"):
         generate.generate(model, [[]], max_new_tokens=3)
-
-
-def test_what_cannot_be_decoded_is_refused() -> None:
-    with pytest.raises(UsageError, match="causal"):
-        random_model(replace(FLASH, causal=False)).decoding_state(1)
-    with pytest.raises(UsageError, match="documents"):
-        random_model(replace(FLASH, document_mask="paper", end_of_document=END)).decoding_state(1)
-    random_model(replace(FLASH, document_mask="paper")).decoding_state(1)
 
 
 @pytest.mark.parametrize("name", ["transformer", "flash-quad"])

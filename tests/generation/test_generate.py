@@ -80,14 +80,6 @@ def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: Lang
     assert together[0] == generate(model, prompts[:1], max_new_tokens=25, temperature=0.9, seed=3)[0]
 
 
-def test_greedy_rows_equal_rows_alone_and_the_parallel_forward(model: LanguageModel) -> None:
-    prompts = [[1, 2, 3], [4] * 20, [5]]
-    for prompt, new in zip(prompts, generate(model, prompts, max_new_tokens=30), strict=True):
-        assert generate(model, [prompt], max_new_tokens=30) == [new]
-        ids = torch.tensor([prompt + new])
-        assert model(ids)[0].argmax(-1)[len(prompt) - 1 : -1].tolist() == new
-
-
 def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: LanguageModel) -> None:
     free = generate(model, [[1], [2]], max_new_tokens=12)
     ending = LanguageModel(model.config).double()
@@ -140,10 +132,6 @@ def test_prompts_that_cannot_be_read_are_refused(model: LanguageModel) -> None:
             generate(model, prompts, max_new_tokens=3)
 
 
-def test_no_new_tokens(model: LanguageModel) -> None:
-    assert generate(model, [[1]], max_new_tokens=0) == [[]]
-
-
 def test_texts_give_texts_and_ids_give_ids() -> None:
     """A text begins a document, as on the command line, and what is returned is the new text alone."""
     torch.manual_seed(0)
@@ -154,6 +142,7 @@ def test_texts_give_texts_and_ids_give_ids() -> None:
     ids = generate(model, [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts], **how)
     assert generate(model, texts, tokenizer=tokenizer, **how) == [tokenizer.decode(row) for row in ids]
     assert generate(model, [], tokenizer=tokenizer, max_new_tokens=4) == []
+    assert generate(model, [[1]], max_new_tokens=0) == [[]]
     for wrong, message in ((texts, "texts need the model's tokenizer"), ("It was", "prompts are a list of texts, or"),
                            (["It was", [1, 2]], "prompts are a list of texts, or"), ([1, 2], "prompts are a list")):
         with pytest.raises(UsageError, match=message):

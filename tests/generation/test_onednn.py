@@ -54,15 +54,11 @@ def test_afterwards_the_model_reads_its_own_weights_again() -> None:
     assert "logits" not in vars(model) and all("forward" not in vars(module) for module in model.modules())
 
 
-def test_other_types_are_left_alone() -> None:
-    model = bfloat16_model("flash").float()
-    with packed_weights(model) as packed:
-        assert not packed and all("forward" not in vars(module) for module in model.modules())
-
-
 def test_generate_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = bfloat16_model("flash"), []
     monkeypatch.setattr("lineartime.generation.generate.decode_step",
                         lambda *args, **kwargs: seen.append("logits" in vars(model)) or decode_step(*args, **kwargs))
     generate(model, [[1, 2]], max_new_tokens=3)
     assert seen == [PACKS, PACKS] and "logits" not in vars(model)
+    with packed_weights(model.float()) as packed:  # other types are left alone
+        assert not packed and all("forward" not in vars(module) for module in model.modules())
