@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.measure import Case, Progress, Times, ignore
+from benchmarks.measure import Case, Setup, Times
 from lineartime.attention.combiner import RowCache
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
@@ -35,20 +35,19 @@ def whole_chunks(config: ModelConfig) -> int:
     return -(-BLOCK_TOKENS // c) * c
 
 
-def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int], *, batch_size: int = 1,
+def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int], setup: Setup, *, batch_size: int = 1,
                      precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768, read_up_to: int = 2048,
-                     repeats: int = 2, threads: int = 1, device: str = "cpu", capture: bool = False, seed: int = 0,
-                     progress: Progress = ignore) -> list[Row]:
+                     capture: bool = False) -> list[Row]:
     """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model, type, context.
 
-    Blocks of greedy tokens are timed, `repeats` of each case, all in turns: whole chunks, so that each block closes as
-    many as a long text does per token. Weights are random, which changes no time. A context up to `read_up_to` is read
-    and, in a case of its own, filled: what a state holds does not matter to its time, only how much. Longer ones are
-    only filled. quadratic_up_to: models whose state grows are not measured beyond it. capture: steps are CUDA graphs.
-    """
-    measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=repeats, threads=threads,
-                               batch=batch_size)
-    place, cases, variant = {"threads": threads, "device": device}, [], "captured" if capture else "eager"
+    Blocks of greedy tokens are timed, `setup.repeats` of each case, all in turns: whole chunks, so that each block
+    closes as many as a long text does per token. Weights are random, which changes no time. A context up to
+    `read_up_to` is read and, in a case of its own, filled: what a state holds does not matter to its time, only how
+    much. Longer ones are only filled. quadratic_up_to: models whose state grows are not measured beyond it. capture:
+    steps are CUDA graphs."""
+    measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats,
+                               threads=setup.threads, batch=batch_size)
+    cases, variant = [], "captured" if capture else "eager"
     for label, config in configs.items():
         longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
         for precision in precisions:
@@ -62,18 +61,17 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                        "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
                 cases.append(Case(decoded_tokens, {
                     "config": to_dict(config), "n_tokens": n_tokens, "how": how, "batch_size": batch_size,
-                    "precision": precision, "repeats": repeats, "capture": capture, "seed": seed, **place},
+                    "precision": precision, "repeats": setup.repeats, "capture": capture, "place": setup.place},
                     row, batch_size))
     require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
             "raise --quadratic-up-to for models whose cache grows")
-    return measure.side_by_side(cases, {"benchmark": "decode", "warm_up": FEW, "repeats": repeats, **place},
-                                repeats * PIECES, progress, warm_up=False, hold=True)
+    return measure.side_by_side(cases, "decode", setup, FEW, n_turns=PIECES, hold=True)
 
 
 def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precision: str, repeats: int, capture: bool,
-                   threads: int, device: str, seed: int) -> Generator[Row, Row, None]:
+                   place: Row) -> Generator[Row, Row, None]:
     """The job of a case: checks, makes the state, then decodes a piece of a block whenever it is asked."""
-    on, settings = measure.set_up(threads, device, seed)
+    on, settings = measure.set_up(**place)
     model = LanguageModel(ModelConfig(**config)).to(on).eval()
     block_tokens = whole_chunks(model.config)
     room = n_tokens + FEW + repeats * block_tokens
@@ -83,7 +81,7 @@ def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precis
     with packed_weights(model):
         checked = check_decoding(model, ids_1T, expected_NV, precision)
         state = (filled_state(model, n_tokens, batch_size, room) if how == "filled" else
-                 read_state(model, n_tokens, batch_size, room, seed))
+                 read_state(model, n_tokens, batch_size, room, place["seed"]))
         captured = CapturedStep(model, state) if capture else None
         ids_B, times = torch.zeros_like(state.seq_lens_B), Times()
         answer: Row = {"check": checked, "settings": settings, "times": {}}

@@ -39,6 +39,26 @@ Job = Callable[..., Generator[Row, Row, None]]
 """What is done in a process of its own: its answers, and orders for all but the first."""
 
 
+def ignore(_: object) -> None:
+    """Do nothing: for callers who want neither progress nor rows before the end."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How often and where is measured, and who hears of it."""
+
+    repeats: int = 5
+    threads: int = 1
+    device: str = "cpu"
+    seed: int = 0
+    progress: Progress = ignore
+
+    @property
+    def place(self) -> Row:
+        """What a job needs to know of it."""
+        return {"threads": self.threads, "device": self.device, "seed": self.seed}
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured in a process of its own, and has a row of its own."""
@@ -60,19 +80,20 @@ class Case:
         return f"{self.row['label']}, context {self.row['context_tokens']:,}, {self.row['dtype']}"
 
 
-def side_by_side(cases: Sequence[Case], shared: Row, rounds: int, progress: Progress, *, warm_up: bool = True,
+def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: int, *, n_turns: int = 1,
                  hold: bool | None = None) -> list[Row]:
-    """Check every case, then let those that passed take turns, `rounds` times; a row for each, with "failed" and no
-    times where a case did not pass or its process died.
+    """Check every case, then let those that passed take turns; a row for each, with "failed" and no times where a case
+    did not pass or its process died.
 
-    shared: columns of all rows. warm_up: whether a round that is not timed comes first. hold: whether a process keeps
-    its memory between its turns; by default where there is enough for all."""
+    benchmark, warm_up: columns of all rows. n_turns: of each case in a round; if it is 1, a round that is not timed
+    comes first. hold: whether a process keeps its memory between its turns; by default where there is enough for
+    all."""
     workers = [Worker(case.job, case.arguments) for case in cases]
     try:
         answers = []
         for case, worker in zip(cases, workers, strict=True):
             more = case.first()
-            progress(f"{case.text}: check and warm-up")
+            setup.progress(f"{case.text}: check and warm-up")
             answers.append(more if "failed" in more else worker.ask(more))
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
         if hold is None:
@@ -81,15 +102,17 @@ def side_by_side(cases: Sequence[Case], shared: Row, rounds: int, progress: Prog
         for i in alive:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
         # Who gives its memory back has to warm up before each turn instead.
-        for number in range(-1 if hold and warm_up else 0, rounds):
-            progress(f"round {number + 1} of {rounds}")
+        rounds = setup.repeats * n_turns
+        for number in range(-1 if hold and n_turns == 1 else 0, rounds):
+            setup.progress(f"round {number + 1} of {rounds}")
             for i in alive[:: -1 if number % 2 else 1]:  # so that no case always follows the same one
                 answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
                 answers[i] = answer if "failed" in answer else answers[i] | answer
     finally:
         for worker in reversed(workers):
             worker.close()
-    shared = shared | {"cell": None, "run": uuid.uuid4().hex[:12], **provenance()}
+    shared = {"benchmark": benchmark, "cell": None, "run": uuid.uuid4().hex[:12], "warm_up": warm_up,
+              "repeats": setup.repeats, "threads": setup.threads, "device": setup.device, **provenance()}
     return [case.row | ({"failed": answer["failed"]} if "failed" in answer else
                         answer | spreads(answer.pop("times"), case.n_tokens)) | shared
             for case, answer in zip(cases, answers, strict=True)]
@@ -116,10 +139,6 @@ def rows_of_commit(path: Path) -> list[Row]:
     if here is not None and here.endswith("+changes"):
         return []
     return [row for row in rows_in(path) if row.get("commit") == here]
-
-
-def ignore(_: object) -> None:
-    """Do nothing: for callers who want neither progress nor rows before the end."""
 
 
 def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.measure import Case, OnRows, Progress, Times, ignore
+from benchmarks.measure import Case, OnRows, Setup, Times, ignore
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
@@ -135,9 +135,8 @@ MODEL_OF = {"gated_quadratic_attention": "flash-quad"}
 """The preset whose sizes an op has, where it is not FLASH."""
 
 
-def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 8192,
-                 precisions: Sequence[str] = ("float32",), repeats: int = 10, threads: int = 1, device: str = "cpu",
-                 seed: int = 0, progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
+def benchmark_op(name: str, configs: Sequence[ModelConfig], setup: Setup, *, tokens: int = 8192,
+                 precisions: Sequence[str] = ("float32",), on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of forward and backward of one op; a row per implementation, model and type.
 
     The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). The
@@ -145,29 +144,29 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], *, tokens: int = 819
     compared with those of the reference in float64. Kernels are left out on a processor. Raises UsageError for an
     unknown op or type."""
     require_name("op", name, OPS)
-    measure.require_measurable(precisions, models=len(configs), repeats=repeats, threads=threads, tokens=tokens)
-    place, rows = {"threads": threads, "device": device}, list[Row]()
+    measure.require_measurable(precisions, models=len(configs), repeats=setup.repeats, threads=setup.threads,
+                               tokens=tokens)
+    rows: list[Row] = []
     for precision, config in itertools.product(precisions, configs):
         n_rows, cases = max(tokens // config.context, 1), []
         for variant in OPS[name].implementations(config):
-            if variant != KERNEL or device == "cuda":
+            if variant != KERNEL or setup.device == "cuda":
                 row = {"model": name, "variant": variant, "label": f"{name}:{variant}", "config": to_dict(config),
                        "n_parameters": 0, "context_tokens": config.context, "batch_size": n_rows,
                        "tokens_per_step": n_rows * config.context, "dtype": precision, "unit": "call"}
                 cases.append(Case(measure_op, {
                     "name": name, "label": variant, "config": to_dict(config), "n_rows": n_rows,
-                    "precision": precision, "seed": seed, **place}, row, n_rows * config.context))
-        made = measure.side_by_side(cases, {"benchmark": "op", "warm_up": 2, "repeats": repeats, **place}, repeats,
-                                    progress)
+                    "precision": precision, "place": setup.place}, row, n_rows * config.context))
+        made = measure.side_by_side(cases, "op", setup, 2)
         on_rows(made)
         rows += made
     return rows
 
 
-def measure_op(name: str, label: str, config: Row, n_rows: int, precision: str, threads: int, device: str,
-               seed: int) -> Generator[Row, Row, None]:
+def measure_op(name: str, label: str, config: Row, n_rows: int, precision: str,
+               place: Row) -> Generator[Row, Row, None]:
     """The job of an implementation: checks it against the reference, then calls it whenever it is asked."""
-    on, settings = measure.set_up(threads, device, seed)
+    on, settings = measure.set_up(**place)
     fields, op, dtype = ModelConfig(**config), OPS[name], getattr(torch, precision)
     every = op.implementations(fields)
     first, function = next(iter(every.values())), every[label]

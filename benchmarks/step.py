@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks import Row, measure, peers
-from benchmarks.measure import Case, OnRows, Progress, Times, ignore
+from benchmarks.measure import Case, OnRows, Setup, Times, ignore
 from benchmarks.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.distributed.ordered import parts_of
@@ -67,40 +67,38 @@ class StepCase:
         return 1, min(self.config.context, 5 * (self.config.chunk_size or 256) // 2)
 
 
-def benchmark_step(cases: Sequence[StepCase], *, repeats: int = 5, threads: int = 1, device: str = "cpu", seed: int = 0,
-                   together: bool = False, progress: Progress = ignore, on_rows: OnRows = ignore) -> list[Row]:
+def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False,
+                   on_rows: OnRows = ignore) -> list[Row]:
     """Time and memory of whole training steps; a row per case.
 
-    Those of one context and type take a step in turn, `repeats` times round and round; with `together` those of one
-    type do. on_rows gets the rows of those that were measured together, which share their "run". Before a time counts,
-    the loss and the gradient have been compared with those of the same weights in eager float32."""
-    measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=repeats, threads=threads,
-                               **{"tokens of a step": min((min(case.tokens, case.config.context) for case in cases),
-                                                          default=1)})
+    Those of one context and type take a step in turn, round and round; with `together` those of one type do. on_rows
+    gets the rows of those that were measured together, which share their "run". Before a time counts, the loss and the
+    gradient have been compared with those of the same weights in eager float32."""
+    measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=setup.repeats,
+                               threads=setup.threads, **{"tokens of a step": min(
+                                   (min(case.tokens, case.config.context) for case in cases), default=1)})
     groups: dict[object, list[StepCase]] = {}
     for case in cases:
         groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
-    place, rows = {"threads": threads, "device": device}, list[Row]()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         @cache  # cases of one model share what they are compared with
         def wanted(model: str, config: ModelConfig, shape: tuple[int, int]) -> Row:
-            progress(f"{model}, context {config.context:,}: eager float32, to compare with")
+            setup.progress(f"{model}, context {config.context:,}: eager float32, to compare with")
             path = str(Path(folder) / uuid.uuid4().hex)
             return {"wanted": path, **measure.in_own_process(reference, {
-                "label": model, "config": to_dict(config), "shape": shape, "path": path, "seed": seed, **place})}
+                "label": model, "config": to_dict(config), "shape": shape, "path": path, "place": setup.place})}
 
         for group in groups.values():
-            made = measure.side_by_side(
-                [measured_case(case, place | {"seed": seed}, wanted) for case in group],
-                {"benchmark": "step", "warm_up": WARM_UP, "repeats": repeats, **place}, repeats, progress,
-                hold=None if device == "cpu" else False)
+            made = measure.side_by_side([measured_case(case, setup.place, wanted) for case in group], "step", setup,
+                                        WARM_UP, hold=None if setup.device == "cpu" else False)
             on_rows(made)
             rows += made
     return rows
 
 
 def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Case:
-    """A case with the columns of its row. place: threads, device and seed. wanted: makes what it is compared with."""
+    """A case with the columns of its row. place: of a `Setup`. wanted: makes what it is compared with."""
     label, config, peer = case.label, case.config, case.label.model == peers.PEER
     n_tokens = case.n_rows * config.context
     row: Row = {"model": label.model, "variant": label.variant, "label": label.text,
@@ -113,16 +111,17 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
     elif (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
         row["attention"] = "unfused" if label.unfused else "fused"
     return Case(training_steps, {"label": label.text, "config": to_dict(config), "n_rows": case.n_rows,
-                                 "precision": case.precision, **place}, row, n_tokens,
+                                 "precision": case.precision, "place": place}, row, n_tokens,
                 lambda: wanted(label.model, config, case.checked_shape))
 
 
-def training_steps(label: str, config: Row, n_rows: int, precision: Precision, threads: int, device: str, seed: int,
-                   wanted: str, loss: float, shape: tuple[int, int]) -> Generator[Row, Row, None]:
+def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str, loss: float,
+                   shape: tuple[int, int]) -> Generator[Row, Row, None]:
     """The job of a case: checks and warms up, then takes a step whenever it is asked, see `measure.Case`. wanted: the
     file of the gradients that a step of `shape` must have; loss: its loss."""
-    imported, parsed, fields = (rss_bytes() or 0) * (device == "cpu"), peers.parse_label(label), ModelConfig(**config)
-    on, settings = measure.set_up(threads, device, seed)
+    imported, seed = (rss_bytes() or 0) * (place["device"] == "cpu"), place["seed"]
+    on, settings = measure.set_up(**place)
+    parsed, fields = peers.parse_label(label), ModelConfig(**config)
     n_tokens = n_rows * fields.context
     train = TrainConfig(precision=precision, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
     model = peers.build(parsed, fields).to(on).train()
@@ -167,13 +166,12 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, t
                 free()
 
 
-def reference(label: str, config: Row, shape: tuple[int, int], threads: int, device: str, seed: int,
-              path: str) -> Generator[Row, Row, None]:
+def reference(label: str, config: Row, shape: tuple[int, int], place: Row, path: str) -> Generator[Row, Row, None]:
     """The job that makes what steps are compared with: the loss and gradient of new weights by the reference, in eager
     float32, row by row; the gradient goes into a file.
 
     Raises NumericsError where the loss is far from ln V, or a token changes what comes before it."""
-    on, _ = measure.set_up(threads, device, seed)
+    on, _ = measure.set_up(**place)
     fields = ModelConfig(**config)
     model = peers.build(peers.parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):
@@ -181,7 +179,7 @@ def reference(label: str, config: Row, shape: tuple[int, int], threads: int, dev
         model.set_impl("reference")
     if fields.causal:
         check_causal(model, torch.randint(fields.vocab_size, (1, min(shape[1], 640)), device=on))
-    task, batch = random_batch(fields, *shape, seed, on)
+    task, batch = random_batch(fields, *shape, place["seed"], on)
     loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
     away = abs(loss - math.log(fields.vocab_size))
     if away > NEAR_UNIFORM:

@@ -4,12 +4,12 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from benchmarks import ROOT, Row, decode, op, pages, step
 from benchmarks.append import append_json_lines
 from benchmarks.cells import LISTS, measure_call, named_calls, shape_named, shaped_config
-from benchmarks.measure import print_rows, rows_of_commit
+from benchmarks.measure import Setup, print_rows, rows_of_commit
 from benchmarks.paper import runner
 from benchmarks.paper.report import table_section, tables_shown
 from benchmarks.paper.results import read_records
@@ -57,11 +57,9 @@ class How:
         return self.precision.split(",")
 
     @property
-    def place(self) -> dict[str, Any]:
-        """How often and where it is measured, and who hears of it."""
+    def setup(self) -> Setup:
         require(1 <= self.threads <= 1024, "wrong value", f"threads = {self.threads}", "it takes 1 to 1024")
-        return {"repeats": self.repeats, "threads": self.threads, "device": pick_device(self.device).type,
-                "progress": note}
+        return Setup(self.repeats, self.threads, pick_device(self.device).type, progress=note)
 
     def config(self, preset: str) -> ModelConfig:
         return shaped_config(preset, self.task, shape_named(self.shape), self.settings)
@@ -83,8 +81,8 @@ def benchmark_decode(
     """Time per generated token after contexts of different lengths.
     Long contexts are not read, which would take minutes: their state is filled with random numbers."""
     measured = decode.benchmark_decode(
-        {name: how.config(name) for name in models or DEFAULT}, how.contexts or (2048, 8192, 32768, 131072),
-        batch_size=batch, precisions=how.precisions, quadratic_up_to=quadratic_up_to, capture=capture, **how.place)
+        {name: how.config(name) for name in models or DEFAULT}, how.contexts or (2048, 8192, 32768, 131072), how.setup,
+        batch_size=batch, precisions=how.precisions, quadratic_up_to=quadratic_up_to, capture=capture)
     how.show_and_keep(measured)
 
 
@@ -99,14 +97,14 @@ def benchmark_step(
     Any --set applies to every model that has the field."""
     cases = step.step_cases(labels or DEFAULT, how.contexts or (512, 2048, 8192), how.precisions, tokens=tokens,
                             config_of=how.config)
-    step.benchmark_step(cases, together=together, on_rows=how.show_and_keep, **how.place)
+    step.benchmark_step(cases, how.setup, together=together, on_rows=how.show_and_keep)
 
 
 def benchmark_op(how: How, name: Annotated[str, f"{', '.join(op.OPS)}.", "OP"], tokens: Tokens = 8192) -> None:
     """Forward and backward of one op, its implementations side by side, each checked against float64."""
     config = how.config(op.MODEL_OF.get(name, "flash"))
-    op.benchmark_op(name, [replace(config, context=n) for n in how.contexts or (2048,)], tokens=tokens,
-                    precisions=how.precisions, on_rows=how.show_and_keep, **how.place)
+    op.benchmark_op(name, [replace(config, context=n) for n in how.contexts or (2048,)], how.setup, tokens=tokens,
+                    precisions=how.precisions, on_rows=how.show_and_keep)
 
 
 def benchmark_run(

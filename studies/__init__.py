@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +32,10 @@ def run(doc: str, name: str, measure: Callable[[argparse.Namespace], None], tabl
 def named_models(given: list[str]) -> dict[str, str]:
     """Folders of models by name, from "small" or "NAME=RUN"."""
     return dict(each.split("=", 1) if "=" in each else (each, each) for each in given)
+
+
+def missing(rows: Path, key: Row, lengths: Sequence[int]) -> list[int]:
+    """The lengths that have no row with these columns."""
+    there = rows_in(rows)
+    return [length for length in lengths
+            if not any((key | {"tokens": length}).items() <= row.items() for row in there)]

@@ -10,23 +10,20 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import accuracy_score, f1_score
 from sklearn.preprocessing import StandardScaler
 
 import lineartime
 from benchmarks import Row
-from benchmarks.append import append_json_lines, rows_in
+from benchmarks.append import append_json_lines
 from lineartime.data.pretrained import named_folder
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.release.provenance import provenance
-from studies import named_models, run
-from studies.document_tables import FROZEN, tables
+from studies import missing, named_models, run
+from studies.document_scores import FROZEN, classified, tables
 from studies.labelled_texts import TASKS, Passages, passages
 
 SEEDS = (0, 1, 2)
@@ -34,17 +31,6 @@ READINGS = {"whole": None, "windows of 512": 512}
 """Tokens of windows that do not see each other; without them a passage is read with the state carried."""
 PIECE = 4096
 """Tokens read at once. With larger tensors than these a processor reads half as many in a second."""
-
-
-def classified(features: dict[str, Any], found: Passages, strengths: Sequence[float], max_iter: int) -> Row:
-    """Scores on the test, and the strength of the regularisation, which is chosen on the validation."""
-    truth = {split: [label for _, label in each] for split, each in found.items()}
-    models = [LogisticRegression(C=c, max_iter=max_iter).fit(features["train"], truth["train"]) for c in strengths]
-    best = max(models, key=lambda model: model.score(features["validation"], truth["validation"]))
-    said = best.predict(features["test"]).tolist()
-    return {"accuracy": float(accuracy_score(truth["test"], said)), "n_test": len(said), "regularisation": best.C,
-            "macro_f1": float(f1_score(truth["test"], said, average="macro", zero_division=0)),
-            "n_features": features["train"].shape[1]}
 
 
 def by_tfidf(found: Passages) -> Row:
@@ -114,13 +100,6 @@ def measure(given: argparse.Namespace) -> None:
                 found = passages(task, sources, lengths[-1], seed, tokenizer)
                 add(given.rows, own, found, by_vectors(found, folder, lengths, window, tokenizer),
                     "small" if folder == "small" else f'"{model}=RUN"')
-
-
-def missing(rows: Path, key: Row, lengths: Sequence[int]) -> list[int]:
-    """The lengths that have no row with these columns."""
-    there = rows_in(rows)
-    return [length for length in lengths
-            if not any((key | {"tokens": length}).items() <= row.items() for row in there)]
 
 
 def add(rows: Path, key: Row, found: Passages, results: dict[int, Row], frozen: str) -> None:

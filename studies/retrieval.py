@@ -6,16 +6,10 @@
 A document is a passage of a book, of 4,096 tokens. Its halves are cut to the first 128, 512 or 2,048 tokens; a first
 half asks for its second among those of all documents, by cosine. A book has two or three documents, so that some of the
 wrong ones have its words too. A seed draws the places. Books of all splits are asked for, so a model must not have been
-trained to find halves of these books. The page's "small, trained", 21 minutes of one core:
-
-    lineartime finetune small --task embed --out RUN --context 512 --learning-rates 3e-4 --epochs 2
-        --set precision=bfloat16 --documents TEXTS/wiki40b_mini/en/train.jsonl.gz
-        --documents TEXTS/c4_mini/en/c4-train.00000-of-00001.json.gz
-        --validation TEXTS/wiki40b_mini/en/validation.jsonl.gz
-        --validation TEXTS/c4_mini/en/c4-validation.00000-of-00001.json.gz
-"""
+trained to find halves of these books."""
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,25 +30,23 @@ from lineartime.markdown import markdown
 from lineartime.model import LanguageModel
 from lineartime.release.provenance import provenance
 from studies import named_models, run
+from studies.document_scores import INTERVAL
 from studies.labelled_texts import books
 
 N_DOCUMENTS, LENGTHS, SEEDS, BATCH = 1000, (128, 512, 2048), (0, 1, 2), 4
-CHARACTERS = 8
-"""Of a token at most, on average over a half."""
-
 Halves = list[tuple[list[int], list[int]]]
 """Tokens of the first and of the second half of each document."""
 
 
 def halves(texts: Path, seed: int, tokenizer: Tokenizer) -> Halves:
     """The same number of documents of each book, or one more, at places that do not overlap."""
-    size = 2 * LENGTHS[-1] * CHARACTERS
+    size = 2 * LENGTHS[-1] * 8  # characters: a token has 8 at most, on average over a half
     found = [book["text"] for book in books(texts) if len(book["text"]) >= 4 * size]
     draw, made, n_turns = np.random.default_rng(seed), [], -(-N_DOCUMENTS // len(found))
     for i in range(N_DOCUMENTS):
-        text, turn = found[i % len(found)], i // len(found)
+        text = found[i % len(found)]
         room = len(text) // n_turns
-        begin = turn * room + int(draw.integers(room - size))
+        begin = i // len(found) * room + int(draw.integers(room - size))
         ids = tokenizer.encode(text[begin : begin + size])
         made.append((ids[: LENGTHS[-1]], ids[LENGTHS[-1] : 2 * LENGTHS[-1]]))
     return made
@@ -74,9 +66,8 @@ def by_tfidf(documents: Halves, length: int, tokenizer: Tokenizer) -> np.ndarray
 
 @torch.inference_mode()
 def vectors(model: LanguageModel, rows: Sequence[Sequence[int]], end_of_document: int) -> dict[int, np.ndarray]:
-    """The vectors of `lineartime embed` of each row's first tokens, for each of the lengths, scaled to length 1: means
-    of last hidden states, of the end-of-document token before the row too. The model is causal, so what a mean has does
-    not depend on the tokens behind it. Computed in the model's precision."""
+    """Vectors as `lineartime embed` makes them, of each row's first tokens, for each of the lengths, of length 1.
+    The model is causal, so a mean of first states does not depend on the tokens behind them."""
     sums: dict[int, list[torch.Tensor]] = {length: [] for length in LENGTHS}
     for i in range(0, len(rows), BATCH):
         x_BTD = model.hidden(torch.tensor([[end_of_document, *row] for row in rows[i : i + BATCH]])).double()
@@ -90,43 +81,40 @@ def measure(given: argparse.Namespace) -> None:
     _, tokenizer, _ = lineartime.load_model(named_folder("small"))
     models = {"TF-IDF": "", **named_models(given.model)}
     for seed in SEEDS:
-        there = {(row["seed"], row["model"]) for row in rows_in(given.rows)}
-        missing = {name: folder for name, folder in models.items() if (seed, name) not in there}
+        there = [row["model"] for row in rows_in(given.rows) if row["seed"] == seed]
+        missing = {name: folder for name, folder in models.items() if name not in there}
         documents = halves(given.texts, seed, tokenizer) if missing else []
         for name, folder in missing.items():
-            if not folder:
-                places, facts = {length: by_tfidf(documents, length, tokenizer) for length in LENGTHS}, {}
-            else:
+            if folder:
                 model, own, _ = lineartime.load_model(named_folder(folder))
                 assert own.sha256 == tokenizer.sha256, "the models of a table share a tokenizer"
                 model.eval().to(torch.bfloat16)
                 sides = [vectors(model, [each[side] for each in documents], own.end_of_document) for side in (0, 1)]
-                places = {length: ranks(sides[0][length], sides[1][length]) for length in LENGTHS}
-                facts = {"precision": "bfloat16"}
+            places = {length: ranks(sides[0][length], sides[1][length]) if folder else
+                      by_tfidf(documents, length, tokenizer) for length in LENGTHS}
             shown = "small" if folder in ("", "small") else f'"{name}=RUN"'
-            facts |= provenance() | {"command": f"python -m studies.retrieval --texts TEXTS --model {shown}"}
+            facts = ({"precision": "bfloat16"} if folder else {}) | provenance() | {
+                "command": f"python -m studies.retrieval --texts TEXTS --model {shown}"}
             append_json_lines(given.rows, [
                 {"task": "retrieval", "model": name, "seed": seed, "tokens": length, "n_documents": N_DOCUMENTS,
                  "accuracy": float((place == 1).mean()), "reciprocal_rank": float((1 / place).mean()), **facts}
                 for length, place in places.items()])
-            print(f"seed {seed}, {name}: " + ", ".join(f"{length:,} tokens {(place == 1).mean():.3f}"
-                                                     for length, place in places.items()), flush=True)
+            print(f"seed {seed}, {name}: {[round(float((place == 1).mean()), 3) for place in places.values()]}")
 
 
 def table(rows: Sequence[Row]) -> str:
     """Accuracies by length, mean and range of the seeds; and their differences from TF-IDF's, paired by seed."""
     names = sorted({row["model"] for row in rows}, key=lambda name: (name != "TF-IDF", name))
-    found = {(name, length): {row["seed"]: row["accuracy"] for row in rows
-                              if (row["model"], row["tokens"]) == (name, length)}
-             for name in names for length in LENGTHS}
+    found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        found[row["model"], row["tokens"]][row["seed"]] = row["accuracy"]
     accuracies = [[name, *(spread_text([*found[name, length].values()]) for length in LENGTHS)] for name in names]
     less = [[name, *(difference_text(differences(found[name, length], found["TF-IDF", length])) for length in LENGTHS)]
             for name in names[1:]]
     lengths = [f"{length:,} tokens of a half" for length in LENGTHS]
     return "\n\n".join([
         markdown(["vectors", *lengths], accuracies),
-        "Less TF-IDF's on the same documents, mean over the seeds with its 95 % interval; bold where that leaves 0 "
-        "out.",
+        f"Less TF-IDF's on the same documents, {INTERVAL}; bold where that leaves 0 out.",
         markdown(["vectors", *lengths], less)])
 
 

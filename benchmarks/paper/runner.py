@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.append import append_json_lines
 from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, run
-from benchmarks.measure import spread
+from benchmarks.measure import Setup, spread
 from benchmarks.paper.results import Record, by_key, read_records, records_of
 from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
 from benchmarks.peers import parse_label
@@ -290,7 +290,7 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
         label = parse_label(config.preset + (":compiled" if config.train.compile else ""))
         cases.append(StepCase(label, config.model, config.train.micro_batch_tokens, config.train.precision))
     threads = 1 if place.device == "cpu" else place.threads
-    measured = benchmark_step(cases, threads=threads, device=place.device, progress=progress)
+    measured = benchmark_step(cases, Setup(threads=threads, device=place.device, progress=progress))
     rows = [{**row, "machine": row.get("settings"), **facts_of(cell, "step", None)}
             for cell, row in zip(column, measured, strict=True)]
     append_json_lines(place.rows, rows)

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import decode as decode_module
 from benchmarks.decode import benchmark_decode, filled_state, read_state
+from benchmarks.measure import Setup
 from lineartime.attention.combiner import RowCache
 from lineartime.config import model_config
 from lineartime.errors import UsageError
@@ -29,8 +30,8 @@ def short_blocks(monkeypatch):
     torch.set_num_threads(1)
 
 
-def decode(configs=None, contexts=(32, 64, 128), **options):
-    return benchmark_decode(configs or {"flash": FLASH, "flash-quad": QUAD}, contexts,
+def decode(configs=None, contexts=(32, 64, 128), repeats=2, **options):
+    return benchmark_decode(configs or {"flash": FLASH, "flash-quad": QUAD}, contexts, Setup(repeats),
                             **{"quadratic_up_to": 64, "read_up_to": 32, "precisions": ["float32"]} | options)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.cells import shaped_config
+from benchmarks.measure import Setup
 from benchmarks.op import HEAD_LIMITS, LIMITS, MODEL_OF, OPS, benchmark_op
 from lineartime.errors import UsageError
 from workers_here import work_here
@@ -19,7 +20,7 @@ def config_of(name: str):
 def test_every_implementation_agrees_with_the_reference_in_float64(name, monkeypatch):
     work_here(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    rows = benchmark_op(name, [config_of(name)], tokens=96, repeats=2, precisions=["float32", "bfloat16"])
+    rows = benchmark_op(name, [config_of(name)], Setup(repeats=2), tokens=96, precisions=["float32", "bfloat16"])
     assert {row["variant"] for row in rows} >= ({"plain", "by chunks"} if OPS[name].head else {"reference", "compiled"})
     for row in rows:
         assert (1e-9 if row["dtype"] == "float32" else 1e-4) < row["check"]["error"] <= row["check"]["limit"]
@@ -33,11 +34,11 @@ def test_every_implementation_agrees_with_the_reference_in_float64(name, monkeyp
 def test_another_function_is_not_timed(monkeypatch):
     work_here(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function: lambda *tensors: [x * 1.01 for x in function(*tensors)])
-    reference, other = benchmark_op("add_norm", [config_of("add_norm")], tokens=96, repeats=1)
+    reference, other = benchmark_op("add_norm", [config_of("add_norm")], Setup(repeats=1), tokens=96)
     assert "failed" not in reference and "not what the reference gives" in other["failed"]
 
 
 def test_what_cannot_be_measured_is_refused():
-    for wrong in ({"name": "attention"}, {"precisions": ["float16"]}, {"repeats": 0}):
+    for wrong in ({"name": "attention"}, {"precisions": ["float16"]}, {"setup": Setup(repeats=0)}):
         with pytest.raises(UsageError):
-            benchmark_op(**{"name": "add_norm", "configs": [config_of("add_norm")]} | wrong)
+            benchmark_op(**{"name": "add_norm", "configs": [config_of("add_norm")], "setup": Setup()} | wrong)

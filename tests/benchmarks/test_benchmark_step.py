@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks import measure, peers, step
 from benchmarks.cells import shaped_config
+from benchmarks.measure import Setup
 from benchmarks.peers import WINDOW_TOKENS, build, parse_label
 from benchmarks.step import benchmark_step, step_cases
 from lineartime.config import ModelConfig, to_dict
@@ -85,7 +86,7 @@ def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
 
 def test_rows_say_what_was_measured(here):
     given = []
-    rows = benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)), repeats=3,
+    rows = benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)), Setup(repeats=3),
                           on_rows=given.append)
     assert [(row["label"], row["context_tokens"]) for row in rows] == [
         (label, context) for context in (64, 32) for label in ("flash", "transformer++:unfused", "flash-pytorch")]
@@ -108,20 +109,20 @@ def test_rows_say_what_was_measured(here):
 
 def test_models_that_are_compared_with_the_same_step_share_it(here):
     rows = benchmark_step(cells("transformer:unfused", "flash", "transformer", precisions=("float32", "bfloat16")),
-                          repeats=1)
+                          Setup(repeats=1))
     assert [row.get("failed") for row in rows] == [None] * 6
     assert [label for label, order in here if order is None] == ["transformer", "flash"]
 
 
 def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
-    benchmark_step(cells("flash", "performer"), repeats=2)
+    benchmark_step(cells("flash", "performer"), Setup(repeats=2))
     turns = [label for label, order in here if order and "warm" in order]
     assert turns == ["performer", "flash", "flash", "performer", "performer", "flash"]  # two in a first round
     orders = [order for _, order in here if order and "warm" in order]
     assert orders == [{"warm": 0, "release": False, "timed": i >= 2} for i in range(6)]
     here.clear()
     monkeypatch.setattr(measure, "available_bytes", lambda: 0)
-    rows = benchmark_step(cells("flash", "performer"), repeats=2)
+    rows = benchmark_step(cells("flash", "performer"), Setup(repeats=2))
     assert [order for _, order in here if order and "warm" in order] == [
         {"warm": 1, "release": True, "timed": True}] * 4
     assert rows[0]["settings"]["between_steps"] == "gives memory back" and rows[0]["cpu_ms"]["n"] == 2
@@ -134,7 +135,7 @@ def test_what_does_another_step_is_not_timed(here, monkeypatch):
         return whole(self, *args, **kwargs) * (1.0 if self.activation_checkpointing else 1.01)  # the reference has it
 
     monkeypatch.setattr(LanguageModel, "forward", wrong)
-    rows = benchmark_step(cells("flash", "flash-pytorch"), repeats=1)
+    rows = benchmark_step(cells("flash", "flash-pytorch"), Setup(repeats=1))
     assert "not the same step" in rows[0]["failed"] and "cpu_ms" not in rows[0]
     assert rows[0]["n_parameters"] == describe(tiny("flash")).n_parameters
     assert "failed" not in rows[1]
@@ -159,14 +160,14 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name, fac
     monkeypatch.setattr(peers, "build", spoiled)
     gated = {"linear_gate": True, "linear_scale_init": 1.0} if "gate" in name else {}
     config = dataclasses.replace(tiny("flash"), **gated)
-    (row,) = benchmark_step(cells("flash", config_of=lambda _: config), repeats=1)
+    (row,) = benchmark_step(cells("flash", config_of=lambda _: config), Setup(repeats=1))
     assert said in row["failed"]
 
 
 def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkeypatch):
     made = peers.build
     monkeypatch.setattr(peers, "build", lambda label, config: made(label, tiny("flash", "c4")))
-    assert "not causal" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
+    assert "not causal" in benchmark_step(cells("flash"), Setup(repeats=1))[0]["failed"]
 
     def certain(label, config):
         model = made(label, config)
@@ -174,16 +175,16 @@ def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkey
         return model
 
     monkeypatch.setattr(peers, "build", certain)
-    assert "far from ln V" in benchmark_step(cells("flash"), repeats=1)[0]["failed"]
+    assert "far from ln V" in benchmark_step(cells("flash"), Setup(repeats=1))[0]["failed"]
 
 
 def test_nothing_to_measure():
     with pytest.raises(UsageError, match="nothing to measure"):
-        benchmark_step([])
+        benchmark_step([], Setup())
     with pytest.raises(UsageError, match="nothing to measure"):
-        benchmark_step(cells("flash"), repeats=0)
+        benchmark_step(cells("flash"), Setup(repeats=0))
     with pytest.raises(UsageError, match="precision"):
-        benchmark_step(cells("flash", precisions=("float16",)))
+        benchmark_step(cells("flash", precisions=("float16",)), Setup())
 
 
 def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_it_is_compiled():
@@ -194,6 +195,6 @@ def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_i
 
 
 def test_processes_measure_a_step():
-    (row,) = benchmark_step(cells("flash"), repeats=2)
+    (row,) = benchmark_step(cells("flash"), Setup(repeats=2))
     assert row["settings"]["float32_matmul"] == "highest" and row["check"]["error"] <= row["check"]["limit"]
     assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2

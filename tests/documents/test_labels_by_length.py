@@ -7,7 +7,7 @@ import pytest
 import lineartime
 from benchmarks import ROOT
 from benchmarks.append import rows_in
-from studies import document_tables, labelled_texts, rows_of
+from studies import document_scores, labelled_texts, rows_of
 
 pytestmark = pytest.mark.rest
 
@@ -43,4 +43,4 @@ def test_books_are_in_one_split_and_every_label_is_tested(by_label):
 
 def test_the_page_shows_the_rows():
     """After new rows: python -m studies.documents --into benchmarks/tables/documents.md."""
-    assert document_tables.tables(rows_in(rows_of("documents"))) in PAGE.read_text(encoding="utf-8")
+    assert document_scores.tables(rows_in(rows_of("documents"))) in PAGE.read_text(encoding="utf-8")

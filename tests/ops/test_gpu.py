@@ -1,7 +1,7 @@
 """On a CUDA device: what a processor computes in float64, for every model; training in bfloat16; decoding; compiling;
 and the kernels at the sizes they are for, where the tests of each kernel are of small ones in Triton's interpreter.
 
-Left out unless asked for: `python -m pytest -m gpu tests/ops/test_gpu.py`, or `make gpu STAGE=tests`."""
+Left out unless asked for: `python -m pytest -m gpu tests/ops/test_gpu.py`."""
 
 import fcntl
 from collections.abc import Callable

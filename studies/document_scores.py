@@ -1,12 +1,16 @@
-"""The tables of `documents.py`, made of its rows."""
+"""The scores of `documents.py`, and their tables."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, f1_score
 
 from benchmarks import Row
 from benchmarks.paper.memory import difference_text, differences
 from benchmarks.recall.report import spread_text
 from lineartime.markdown import markdown
-from studies.labelled_texts import TASKS
+from studies.labelled_texts import TASKS, Passages
 
 FROZEN = ", frozen"
 """Behind the name of a model whose vectors are not trained."""
@@ -16,6 +20,17 @@ EQUAL_SIZES = ("FLASH of 1.2 M, frozen", "Transformer++ of 1.1 M, frozen")
 SECOND_READS = {512: "whole", 2048: "whole", 8192: "windows of 512", 32768: "windows of 512"}
 """Two models that a table compares, of which the first reads whole passages; and how the second reads, by length."""
 INTERVAL = "mean over the seeds with its 95 % interval"
+
+
+def classified(features: dict[str, Any], found: Passages, strengths: Sequence[float], max_iter: int) -> Row:
+    """Scores on the test, and the strength of the regularisation, which is chosen on the validation."""
+    truth = {split: [label for _, label in each] for split, each in found.items()}
+    models = [LogisticRegression(C=c, max_iter=max_iter).fit(features["train"], truth["train"]) for c in strengths]
+    best = max(models, key=lambda model: model.score(features["validation"], truth["validation"]))
+    said = best.predict(features["test"]).tolist()
+    return {"accuracy": float(accuracy_score(truth["test"], said)), "n_test": len(said), "regularisation": best.C,
+            "macro_f1": float(f1_score(truth["test"], said, average="macro", zero_division=0)),
+            "n_features": features["train"].shape[1]}
 
 
 def tables(rows: Sequence[Row]) -> str:
