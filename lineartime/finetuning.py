@@ -23,7 +23,7 @@ from lineartime.errors import UsageError
 from lineartime.finetune_config import FineTuning, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
-from lineartime.qa.finetune import QuestionTask
+from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
 from lineartime.run import Run, different, read_fine_tuning, result_or_none
 from lineartime.run_config import RunConfig
 from lineartime.runtime import is_picked, pick_device
@@ -132,10 +132,12 @@ def train_rate(task: QuestionTask | DocumentTask, config: RunConfig, device: tor
 
 
 def point_to_best(out: Path, result: dict[str, Any]) -> None:
-    """Point the link `best` in a folder of fine-tunings at the best weights."""
+    """Point the link `best` in a folder of fine-tunings at the best weights, and of questions one at its answers."""
     best = result["best"]
     step = result["learning_rates"][best.removeprefix("lr-")].get("best_step")
     checkpoint.point(out / BEST, Path(best) / ("latest" if step is None else f"step-{step:08d}"))
+    if (out / best / PREDICTIONS_FILE).exists():
+        checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)
 
 
 def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) -> None:

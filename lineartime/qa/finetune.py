@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.atomic_io import hash_of, write_json
-from lineartime.checkpoint import point
 from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer
@@ -146,9 +145,7 @@ class QuestionTask:
         return in_words(scores)
 
     def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
-        """Point a link at the answers of the best run, and score the baseline of word overlap."""
-        if ranks.is_first:
-            point(self.plan.out / PREDICTIONS_FILE, Path(Path(best.out).name) / PREDICTIONS_FILE)
+        """Score the baseline of word overlap."""
         return {"word_overlap": score_by_overlap(self.validation), "train_questions": self.train.counts}
 
 
