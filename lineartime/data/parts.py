@@ -1,4 +1,5 @@
-"""A part of prepared text, made on one of several machines: the units of its share of the files, and `part.json`."""
+"""A part of prepared text, made on one of several machines: the units of its share of the files, `part.json`, and the
+tokenizer."""
 
 import bisect
 import dataclasses
@@ -9,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lineartime.data.tokens import read_signed, signed
+from lineartime.data.slices import CheckedFile
+from lineartime.data.splits import Source
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokens import Manifest, Split, read_signed, signed
 from lineartime.data.units import Encoded
 from lineartime.errors import UsageError
 from lineartime.settings import require
@@ -35,8 +39,13 @@ class TextPart:
     units: list[tuple[str, Encoded]] = field(default_factory=list)
     """The split of each unit, and its hashes."""
 
-    def to_json(self) -> str:
-        return json.dumps(signed(dataclasses.asdict(self), "part")) + "\n"
+
+def first_part(number: int, of: int, manifest: Manifest, sources: list[Source]) -> tuple[TextPart, list[Source]]:
+    """What is known of a part before its text is read, and its share of the files."""
+    part = TextPart(number, of, manifest.settings, [[each.split, each.name] for each in sources],
+                    notes=[*manifest.notes])
+    own = share([source.path.stat().st_size for source in sources], number, of)
+    return part, sources[own.start:own.stop]
 
 
 def share(sizes: Sequence[int], number: int, of: int) -> range:
@@ -62,6 +71,29 @@ def read_part(folder: Path) -> TextPart:
         return part
 
     return read_signed(Path(folder) / PART_FILE, "part", part_of)
+
+
+def require_same_part(folder: Path, asked: TextPart, manifest: Manifest) -> None:
+    """Raise UsageError unless a folder has the part that is asked for, of the manifest's text."""
+    require((folder / PART_FILE).is_file(), "the output exists and is not a part", str(folder), "choose another")
+    part, names = read_part(folder), ("number", "of", "settings", "files")
+    require(part.sources == manifest.sources and all(getattr(part, name) == getattr(asked, name) for name in names),
+            "the output was prepared differently", str(folder), "choose another or delete it")
+
+
+def write_part(folder: Path, part: TextPart, files: list[CheckedFile], encoded: list[tuple[str, Encoded]],
+               manifest: Manifest, tokenizer: Tokenizer) -> None:
+    """Make a folder of units a part, and count what it holds."""
+    part.sources, part.units = manifest.sources, encoded
+    part.checked = [[file.documents, file.blank, file.characters] for file in files]
+    (folder / PART_FILE).write_text(json.dumps(signed(dataclasses.asdict(part), "part")) + "\n")
+    (folder / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
+    for split, unit in encoded:
+        counts = manifest.splits.setdefault(split, Split())
+        counts.documents += unit.rows - unit.open
+        counts.tokens += unit.ids
+        counts.words += unit.words
+        counts.bytes += unit.bytes
 
 
 def ordered_parts(folders: Sequence[Path]) -> list[tuple[TextPart, Path]]:

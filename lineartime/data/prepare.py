@@ -21,7 +21,7 @@ import numpy as np
 from lineartime.atomic_io import hash_of, hashed_file, read_bytes, remove_leftovers, unfinished_folder, written_aside
 from lineartime.data import corpora
 from lineartime.data.hub import hub_files
-from lineartime.data.parts import PART_FILE, TextPart, ordered_parts, read_part, share
+from lineartime.data.parts import TextPart, first_part, ordered_parts, require_same_part, write_part
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.pretrained import shipped_models, weights_folder
 from lineartime.data.slices import CheckedFile, Part, Reading, Slice, check_file, divide, hold_out, texts_of
@@ -84,28 +84,24 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
             downloaded = hub_files(str(asked.task), out, documents=asked.documents, field=asked.field, show=show)
             sources = find_sources(stack.enter_context(downloaded))
         part = None
-        if asked.share:  # one machine's share of the files
-            part = TextPart(*asked.share, manifest.settings, [[each.split, each.name] for each in sources],
-                            notes=[*manifest.notes])
-            own = share([source.path.stat().st_size for source in sources], *asked.share)
-            sources = sources[own.start:own.stop]
+        if asked.share:
+            part, sources = first_part(*asked.share, manifest, sources)
         run = stack.enter_context(worker_pool(asked.n_jobs))
         few = sum(source.path.stat().st_size for source in sources) < asked.unit_characters
         hashes = show("hashing", run(hash_of, [(str(source.path),) for source in sources], few), len(sources))
         manifest.sources = [{"split": source.split, "name": source.name} | each
                             for source, each in zip(sources, hashes, strict=True)]
         if exists and part:
-            part.sources = manifest.sources
-            _require_same_part(out, part)
+            require_same_part(out, part, manifest)
             return dataclasses.replace(manifest, already_prepared=True)
         if exists:
             return _already_prepared(out, manifest.settings, manifest.sources)
         _refuse_shared_text(manifest.sources)
+        reading: Reading = {"field": "text" if asked.hub else asked.field, "max_line_bytes": asked.max_line_bytes,
+                            "task": None if asked.hub else asked.task}
         with unfinished_folder(out, worth=UNITS) as folder:
             shutil.rmtree(folder / "done", ignore_errors=True)  # of a call that was killed while it wrote
             # All text is read once before anything is written, so that its faults are found first.
-            reading: Reading = {"field": "text" if asked.hub else asked.field, "max_line_bytes": asked.max_line_bytes,
-                                "task": None if asked.hub else asked.task}
             tasks = [(str(source.path), source.split, reading, asked.unit_characters) for source in sources]
             found = list(show("checking", run(check_file, tasks, few), len(sources)))
             files = [CheckedFile(*each)._replace(slices=[Slice(*one) for one in each[-1]]) for each in found]
@@ -220,22 +216,13 @@ def _make(folder: Path, asked: PrepareSettings, files: list[CheckedFile], readin
     tokenizer = ready or _trained(texts_of(files, parts["train"], reading), n_train, asked, show)
     _describe(manifest, tokenizer, whole)
     encoded = _encode(folder, files, asked, reading, tokenizer, manifest, run, show)
-    if part is None:
-        (folder / "done").mkdir()
-        _write_folder(folder / "done", manifest, parts, [(split, unit, folder / UNITS) for split, unit in encoded],
-                      tokenizer, show)
+    if part:
+        write_part(folder / UNITS, part, files, encoded, manifest, tokenizer)
+        os.rename(folder / UNITS, folder / "done")
         return
-    part.sources, part.units = manifest.sources, encoded
-    part.checked = [[file.documents, file.blank, file.characters] for file in files]
-    (folder / UNITS / PART_FILE).write_text(part.to_json())
-    (folder / UNITS / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
-    for split, unit in encoded:
-        counts = manifest.splits.setdefault(split, Split())
-        counts.documents += unit.rows - unit.open
-        counts.tokens += unit.ids
-        counts.words += unit.words
-        counts.bytes += unit.bytes
-    os.rename(folder / UNITS, folder / "done")
+    (folder / "done").mkdir()
+    _write_folder(folder / "done", manifest, parts, [(split, unit, folder / UNITS) for split, unit in encoded],
+                  tokenizer, show)
 
 
 def _trained(texts: Iterator[str], n_characters: int, asked: PrepareSettings, show: Show) -> Tokenizer:
@@ -305,14 +292,6 @@ def _already_prepared(out: Path, settings: dict[str, Any], sources: list[dict[st
     for name in manifest.files:
         verify_file(out, manifest, name)
     return dataclasses.replace(manifest, already_prepared=True)
-
-
-def _require_same_part(out: Path, asked: TextPart) -> None:
-    require((out / PART_FILE).is_file(), "the output exists and is not a part", str(out), "choose another")
-    part = read_part(out)
-    require(all(getattr(part, name) == getattr(asked, name) for name in (
-        "number", "of", "settings", "files", "sources")), "the output was prepared differently", str(out),
-        "choose another or delete it")
 
 
 def _write_folder(folder: Path, manifest: Manifest, parts: dict[str, Part], units: list[tuple[str, Encoded, Path]],
