@@ -12,7 +12,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -33,70 +33,80 @@ RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it 
 ShippedModel = Annotated[str | None, "", "--model NAME"]
 """The older way to name a model that ships with the package; its name now stands wherever a run does."""
 
-Option = tuple[str, Any, Any]
-"""Name, annotation and default of a parameter or field; the default is `inspect.Parameter.empty` if it has none."""
+
+class Option(NamedTuple):
+    """A parameter of a verb, or a field of a dataclass that it takes."""
+
+    name: str
+    kind: Any
+    """Its type. Of a dataclass each field is an option."""
+    notes: tuple[Any, ...]
+    """What stands behind the type: the help, how the option is spelled, the words that the shell completes."""
+    default: Any
+    """`inspect.Parameter.empty`: there is none."""
+
+    @property
+    def spelled(self) -> tuple[str, str | None]:
+        """How a person types it, and what stands for its value in its help."""
+        texts = [note for note in self.notes[1:] if isinstance(note, str)]
+        whole = texts[0] if texts else f"--{self.name.replace('_', '-')}"
+        first, _, metavar = whole.partition(" ")
+        return (first, metavar or None) if whole.startswith("--") else (whole, None)
 
 
-def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer takes it: every parameter becomes an option, and a dataclass an option for each of its fields.
-    The dataclass checks the values."""
-    # "Taken" is what the verb's function takes, "given" what typer found on the command line: one flat table.
-    taken = [(each.name, each.annotation, each.default)
-             for each in inspect.signature(verb, eval_str=True).parameters.values()]
-
-    def call(**given: Any) -> None:
-        verb(**{name: value_of(name, annotation, given) for name, annotation, _ in taken})
-
-    call.__name__, call.__doc__ = verb.__name__, verb.__doc__
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [shown for each in taken for shown in shell_parameters(each)])
-    return call
+def option_of(name: str, annotation: Any, default: Any) -> Option:
+    """The option of a parameter or field."""
+    if kind_is(annotation, Annotated):
+        return Option(name, annotation.__origin__, annotation.__metadata__, default)
+    return Option(name, annotation, (), default)
 
 
 def fields_of(kind: Any) -> Iterator[Option]:
     """The options of a dataclass. One that may be given again need not be given: the dataclass refuses none."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        annotation = hints[field.name]
-        if kind_is(annotation, Annotated):
-            missing = () if kind_is(annotation.__origin__, tuple) else inspect.Parameter.empty
-            yield field.name, annotation, missing if field.default is dataclasses.MISSING else field.default
+        option = option_of(field.name, hints[field.name], field.default)
+        if option.notes and option.default is dataclasses.MISSING:
+            yield option._replace(default=() if kind_is(option.kind, tuple) else inspect.Parameter.empty)
+        elif option.notes:
+            yield option
 
 
-def kind_of(annotation: Any) -> Any:
-    """The type in an annotation."""
-    return annotation.__origin__ if kind_is(annotation, Annotated) else annotation
+def with_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as typer takes it: every parameter becomes an option, and a dataclass an option for each of its fields.
+    The dataclass checks the values."""
+    options = [option_of(each.name, each.annotation, each.default)
+               for each in inspect.signature(verb, eval_str=True).parameters.values()]
 
+    def call(**given: Any) -> None:  # by typer, with the values of all options
+        verb(**{option.name: value_of(option, given) for option in options})
 
-def spelling(name: str, annotation: Any) -> tuple[str, str | None]:
-    """How a person types an option, and what stands for its value in its help."""
-    spelled = [word for word in annotation.__metadata__[1:] if isinstance(word, str)]
-    whole = spelled[0] if spelled else f"--{name.replace('_', '-')}"
-    first, _, metavar = whole.partition(" ")
-    return (first, metavar or None) if whole.startswith("--") else (whole, None)
+    call.__name__, call.__doc__ = verb.__name__, verb.__doc__
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter for option in options for parameter in shell_parameters(option)])
+    return call
 
 
 def shell_parameters(option: Option) -> Iterator[inspect.Parameter]:
     """The parameters that typer makes options of, or a positional argument."""
-    name, annotation, default = option
-    kind = kind_of(annotation)
+    kind, default = option.kind, option.default
     if dataclasses.is_dataclass(kind):
         for field in fields_of(kind):
             yield from shell_parameters(field)
         return
-    # The notes behind the type: the help, how the option is spelled, the words that the shell completes.
-    text, *more = getattr(annotation, "__metadata__", [None])
-    if isinstance(text, str):  # else the annotation is typer's own already
-        first, metavar = spelling(name, annotation)
-        words = [typing.get_args(kind)] if kind_is(kind, Literal) else []
-        words += [each for each in more if not isinstance(each, str)]
-        complete = complete_setting if kind_is(kind, dict) else completion(words[0]) if words else None
+    text, *more = option.notes or [None]
+    annotation: Any = Annotated[kind, text]
+    if isinstance(text, str):  # else it is typer's own already
+        first, metavar = option.spelled
+        named = next((each for each in more if not isinstance(each, str)), ())
+        words = typing.get_args(kind) if kind_is(kind, Literal) else named
+        complete = complete_setting if kind_is(kind, dict) else completion(words) if words else None
         how: dict[str, Any] = {"help": text, "hidden": not text, "autocompletion": complete}
         shown = (typer.Option(first, metavar=metavar, **how) if first.startswith("--") else
                  typer.Argument(metavar=first, **how))
         annotation = Annotated[shell_form(kind)[0], shown]
         default = None if default == () or kind_is(kind, dict) else default
-    yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    yield inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def shell_form(kind: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -118,23 +128,23 @@ def kind_is(kind: Any, origin: Any) -> bool:
     return typing.get_origin(kind) is origin
 
 
-def value_of(name: str, annotation: Any, given: dict[str, Any]) -> Any:
+def value_of(option: Option, given: dict[str, Any]) -> Any:
     """The value of a parameter or field, from those that typer gives."""
-    kind = kind_of(annotation)
-    if dataclasses.is_dataclass(kind):
-        return typing.cast("type", kind)(**{each: value_of(each, hint, given) for each, hint, _ in fields_of(kind)})
-    return shell_form(kind)[1](given[name])
+    if dataclasses.is_dataclass(option.kind):
+        kind = typing.cast("type", option.kind)
+        return kind(**{field.name: value_of(field, given) for field in fields_of(kind)})
+    return shell_form(option.kind)[1](given[option.name])
 
 
 def given_options(settings: Any) -> list[str]:
     """The options of a dataclass that are not at their defaults, as a person types them."""
     given = []
-    for name, annotation, default in fields_of(type(settings)):
-        value = getattr(settings, name)
+    for option in fields_of(type(settings)):
+        value = getattr(settings, option.name)
         if dataclasses.is_dataclass(value):
             given += given_options(value)
-        elif value not in (default, (), {}):
-            given.append(spelling(name, annotation)[0])
+        elif value not in (option.default, (), {}):
+            given.append(option.spelled[0])
     return given
 
 
