@@ -97,15 +97,13 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
         if exists:
             return _already_prepared(out, manifest.settings, manifest.sources)
         _refuse_shared_text(manifest.sources)
-        reading: Reading = {"field": "text" if asked.hub else asked.field, "max_line_bytes": asked.max_line_bytes,
-                            "task": None if asked.hub else asked.task}
         with unfinished_folder(out, worth=UNITS) as folder:
             shutil.rmtree(folder / "done", ignore_errors=True)  # of a call that was killed while it wrote
             # All text is read once before anything is written, so that its faults are found first.
-            tasks = [(str(source.path), source.split, reading, asked.unit_characters) for source in sources]
+            tasks = [(str(source.path), source.split, _reading(asked), asked.unit_characters) for source in sources]
             found = list(show("checking", run(check_file, tasks, few), len(sources)))
             files = [CheckedFile(*each)._replace(slices=[Slice(*one) for one in each[-1]]) for each in found]
-            _make(folder, asked, files, reading, ready, manifest, part, run, show)
+            _make(folder, asked, files, ready, manifest, part, run, show)
     return manifest
 
 
@@ -206,16 +204,23 @@ def _is_taken(out: Path) -> bool:
     return out.exists() and not (out.is_dir() and not any(out.iterdir()))
 
 
-def _make(folder: Path, asked: PrepareSettings, files: list[CheckedFile], reading: Reading, ready: Tokenizer | None,
+def _reading(asked: PrepareSettings) -> Reading:
+    """How files are read. What comes from the hub is text already."""
+    return {"field": "text" if asked.hub else asked.field, "max_line_bytes": asked.max_line_bytes,
+            "task": None if asked.hub else asked.task}
+
+
+def _make(folder: Path, asked: PrepareSettings, files: list[CheckedFile], ready: Tokenizer | None,
           manifest: Manifest, part: TextPart | None, run: Run, show: Show) -> None:
     """Tokenise all text into units in `folder`, and make its subfolder `done` of them; complete the manifest, or the
     part."""
+    reading = _reading(asked)
     n_train = sum(file.characters for file in files if file.split == "train" and file.documents)
     whole, files = files, files if part else hold_out(files, asked.held_out, reading)
     parts = {} if part else divide(files, asked.held_out)
     tokenizer = ready or _trained(texts_of(files, parts["train"], reading), n_train, asked, show)
     _describe(manifest, tokenizer, whole)
-    encoded = _encode(folder, files, asked, reading, tokenizer, manifest, run, show)
+    encoded = _encode(folder, files, asked, tokenizer, manifest, run, show)
     if part:
         write_part(folder / UNITS, part, files, encoded, manifest, tokenizer)
         os.rename(folder / UNITS, folder / "done")
@@ -234,8 +239,8 @@ def _trained(texts: Iterator[str], n_characters: int, asked: PrepareSettings, sh
     return train_tokenizer(itertools.chain(shown, learning), vocab_size, mlm=asked.is_masked)
 
 
-def _encode(folder: Path, files: list[CheckedFile], asked: PrepareSettings, reading: Reading, tokenizer: Tokenizer,
-            manifest: Manifest, run: Run, show: Show) -> list[tuple[str, Encoded]]:
+def _encode(folder: Path, files: list[CheckedFile], asked: PrepareSettings, tokenizer: Tokenizer, manifest: Manifest,
+            run: Run, show: Show) -> list[tuple[str, Encoded]]:
     """Tokenise all units into subfolders of `folder`; returns their splits and descriptions. Those that a call for the
     same text and tokenizer has finished are kept."""
     units, begun = units_of(files, asked.unit_characters), folder / "begun"
@@ -248,7 +253,7 @@ def _encode(folder: Path, files: list[CheckedFile], asked: PrepareSettings, read
     for name in (UNITS, FINISHED):
         (folder / name).mkdir(exist_ok=True)
     (folder / TOKENIZER_FILE).write_text(tokenizer.json, encoding="utf-8")
-    tasks = [(number, unit.slices, reading, str(folder), tokenizer.sha256, tokenizer.name)
+    tasks = [(number, unit.slices, _reading(asked), str(folder), tokenizer.sha256, tokenizer.name)
              for number, unit in enumerate(units)]
     shown = show("tokenising", zip(units, run(encode_unit, tasks), strict=True),
                  sum(unit.characters for unit in units), lambda item: item[0].characters)

@@ -90,35 +90,39 @@ def read_slice(one: Slice, reading: Reading) -> Iterator[tuple[str, bool, bool]]
 
 def hold_out(files: list[CheckedFile], held_out: float | None, reading: Reading) -> list[CheckedFile]:
     """The files; if a single document is to be held out from, its file is now two of one document each, in train and in
-    validation. The cut is the beginning of a line, if one is near. Raises DataError for too little text."""
+    validation. Raises DataError for too little text."""
     train = [file for file in files if file.split == "train" and file.documents]
     if held_out is None or sum(file.documents for file in train) != 1:
         return files
     whole = train[0]
-    cut = whole.characters - int(whole.characters * held_out)
+    cut, begin = _line_near(whole, whole.characters - int(whole.characters * held_out), reading), 0
     if cut == whole.characters:
         raise DataError("too little text to hold some out", whole.path, f"held_out = {held_out}")
-    begin = 0
-    for one in whole.slices:
-        if begin <= cut < begin + one.characters:  # here the search for a line begins
-            after = read_slice(one._replace(skip=cut - begin, characters=LINE_SEARCH), reading)
-            line = cut + "".join(text for text, *_ in after).find("\n") + 1
-            cut = line if line < whole.characters else cut
-            break
-        begin += one.characters
+    # The slice in which the cut lies goes to both: it is read from its place twice, and the second time skips.
     halves: tuple[list[Slice], list[Slice]] = [], []
-    begin = 0
     for one in whole.slices:
         n_train = min(max(cut - begin, 0), one.characters)
         begin += one.characters
         if n_train:
             halves[0].append(one._replace(characters=n_train, ends=begin >= cut))
         if n_train < one.characters:
-            in_word = one.in_word and bool(halves[1])
+            in_word = one.in_word and bool(halves[1])  # the word before the cut is of another document now
             halves[1].append(one._replace(skip=n_train, characters=one.characters - n_train, in_word=in_word))
     pair = [CheckedFile(whole.path, split, 1, 0, sum(one.characters for one in half), half)
             for split, half in zip(("train", "validation"), halves, strict=True)]
     return [each for file in files for each in (pair if file is whole else [file])]
+
+
+def _line_near(whole: CheckedFile, cut: int, reading: Reading) -> int:
+    """The first character of the first line after `cut`, or `cut` if none begins within `LINE_SEARCH` characters."""
+    begin = 0
+    for one in whole.slices:
+        if begin <= cut < begin + one.characters:
+            after = read_slice(one._replace(skip=cut - begin, characters=LINE_SEARCH), reading)
+            line = cut + "".join(text for text, *_ in after).find("\n") + 1
+            return line if line < whole.characters else cut
+        begin += one.characters
+    return cut
 
 
 def divide(files: list[CheckedFile], held_out: float | None) -> dict[str, Part]:
