@@ -84,6 +84,7 @@ def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precis
                  read_state(model, n_tokens, batch_size, room, place["seed"]))
         captured = CapturedStep(model, state) if capture else None
         ids_B, times = torch.zeros_like(state.seq_lens_B), Times()
+        # Piece -1 is the first few tokens, which are not timed.
         answer: Row = {"check": checked, "settings": settings, "times": {}}
         for piece in range(-1, repeats * PIECES):
             if piece >= 0:
@@ -98,7 +99,7 @@ def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precis
                 marks.append(measure.mark(on))
             measure.wait(on)
             measure.add_times(times if piece >= 0 else {}, marks)
-            if (piece + 1) % PIECES == 0:
+            if (piece + 1) % PIECES == 0:  # a block is whole: a row's times are means of blocks
                 blocks = {clock: [each[i : i + block_tokens] for i in range(0, len(each), block_tokens)]
                           for clock, each in times.items()}
                 answer = answer | {"times": {clock: list(map(statistics.fmean, each))

@@ -88,6 +88,7 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
     benchmark, warm_up: columns of all rows. n_turns: of each case in a round; if it is 1, a round that is not timed
     comes first. hold: whether a process keeps its memory between its turns; by default where there is enough for
     all."""
+    # All processes import at once, and wait to be asked.
     workers = [Worker(case.job, case.arguments) for case in cases]
     try:
         answers = []

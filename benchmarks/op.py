@@ -180,11 +180,13 @@ def measure_op(name: str, label: str, config: Row, n_rows: int, precision: str,
         del exact
         few = typed(op, few, on, dtype)
         cotangents = [x.to(out.dtype) for x, out in zip(cotangents, outputs(first, few), strict=True)]
+        # The same cotangents, so that gradients can be compared too.
         found = value_and_gradients(function, few, cotangents)
         checked = measure.check({each: measure.relative_error(found[each], x) for each, x in expected.items()},
                                 (HEAD_LIMITS if op.head else LIMITS)[precision],
                                 "output and gradients against the reference in float64", "not what the reference gives")
         del expected, found
+        # The first whole call says how much memory it takes, and warms up.
         measure.release_memory(on)
         before = torch.cuda.memory_allocated(on) if on.type == "cuda" else rss_bytes() or peak_rss_bytes()
         measure.forget_peak(on)
@@ -193,6 +195,7 @@ def measure_op(name: str, label: str, config: Row, n_rows: int, precision: str,
         both, forward, backward = Times(), Times(), Times()
         while True:
             order = yield answer
+            # Forward and backward are marked apart; both together are what is compared.
             for timed in [False] * order["warm"] + [order["timed"]]:
                 measure.wait(on)
                 begun = measure.mark(on)

@@ -140,6 +140,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
         measure.release_memory(on)
 
     with peers.attention_backend(on):
+        # The first step is the check. If it was a short one, a whole step follows, to warm up.
         checked_task, checked_batch = random_batch(fields, *shape, seed, on)
         found, norm = compute_gradient(model, checked_task, checked_batch, shape[0], replace(train, clip=None),
                                        n_windows=parsed.n_windows(shape[1]))
@@ -151,6 +152,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
         measure.wait(on)
         answer: Row = {"check": checked, "settings": settings, "times": times,
                        "n_parameters": sum(p.numel() for p in model.parameters()), **measure.peak_since(imported, on)}
+        # What building and compiling took is no part of a step's memory.
         free()
         measure.forget_peak(on)
         while True:

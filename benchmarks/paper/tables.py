@@ -181,6 +181,7 @@ class Cell:
         plain = model_config(model.preset, task)
         shaped = shaped_config(model.preset, task, {**scale.shape, **own.get("shape", {})})
         family = scale.train.get("gau" if plain.ffn == "gau" else "pairs", {})
+        # First what the scale's shape changes in the model; later lines win over earlier ones.
         chosen = {each.name: getattr(shaped, each.name) for each in fields(ModelConfig)
                   if getattr(shaped, each.name) != getattr(plain, each.name)}
         chosen |= {"context": own.get("context", column.context), **({"causal": False} if self.questions else {})}

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import app
-from benchmarks.figures import recall_picture
-from benchmarks.recall import report, study
+from benchmarks.recall import study
 from benchmarks.recall.measure import LEARNED, TIMES_LONGER, Recall, asked, learn, passed
 from benchmarks.recall.tasks import (
     FIRST_PAIR,
@@ -21,7 +20,6 @@ from benchmarks.recall.tasks import (
     SEPARATOR,
     TASKS,
     ZOOLOGY_VOCABULARY,
-    commonest,
     text_task,
 )
 from command_line import Call, assert_refused
@@ -237,17 +235,6 @@ def row(model: str, rate: float, seed: int, right: float, step: int | None) -> d
             "accuracy": {str(128 * times): {str(n): right for n in (4, 8, 16, 32)} for times in TIMES_LONGER}}
 
 
-def test_a_table_is_of_the_best_rate():
-    rows = [row("flash", 1e-3, 0, 0.2, None), row("flash", 3e-3, 0, 0.9, 500), row("flash", 3e-3, 1, 0.7, None),
-            row("transformer++", 3e-3, 0, 1.0, 10)]
-    assert report.grid(rows, "pairs")[1:] == [
-        ["flash", "500, never", *["0.80 (0.70-0.90)"] * 7], ["transformer++", "10", *["1.00"] * 7]]
-    picture = recall_picture(rows, "pairs")
-    assert [line.name for line in picture.panels[0].lines] == [
-        "flash", "transformer++", "the values without their keys"]
-    assert picture.panels[1].lines[0].points[0] == (128, pytest.approx(0.8), 0.7, 0.9)
-
-
 def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch, call: Call):
     monkeypatch.setitem(study.STUDY, "models", {"flash": study.STUDY["models"]["flash"]})
     monkeypatch.setitem(study.STUDY, "tasks", {"pairs": "all", "joint": "all", "text": "few"})
@@ -265,14 +252,6 @@ def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():
     rows = [row("flash", 1e-3, 0, 1.0, 875), row("flash", 3e-3, 0, 1.0, 500), row("flash", 6e-3, 0, 1.0, None)]
     assert study.best_rate(rows) == 3e-3
     assert study.best_rate([*rows, row("flash", 9e-3, 0, 1.01, 1000)]) == 9e-3
-
-
-def test_who_knows_the_values_alone_answers_with_the_commonest():
-    assert commonest(2, 1) == 1 and commonest(2, 2) == pytest.approx(0.75, abs=0.02)  # both alike in half of the rows
-    assert report.without_keys("induction", 8) == 1 / 8
-    ids_BT, _, answer_BQ, _ = drawn("pairs", 8, 128, 2000)
-    guess_B1 = ids_BT[:, 1:16:2].mode(1).values[:, None]
-    assert (guess_B1 == answer_BQ).double().mean().item() == pytest.approx(report.without_keys("pairs", 8), abs=0.02)
 
 
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
