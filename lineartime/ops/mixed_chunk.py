@@ -579,7 +579,7 @@ def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, state
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, of gamma and beta, or of heads where they were given, of w and of past. What has no
     gradient has no entry. heads, v, states: see `forward`. dleft: the gradient of the sums that leave the rows."""
-    # The states' gradients; those of u and q_lin; of v and k_lin; of q, k and the bias; and of what made the heads.
+    # In this order: the gradients of the states, of u and q_lin, of v and k_lin, of q, k and the bias, and of z.
     documents, dpast = DocumentTables(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), scales.new_empty(0)
@@ -689,7 +689,7 @@ def attend(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor
     past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
     tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
     out_BTE, left_RBSE, *_ = forward(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
-    # The next part gets the sums of the last document, without the zeros of narrow heads, and the number of its tokens.
+    # The next part gets the last document's sums, without the zeros of narrow heads, and the number of its tokens.
     if isinstance(exchange, CarriedState):
         kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
         exchange.kv_BSE = left_RBSE[0, :, : kv_BSE.shape[1]].to(kv_BSE.dtype)

@@ -112,7 +112,7 @@ def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu
     """relu(score)^2, or softmax over the last axis: exactly 0 for keys that are not visible, even if no key is.
 
     visible: bool, broadcast to score; None: every key is visible. Returns score's shape and dtype."""
-    # relu^2 needs no more than a score of 0 where a key is hidden.
+    # With relu^2 a hidden key gets score 0, and so weight 0.
     if kernel == "relu2":
         return torch.relu(score if visible is None else torch.where(visible, score, 0.0)).square()
     if visible is None:
@@ -261,7 +261,7 @@ def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, past
 
 
 def with_past(states: States, past: Past) -> States:
-    """States to which a past is added: to those of document 0, which it is of."""
+    """Add a past to the states of document 0, which it belongs to."""
     (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, past
     still_BP = document_BP == 0
     kv_BPSE = kv_BPSE + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)

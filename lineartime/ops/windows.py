@@ -121,7 +121,7 @@ def weighted(x_NCS: Tensor, weight_BGC: Tensor | None) -> Tensor:
 
 def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeights, bias_CC: Tensor) -> WindowInputs:
     """The window of some tokens, of whose documents alone `documents` tells."""
-    # What the documents and the length n say goes into the heads, so that the two halves are plain matmuls.
+    # The heads are scaled by 1 / n and by the documents' weights here, so that both halves are plain matmuls.
     q_quad, k_quad, q_lin, k_lin = (chunks(head_BTS, len(bias_CC)) for head_BTS in heads)
     ids_BGC, weight_BGC, tail_BGC, _ = documents
     return WindowInputs(q_quad / len(bias_CC), k_quad, weighted(q_lin, weight_BGC), weighted(k_lin, tail_BGC),

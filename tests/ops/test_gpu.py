@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.op import KERNEL, MODEL_OF, OPS, outputs, typed, value_and_gradients
+from benchmarks.op import MODEL_OF, OPS, outputs, typed, value_and_gradients
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.distributed.ordered import parts_of
 from lineartime.distributed.ranks import Ranks
@@ -351,19 +351,6 @@ def test_the_norm_is_held_to_float64(dtype: torch.dtype, layer_norm: bool) -> No
             inputs["weight"] = inputs["weight"].detach()[0].requires_grad_()
             functions = [partial(function, bias=None) for function in functions]
         assert too_far("add_norm", *functions, inputs, dtype) == {}
-
-
-@pytest.mark.parametrize("name", ["gated_chunk_attention", "gated_quadratic_attention", "add_norm"])
-def test_compiled_kernels_are_one_graph(name: str) -> None:
-    """Without a break, and the same function."""
-    config = op_config(name, None if name == "gated_quadratic_attention" else 256, True, WHOLE_LENGTH)
-    kernel = OPS[name].implementations(config)[KERNEL]
-    inputs = op_inputs(name, config, 2, torch.bfloat16)
-    compiled = torch.compile(lambda **inputs: [2 * x for x in outputs(kernel, inputs)], fullgraph=True)
-    twice = tuple(compiled(**inputs))
-    assert all(torch.equal(a, 2 * b) for a, b in zip(twice, outputs(kernel, inputs), strict=True))
-    sum(x.float().sum() for x in twice).backward()
-    assert all(bool(x.grad.isfinite().all()) for x in inputs.values() if x.requires_grad)
 
 
 KERNEL_SIZED = {"n_layers": 3, "d_model": 256, "vocab_size": 512, "context": 700, "end_of_document": END}

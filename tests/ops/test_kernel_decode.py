@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import interpreter  # noqa: F401 - first, as it decides how kernels run
+from kernel_law import random
 from lineartime import ops
 from lineartime.config import ModelConfig, model_config
 from lineartime.generation import generate
@@ -45,10 +46,6 @@ def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, .
     for captured in (False, True):
         assert float((logits(captured) - expected).abs().max() / expected.abs().max()) <= 1e-12
     assert len(called) >= 2 * len(tokens_NB) * len(model.layers)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int = C, *,
