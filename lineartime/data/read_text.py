@@ -273,10 +273,14 @@ def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES,
     line."""
     number = n_before
     while line := file.readline(max_line_bytes + 1):
-        number, where = number + 1, f"{name}:{number + 1}"
+        number += 1
         if len(line) > max_line_bytes:
-            raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
-        if not line.isspace():
+            raise DataError("line is too long", f"{name}:{number}", f"the limit is {max_line_bytes} bytes")
+        if line == b"\n" and isinstance(file, io.BufferedReader):  # a packed file may have a thousand million of them
+            block = file.peek()
+            number += len(file.read(len(block) - len(block.lstrip(b"\n"))))
+        elif not line.isspace():
+            where = f"{name}:{number}"
             yield Row(where, _json_value(line, where), Place(file.tell(), number) if can_seek else None)
 
 
@@ -358,7 +362,8 @@ def _parquet_rows(path: Path, names: Sequence[str], optional: Sequence[str], fir
     import pyarrow
     from pyarrow import parquet
 
-    row = 0
+    row = n_characters = 0
+    most = most_bytes(path) if path.is_file() else 0
     try:
         with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
             there = file.schema_arrow.names
@@ -368,7 +373,7 @@ def _parquet_rows(path: Path, names: Sequence[str], optional: Sequence[str], fir
             columns = [*dict.fromkeys(names), *(name for name in optional if name in there)]
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             largest = max((group.total_byte_size for group in groups), default=0)
-            if largest > most_bytes(path):
+            if largest > most:
                 raise _too_large(path)
             n_rows = 1 if largest > LARGEST_EXPANSION * path.stat().st_size else 16
             skipped = 0
@@ -381,6 +386,9 @@ def _parquet_rows(path: Path, names: Sequence[str], optional: Sequence[str], fir
                     row += 1
                     if row > first:
                         fields = {name: batch.column(name)[i].as_py() for name in columns}
+                        n_characters += sum(len(value) for value in fields.values() if isinstance(value, str))
+                        if n_characters > most:  # one long text that is stored once
+                            raise _too_large(path)
                         yield Row(f"{path}, row {row}", fields, Place(row))
     except FileNotFoundError:
         raise DataError("cannot read", path, "no such file") from None
