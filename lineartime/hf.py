@@ -147,14 +147,6 @@ class Reshaped(ConversionOps):
         return Reshaped()
 
 
-class CachedInput(NamedTuple):
-    """One input of a cache: token ids, which of them are no padding, and vectors instead of embeddings or None."""
-
-    ids_BN: Tensor
-    valid_BN: Tensor
-    embeds_BND: Tensor | None
-
-
 class LineartimeCache(Cache):
     """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size.
 
@@ -175,8 +167,8 @@ class LineartimeCache(Cache):
 
     def forget_past(self) -> None:
         self.state_before_inputs: DecodingState | None = None
-        self.inputs: list[CachedInput] = []
-        """While recording: the inputs so far, and a copy of the state before the first of them."""
+        self.inputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        """While recording: ids_BN, valid_BN and embeds_BND of the inputs so far, and the state before the first."""
         self.model: Any = lambda: None
         """A weak reference to the model: a copy of the cache is no copy of the model."""
 
@@ -190,7 +182,7 @@ class LineartimeCache(Cache):
         if self.is_recording:
             if not self.inputs:
                 self.state_before_inputs, self.model = self.state.snapshot(), weakref.ref(model)
-            self.inputs.append(CachedInput(ids_BN, valid_BN, embeds_BND))
+            self.inputs.append((ids_BN, valid_BN, embeds_BND))
         # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state,
@@ -227,7 +219,7 @@ class LineartimeCache(Cache):
         """Forget the last -`max_length` columns, or with a positive number all but the first `max_length`; then, and
         with 0, forget how to go back further. Raises UsageError for columns from before recording."""
         n_kept = self.n_columns + max_length if max_length <= 0 else min(max_length, self.n_columns)
-        n_before = self.n_columns - sum(each.ids_BN.shape[1] for each in self.inputs)
+        n_before = self.n_columns - sum(ids_BN.shape[1] for ids_BN, _, _ in self.inputs)
         require(n_kept >= n_before, "this cache cannot forget these tokens", f"crop({max_length})",
                 "call activate_past_recording before it reads them")
         if n_kept < self.n_columns:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +25,8 @@ from lineartime.run_config import RunConfig
 from lineartime.runtime import LARGEST_KEPT, rss_bytes
 
 USES = {"process": "Python, PyTorch and this package", "weights": "weights", "moments": "moments of the optimizer",
-        "gradients": "gradients", "activations": "activations, and what is sent and received",
+        "gradients": "gradients of earlier micro-batches",
+        "activations": "activations and gradients of one, and what is sent",
         "holes": "free memory that the C library keeps"}
 
 
@@ -57,15 +58,12 @@ back, see `runtime.choose_allocator`."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """The storages that ops inside the block make: the bytes that are alive, and the most there were.
-
-    gradients: those that are there, which the caller sets and `count_gradients` adds to."""
+    """The storages that ops inside the block make: the bytes that are alive, and the most there were."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """known: tensors that are not counted."""
         super().__init__()
-        self.now = self.now_kept = self.gradients = 0
-        self.most = self.most_kept = self.gradients_at_most = 0
+        self.now = self.now_kept = self.most = self.most_kept = 0
         self.seen = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (),
@@ -79,28 +77,12 @@ class LiveBytes(TorchDispatchMode):
     def add(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed."""
         key, n_bytes = storage._cdata, storage.nbytes()
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        weakref.finalize(storage, self.free, key, n_bytes)
-        self.now += n_bytes
-        self.now_kept += n_bytes * (n_bytes < LARGEST_KEPT)
-        self.most_kept = max(self.most_kept, self.now_kept)
-        if self.now > self.most:
-            self.most, self.gradients_at_most = self.now, self.gradients
-
-    def count_gradients(self, dropped: Iterable[nn.Parameter], parameters: Iterable[nn.Parameter]) -> None:
-        """Add the bytes of gradients to `gradients` when they are there; those of `dropped` are freed at once."""
-        drop = set(dropped)
-
-        def done(p: Tensor) -> None:
-            if p in drop:
-                p.grad = None
-            else:
-                self.gradients += 4 * p.numel()
-
-        for p in parameters:
-            p.register_post_accumulate_grad_hook(done)
+        if key not in self.seen:
+            self.seen.add(key)
+            weakref.finalize(storage, self.free, key, n_bytes)
+            self.now += n_bytes
+            self.now_kept += n_bytes * (n_bytes < LARGEST_KEPT)
+            self.most, self.most_kept = max(self.most, self.now), max(self.most_kept, self.now_kept)
 
     def free(self, key: int, n_bytes: int) -> None:
         """A storage is gone."""
@@ -115,14 +97,14 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
     Where a model computes documents one by one, a row is taken as one document. Raises UsageError for a number of
     processes that does not fit."""
     ranks = in_rows(Ranks(0, n_ranks), config.train.context_parallel)
-    n_micro_batches = config.rows_per_step // config.micro_batch_rows
-    require_fitting(n_micro_batches, config.train.shard, ranks)
+    require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, ranks)
     process = (rss_bytes() or 0) + LIBRARIES
     live = count_steps(config, ranks)
     n_all, n_outer, n_layer = count_parameters(config)
     n_own = -(-n_all // n_ranks)
-    weights = 4 * (n_own + n_outer + 3 * n_layer if config.train.shard and n_ranks > 1 else n_all)
-    moments, gradients = 4 * 2 * n_own, live.gradients_at_most
+    is_sharded, n_pending = config.train.shard and n_ranks > 1, gradients_that_wait(config, ranks)
+    weights = 4 * (n_own + n_outer + 3 * n_layer if is_sharded else n_all)
+    moments, gradients = 4 * 2 * n_own, 4 * (n_own * (1 + n_pending) if is_sharded else n_all * n_pending)
     heap = HEAP * live.most_kept
     if config.train.activation_checkpointing:
         without = replace(config, train=replace(config.train, activation_checkpointing=False))
@@ -141,13 +123,15 @@ def count_parameters(config: RunConfig) -> tuple[int, int, int]:
     return n_all, n_all - n_layers, n_layer
 
 
+def gradients_that_wait(config: RunConfig, ranks: Ranks) -> int:
+    """Gradients beside that of a process's last micro-batch: the sums of those before it, see `tree_sum`."""
+    return int(math.log2(config.rows_per_step // config.micro_batch_rows // ranks.in_column.size))
+
+
 def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
     """The bytes that are alive in two steps of a process, one of `ranks`: its tensors have shapes and no data."""
-    n_micro_batches = config.rows_per_step // config.micro_batch_rows
-    is_sharded = config.train.shard and ranks.size > 1
+    is_sharded, n_pending = config.train.shard and ranks.size > 1, gradients_that_wait(config, ranks)
     n_all, n_outer, n_layer = count_parameters(config)
-    # Gradients beside that of a micro-batch: at a process's last one the sums of those before it, see `tree_sum`.
-    n_pending = int(math.log2(n_micro_batches // ranks.in_column.size))
     with FakeTensorMode():
         model = LanguageModel(config.model)
         parameters = list(model.parameters())
@@ -158,21 +142,23 @@ def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
                 # Shares of weights and gradients; all weights outside layers; those of two layers, of one twice.
                 held += [torch.empty(n) for n in shares for _ in range(2 + n_pending)]
                 held += [torch.empty(n_outer), torch.empty(3, n_layer)]
+                for p in model.layers.parameters():
+                    p.register_post_accumulate_grad_hook(drop_gradient)  # only a share of it is kept
             else:
                 held += [torch.empty_like(p) for p in parameters]
-            live.count_gradients(model.layers.parameters() if is_sharded else (), parameters)
             for _ in range(2):
                 pending = [[torch.empty_like(p) for p in parameters] for _ in range(0 if is_sharded else n_pending)]
-                n_shared = -(-n_all // ranks.size) * (1 + n_pending) if is_sharded else 0
-                live.gradients = 4 * (n_all * len(pending) + n_shared)
                 forward_and_backward(model, config, ranks.in_row)
                 del pending
                 if ranks.size > 1:
                     torch.empty(2, n_outer if is_sharded else n_all)  # what is sent and received
-                for p in parameters:
-                    p.grad = None
+                model.zero_grad()
             del held
     return live
+
+
+def drop_gradient(p: Tensor) -> None:
+    p.grad = None
 
 
 def numbers_sent(config: ModelConfig) -> int:

@@ -29,8 +29,9 @@ def planned(n_ranks=1, **settings):
 
 
 @pytest.mark.parametrize("settings", [
-    {"model": "flash"}, *rest({"model": "flash", "activation_checkpointing": True, "precision": "bfloat16"},
-                              {"model": "transformer++", "n_heads": 4}, {"model": "mc-tfm++", "n_heads": 4})])
+    {"model": "flash"}, *rest({"model": "flash", "activation_checkpointing": True},
+                              {"model": "flash", "precision": "bfloat16"}, {"model": "transformer++", "n_heads": 4},
+                              {"model": "mc-tfm++", "n_heads": 4})])
 def test_tensors_without_data_are_as_many_bytes_as_tensors_with_data(settings):
     config = run_config({**BASE, **settings})
     found = plan(config, 1)
