@@ -22,9 +22,20 @@ from lineartime.errors import UsageError
 from lineartime.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
-from lineartime.ops.reference import toeplitz
+from lineartime.ops.reference import split_uvz, toeplitz
 from marks import rest
-from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, FLASH, UNPACKED, random_ids, random_model, with_end
+from tiny_models import (
+    BIDIRECTIONAL,
+    CHUNK,
+    CONFIGS,
+    CONTEXT,
+    FLASH,
+    FLASH_QUAD,
+    UNPACKED,
+    random_ids,
+    random_model,
+    with_end,
+)
 from token_by_token import add_up_states
 
 EXACT = 1e-12
@@ -100,6 +111,33 @@ def assert_sees(table: Tensor, expected: Tensor, exactly: bool = True) -> None:
     assert (table[~expected] == 0).all(), "a position sees what it must not"
     if exactly:
         assert (table[expected] > 0).all(), "a position does not see what it must"
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 512])
+def test_one_chunk_is_flash_quad(chunk_size: int) -> None:
+    flash = random_model(replace(FLASH, chunk_size=chunk_size, end_of_document=0))
+    quad = random_model(replace(FLASH_QUAD, attn_scale_len=chunk_size, end_of_document=0))
+    # FLASH's first two heads are those of the quadratic half.
+    quad.load_state_dict({name: weight[:2] if "scale_offset" in name else weight
+                          for name, weight in flash.state_dict().items()})
+    for length in {1, min(chunk_size, CONTEXT)}:
+        ids_BT = random_ids(2, length, vocab_size=6)
+        assert same(flash(ids_BT), quad(ids_BT))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("chunk_size", [None, CHUNK])
+def test_identity_for_attention_is_a_glu(chunk_size: int | None, causal: bool) -> None:
+    """No scores and a position bias of 1 at distance 0 are A = I; then the layer is Eq. 2's, its third input unused."""
+    config = replace(FLASH_QUAD if chunk_size is None else FLASH, causal=causal)
+    layer = random_model(config).layers[0]
+    x_BTD = torch.randn(2, 2 * CHUNK + 3, config.d_model, dtype=torch.float64)
+    with torch.no_grad():
+        layer.scale_offset.gamma.zero_()
+        layer.scale_offset.beta.zero_()
+        layer.rel_pos_bias.weight.zero_()[config.scale_len - 1] = 1.0
+    u_BTE, v_BTE, _ = split_uvz(layer.in_proj(layer.norm(x_BTD)), config.query_key_dim)
+    assert same(layer(x_BTD), x_BTD + F.linear(u_BTE * v_BTE, layer.out_proj.weight, layer.out_proj.bias))
 
 
 @st.composite
