@@ -1,6 +1,5 @@
 """Files and folders that are complete or absent, and JSON lines that are read while they grow."""
 
-import errno
 import fcntl
 import os
 import socket
@@ -146,13 +145,3 @@ def test_a_folder_that_another_process_writes_is_refused(tmp_path):
             pass
         assert aside.exists()
     assert sorted(os.listdir(tmp_path)) == ["d", "other"]
-
-
-@pytest.mark.parametrize("writing", [replaced, written_aside])
-def test_what_cannot_be_removed_hides_no_error(writing, tmp_path, monkeypatch):
-    def refuse(*path, **how):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "out"):
-        monkeypatch.setattr(os, "unlink", refuse)
-        raise KeyboardInterrupt

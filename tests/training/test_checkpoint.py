@@ -6,31 +6,21 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import lineartime
-from checkpoint_process import RUN, Processes, hooked, save, state, wait_for
+from dying_saves import RUN, Died, Disk, hooked, save, state
 from lineartime import checkpoint
 from lineartime.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_whole
 from lineartime.errors import CheckpointError, ResourceError
 from marks import rest
 
 LEFTOVERS = (".tmp-", ".trash-")
-
-
-@pytest.fixture(scope="module")
-def processes():
-    server = Processes()
-    yield server
-    server.close()
 
 
 def bits(tensor):
@@ -80,48 +70,22 @@ def refused(function, path):
 # What is saved
 
 
-DTYPES = sorted(checkpoint.DTYPES, key=str)
-
-
-@st.composite
-def named_tensors(draw):
-    shapes = st.lists(st.integers(0, 4), max_size=3)
-    named = {}
-    for name in draw(st.lists(st.text(min_size=1, max_size=8), max_size=5, unique=True)):
-        shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
-        values = torch.randint(-3, 300, shape, generator=torch.Generator().manual_seed(len(name)))
-        tensor = values.to(dtype)
-        named[name] = tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
-    return named
-
-
-@given(tensors=st.dictionaries(st.sampled_from(["model", "optimizer", "random"]), named_tensors()),
-       document=st.text(), step=st.integers(0, 10**12))
-@settings(max_examples=20)
-def test_what_is_saved_is_there_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path_factory, tensors, document,
-                                                                             step):
-    folder = tmp_path_factory.mktemp("run")
-    first = checkpoint.save(folder / "a", step, run="r", tensors=tensors, files={"state.json": document}, keep=1)
-    assert newest(folder / "a") == check(first) == (first, step, "r", {})
-    loaded = {stem: load_file(first / f"{stem}.safetensors") for stem in tensors}
-    assert all(equal(loaded[stem], tensors[stem]) for stem in tensors)
-    assert (first / "state.json").read_bytes() == document.encode()
-    second = checkpoint.save(folder / "b", step, run="r", tensors=loaded, files={"state.json": document}, keep=1)
-    assert contents(first) == contents(second)
-    shutil.rmtree(folder)
-
-
-def test_special_values_keep_their_bits(tmp_path):
+def test_what_is_saved_is_there_bit_for_bit_and_saved_again_as_the_same_bytes(tmp_path):
     values = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-45])
     odd = {"nan": (torch.arange(2**16).to(torch.int32) << 16).view(torch.float32), "values": values,
            "half": torch.arange(-2**15, 2**15).to(torch.int16).view(torch.bfloat16), "scalar": torch.tensor(3.5),
            "empty": torch.zeros(0, 3), "none": torch.zeros(2, 0, dtype=torch.int64), "sliced": torch.arange(10)[::3],
            "one sliced": torch.arange(10)[::3][1:2], "later": torch.arange(10).bfloat16()[3:],
-           "parameter": torch.nn.Parameter(torch.ones(2)), "expanded": torch.ones(1, 3).expand(4, 3)}
-    path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": odd}, files={}, keep=1)
-    assert equal(load_file(path / "model.safetensors"), odd)
+           "parameter": torch.nn.Parameter(torch.ones(2)), "expanded": torch.ones(1, 3).expand(4, 3),
+           **{f"schöne Zahl/{dtype}": torch.arange(6).view(2, 3).to(dtype).T for dtype in checkpoint.DTYPES}}
+    saved = {"run": "r", "files": {"state.json": "ä\n"}, "keep": 1}
+    first = checkpoint.save(tmp_path / "a", 10**12, tensors={"model": odd, "random": {}}, **saved)
+    assert newest(tmp_path / "a") == check(first) == (first, 10**12, "r", {})
+    loaded = {stem: load_file(first / f"{stem}.safetensors") for stem in ("model", "random")}
+    assert equal(loaded["model"], odd) and loaded["random"] == {}
+    assert contents(first) == contents(checkpoint.save(tmp_path / "b", 10**12, tensors=loaded, **saved))
     with pytest.raises(ValueError, match="cannot be stored"):
-        checkpoint.save(tmp_path / "run", 1, run="r", tensors={"x": {"y": torch.ones(1).cfloat()}}, files={}, keep=1)
+        checkpoint.save(tmp_path / "run", 1, tensors={"x": {"y": torch.ones(1).cfloat()}}, **saved)
     assert not (tmp_path / "run").exists()
 
 
@@ -181,27 +145,6 @@ def test_the_newest_valid_ones_are_kept(tmp_path):
     assert os.readlink(tmp_path / "latest") == "step-00000006"
     save(tmp_path, 4, keep=1)  # an earlier step than the newest removes nothing that is newer, and not itself
     assert step_names(tmp_path) == ["step-00000004", "step-00000006"]
-
-
-def test_a_damaged_one_is_passed_over_and_named_and_replaced(tmp_path):
-    for step in (8, 10, 12):
-        save(tmp_path, step, keep=3)
-    for step in (10, 12):
-        os.truncate(tmp_path / f"step-000000{step}" / "model.safetensors", 100)
-    found = newest(tmp_path)
-    assert found[:2] == (tmp_path / "step-00000008", 8) and list(found.damaged) == [12, 10]
-    assert "step-00000012/model.safetensors: its 100 bytes are not those of MANIFEST.json" in found.damaged[12]
-    save(tmp_path, 10, keep=3)
-    assert newest(tmp_path).path == tmp_path / "step-00000010" and holds(newest(tmp_path), 10)
-    assert not leftovers(tmp_path)
-
-
-def test_when_all_are_damaged_each_is_named_and_nothing_starts_over(tmp_path):
-    for step in (1, 2):
-        save(tmp_path, step)
-        (tmp_path / f"step-0000000{step}" / MANIFEST).unlink()
-    message = refused(newest, tmp_path)
-    assert message.count(MANIFEST) == 2 and "step-00000001" in message and "step-00000002" in message
 
 
 def test_stray_names_and_leftovers_are_never_counted_and_leftovers_are_cleaned(tmp_path):
@@ -282,19 +225,25 @@ BY_DEFAULT = [("later", "nothing"), ("retention", "all"), ("overwrite", "names")
 
 @pytest.mark.parametrize(("case", "loss"), [*BY_DEFAULT, *rest(*(
     pair for pair in itertools.product(SAVES, ("all", "names", "nothing")) if pair not in BY_DEFAULT))])
-def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(processes, tmp_path, monkeypatch, case, loss):
-    """The process is killed before each operation of a save; `loss` is what a power loss then leaves unflushed."""
+def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, case, loss):
+    """The process dies before each operation of a save; `loss` is what a power loss then leaves unflushed."""
     prepare, step, keep = SAVES[case]
     prepare(tmp_path / "before")
     old = newest(tmp_path / "before").step if prepare is not nothing else None
-    never_flush(monkeypatch)  # nor does a killed process, whose disk is a model
-    outcomes, status, last = [], -signal.SIGKILL, 0
-    while status == -signal.SIGKILL:
+    never_flush(monkeypatch)
+    outcomes, died, last = [], True, 0
+    while died:
         last += 1
         run_dir = tmp_path / str(last) / "run"
         if old is not None:
             shutil.copytree(tmp_path / "before", run_dir, symlinks=True)
-        status, message = processes.run("save", run_dir=run_dir, step=step, keep=keep, last=last, loss=loss)
+        disk, died = Disk(last, loss), False
+        try:
+            with hooked(disk.operation):
+                save(run_dir, step, keep)
+            disk.lose()
+        except Died:
+            died = True
         found = newest(run_dir)
         outcomes.append(found and found.step)
         assert (old if found is None else found.step) in (old, step)
@@ -307,7 +256,7 @@ def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(processes, tmp_pa
         assert newest(run_dir) == (run_dir / f"step-{step + 1:08d}", step + 1, RUN, {})
         assert not leftovers(run_dir) and set(step_names(run_dir)) == {f"step-{step + 1:08d}"}
         shutil.rmtree(tmp_path / str(last))
-    assert (status, message) == (0, "") and outcomes[-1] == step  # a save that returned is never lost
+    assert outcomes[-1] == step  # a save that returned is never lost
     assert last > (4 if case == "again" else 10)
     new = outcomes.index(step)
     assert outcomes == [old] * new + [step] * (last - new)
@@ -417,7 +366,7 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
         def operation(name, do, *args, at=at, path=None):
             nonlocal count
             count += 1
-            removes = lasting and name == "_unlink"
+            removes = lasting and name in ("_unlink", "_remove_tree")
             if not removes and (count >= at if lasting else count == at):
                 raise OSError(number, os.strerror(number))
             return do(*args)
@@ -436,17 +385,6 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
         assert newest(run_dir).step == 3 and not leftovers(run_dir) and step_names(run_dir) == ["step-00000003"]
         shutil.rmtree(run_dir)
     assert at > 25
-
-
-def test_a_disk_that_is_really_full(processes, tmp_path):
-    save(tmp_path, 1)
-    size = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
-    for limit in range(0, 700, 100):
-        status, message = processes.run("save_limited", run_dir=tmp_path, step=2, limit=limit)
-        assert status == 6 and "step-00000002: File too large" in message
-        needed = int(message.split("(")[1].split()[0].replace(",", ""))
-        assert size - 1500 < needed < size  # all but the manifest
-        assert newest(tmp_path) == (tmp_path / "step-00000001", 1, RUN, {}) and not leftovers(tmp_path)
 
 
 def test_an_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -479,23 +417,6 @@ def test_a_second_holder_is_told_who_holds_the_run(tmp_path):
                 pass
             assert caught.value.exit_code == 6 and "\n" not in str(caught.value)
     with lock(tmp_path / "a" / "run"):
-        pass
-
-
-def test_one_of_many_wins_each_race(processes, tmp_path):
-    for race in range(2):
-        assert processes.run("race", run_dir=tmp_path / "made" / "run", racers=5) == [1, ""], race
-
-
-def test_a_killed_holder_frees_the_lock(processes, tmp_path):
-    ready, until, run_dir = tmp_path / "ready", tmp_path / "until", tmp_path / "run"
-    pid = processes.start("hold", run_dir=run_dir, ready=ready, until=until)
-    wait_for(ready)
-    with pytest.raises(ResourceError, match=f"in use by pid {pid} "), lock(run_dir):
-        pass
-    os.kill(pid, signal.SIGKILL)
-    assert processes.wait(pid) == [-signal.SIGKILL, ""]
-    with lock(run_dir):
         pass
 
 

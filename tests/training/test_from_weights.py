@@ -25,7 +25,6 @@ from lineartime.data.prepare import prepare
 from lineartime.data.run_settings import config_for_data
 from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.errors import Stopped, UsageError
-from lineartime.hf import LineartimeForCausalLM
 from lineartime.load import load_model
 from lineartime.run import read_metrics
 from lineartime.run_config import nearest_preset, run_config
@@ -134,15 +133,6 @@ def test_what_cannot_begin_is_refused(root: Path, tmp_path: Path, call: Call, mo
                         *(["--set", "micro_batch_tokens=4096"] if "small" not in more else []))
     assert_refused(code, err, 2, words)
     assert not (tmp_path / "new").exists()
-
-
-def test_weights_in_several_files_are_refused(root: Path, tmp_path: Path, call: Call) -> None:
-    assert call("export", root / "run", "--out", tmp_path / "export")[0] == 0
-    model = LineartimeForCausalLM.from_pretrained(tmp_path / "export")
-    model.save_pretrained(tmp_path / "parts", max_shard_size="10KB")
-    shutil.copy(tmp_path / "export/tokenizer.json", tmp_path / "parts")
-    with pytest.raises(UsageError, match=r"weights in several files: .*; save them in one"):
-        begun(root, tmp_path / "new", **{"from": str(tmp_path / "parts")})
 
 
 def test_a_toml_file_names_weights_too(root: Path, tmp_path: Path, call: Call) -> None:

@@ -120,12 +120,6 @@ def test_a_stop_saves_and_the_same_command_resumes(moment, number, launches, out
     assert_same(out, reference[0])
 
 
-@pytest.mark.rest
-def test_a_stop_after_the_result_changes_nothing(launches, out, reference):
-    assert stopped_at(launches, "plot_run 1", signal.SIGTERM) == 0
-    assert_same(out, reference[0])
-
-
 def test_a_second_signal_ends_at_once(launches, out, reference):
     pid = launches.start(wait_at="compute_gradient 4")
     launches.wait_for("compute_gradient 4")

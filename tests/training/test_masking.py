@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.data.prepare import SAMPLE, prepare
+from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError
 from lineartime.masking import NO_TARGET, mask_tokens, masked_batch, masked_rows
 from tiny_runs import prepare_text
 
@@ -125,15 +125,6 @@ def test_a_stream_that_fills_exactly_one_row(stream):
         masked_batch(stream, seed=0, step=0, rows_per_step=1, context=len(stream) + 1)
 
 
-def test_data_without_a_mask_are_refused(tmp_path):
-    stream = open_split(prepare_text(tmp_path), "train")
-    assert stream.mask is None and stream.separator is None
-    for use in (lambda: masked_batch(stream, seed=0, step=0, rows_per_step=1, context=8),
-                lambda: next(masked_rows(stream, 8))):
-        with pytest.raises(UsageError, match=r"the tokenizer has no \[MASK\]: .*; prepare with --mlm"):
-            use()
-
-
 @pytest.mark.parametrize("tokenizer", ["bytes", "train"])
 def test_mask_and_separator_in_a_document_are_text(tokenizer, tmp_path):
     """And the manifest says which ids are special."""
@@ -147,15 +138,6 @@ def test_mask_and_separator_in_a_document_are_text(tokenizer, tmp_path):
     assert sorted([*stream.ordinary, *special]) == list(range(stream.vocab_size))
     ids = stream.read(0, len(stream))
     assert np.isin(ids, special).sum() == 2 and ids[0] == ids[-1] == special[0]
-
-
-def test_without_mlm_nothing_changes(tmp_path):
-    """A folder prepared before there was masked language modelling is still the one that the command makes."""
-    plain = prepare([SAMPLE], tmp_path / "plain", tokenizer="bytes", held_out=0.1)
-    assert "mlm" not in plain.settings and set(plain.tokenizer) == {"sha256", "vocab_size", "end_of_document"}
-    assert prepare([SAMPLE], tmp_path / "plain", tokenizer="bytes", held_out=0.1).already_prepared
-    with pytest.raises(UsageError, match="mlm None -> True"):
-        prepare([SAMPLE], tmp_path / "plain", tokenizer="bytes", held_out=0.1, mlm=True)
 
 
 def test_a_tokenizer_that_reads_a_mask_out_of_text_is_refused(tmp_path):

@@ -158,18 +158,6 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     assert imread(out / "loss.png").shape[1] == 1200
 
 
-@pytest.mark.campaign
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as its compiler is imported
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it where it is shown, not raised
-def test_compiled_losses_are_the_losses(data, tmp_path, whole, call):
-    """Though every micro-batch asks for another number of tokens."""
-    code, _, err = call(*command(data, tmp_path / "run", task="c4", compile="true"))
-    assert code == 0, err
-    losses, expected = ([line["loss"] for line in read_metrics(folder) if "loss" in line]
-                        for folder in (tmp_path / "run", whole[0]))
-    assert losses == pytest.approx(expected, rel=1e-4)
-
-
 def test_another_task_is_masked_when_it_is_not_causal(data, tmp_path, call):
     """As TriviaQA's pretraining is: the specification of Wiki-40B, not causal."""
     code, out, err = call(*command(data, tmp_path / "run", task="wiki40b", causal="false", steps=3))
@@ -190,16 +178,6 @@ def test_evaluate_from_the_command_line_is_the_same_for_any_batch_rows(whole, da
     assert code == 0 and found["masked"] is True
     assert (found["n_tokens"], found["n_read"]) == (stored["n_tokens"], stored["n_read"])
     assert found["perplexity"] == pytest.approx(stored["perplexity"], rel=1e-6)
-
-
-def test_the_score_is_the_same_for_any_batch(stream):
-    """Of every row of the split, the last short one too."""
-    one, *others = (evaluate(tiny(stream), stream, context=40, batch_rows=n) for n in (1, 2, 7, 10_000))
-    assert one.n_read == len(stream) and len(stream) % 40
-    for result in others:
-        assert (result.n_tokens, result.n_read) == (one.n_tokens, one.n_read)
-        assert result.nll == pytest.approx(one.nll, rel=1e-13)
-        assert np.array(result.loss_by_position) == pytest.approx(np.array(one.loss_by_position))
 
 
 def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
@@ -269,5 +247,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "text.txt"]
     with pytest.raises(UsageError, match=r"no \[MASK\]"):
         evaluate(tiny(open_split(plain, "validation")), open_split(plain, "validation"), context=32)
-
-

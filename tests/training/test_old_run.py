@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lineartime
-from lineartime.checkpoint import check_tensors, reshaped
 from lineartime.config import ModelConfig, model_config, stored_train
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.errors import CheckpointError
@@ -48,17 +47,6 @@ def test_a_setting_that_is_gone_is_named():
     assert stored_train({"row_tiles": 2, "context_parallel": 2}).context_parallel == 2
     with pytest.raises(CheckpointError, match="a setting that is gone: row_tiles = 4; go on with the version"):
         stored_train({"row_tiles": 4, "context_parallel": 2})
-
-
-def test_a_number_without_a_shape_takes_the_one_of_its_parameter():
-    number, vector = torch.tensor(3.0), torch.ones(1)
-    assert reshaped(number, (1,)).tolist() == [3.0] and reshaped(number, ()).shape == ()
-    assert reshaped(torch.ones(2), (1,)).shape == (2,) and reshaped(vector, ()).shape == (1,)
-    assert check_tensors({"a": number, "b": vector}, {"a": vector, "b": vector}, OLD)["a"].shape == (1,)
-    with pytest.raises(CheckpointError, match=r"b is float32\[1\], expected no such tensor"):
-        check_tensors({"a": number, "b": vector}, {"a": vector}, OLD)
-    with pytest.raises(CheckpointError, match=r"a is float32\[2\], expected float32\[1\]"):
-        check_tensors({"a": torch.ones(2)}, {"a": vector}, OLD)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])

@@ -1,26 +1,18 @@
-"""Processes that die while they save or hold a lock, and a disk that loses what was not flushed to it.
-
-`python checkpoint_process.py` imports torch once, then answers each line of JSON by forking a process that does it."""
+"""A process that dies while it saves, and a disk that loses what was not flushed to it."""
 
 import io
 import json
 import os
-import resource
 import shutil
-import signal
-import sys
-import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from fork_server import ForkServer
 from lineartime import atomic_io, checkpoint
-from lineartime.errors import LineartimeError
 
-NAMES = ("_mkdir", "_rename", "_symlink", "_unlink", "_fsync_dir")
+NAMES = ("_mkdir", "_rename", "_symlink", "_unlink", "_remove_tree", "_fsync_dir")
 """What a save changes the disk by, beside the files that it writes."""
 RUN = "run-of-the-tests"
 
@@ -72,8 +64,13 @@ def hooked(call):
         yield
 
 
+class Died(BaseException):
+    """Nobody catches it for good, as nobody survives SIGKILL."""
+
+
 class Disk:
-    """Stands in for the operations of a save: ends the process before the `last`-th, then loses what was not flushed.
+    """Stands in for the operations of a save: before the `last`-th the process dies, then the disk loses what was not
+    flushed. Dead is a process that does nothing more: every later operation raises too.
 
     A write that is the last is half done. `loss` is what survives beside the flushed: "nothing" of the rest (files
     empty, directory entries as they were), "names" (directory entries as they are, files cut in half), or "all" (no
@@ -85,12 +82,13 @@ class Disk:
 
     def operation(self, name, do, *args, path):
         self.count += 1
-        if self.count == self.last:
-            if name == "_write":
-                do(bytes(args[0])[: len(args[0]) // 2])
-                self.unflushed.add(path)
-            self.lose()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.count >= self.last:
+            if self.count == self.last:
+                if name == "_write":
+                    do(bytes(args[0])[: len(args[0]) // 2])
+                    self.unflushed.add(path)
+                self.lose()
+            raise Died
         result = None if name in ("_fsync", "_fsync_dir") else do(*args)
         if name in ("_create", "_write"):
             self.unflushed.add(path)
@@ -137,104 +135,3 @@ class Disk:
 
 def moved(path, source, target):
     return target / path.relative_to(source) if path.is_relative_to(source) else path
-
-
-def do_save(run_dir, step, keep, last, loss):
-    disk = Disk(last, loss)
-    with hooked(disk.operation):
-        save(run_dir, step, keep)
-    disk.lose()
-
-
-def do_save_limited(run_dir, step, limit):
-    """Save with files limited in size, as a full disk would."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    save(run_dir, step)
-
-
-def do_hold(run_dir, ready, until):
-    """Hold the lock from the file `ready` until the file `until`."""
-    with checkpoint.lock(Path(run_dir)):
-        Path(ready).touch()
-        wait_for(until)
-
-
-def do_race(run_dir, racers):
-    """Many processes lock at the same moment; the exit status is how many did."""
-    (start, go), (hold, release), (answers, answer) = os.pipe(), os.pipe(), os.pipe()
-    pids = []
-    for _ in range(racers):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            os.close(go)
-            os.close(release)
-            os.read(start, 1)  # returns for all when the other end is closed
-            try:
-                with checkpoint.lock(Path(run_dir)):
-                    os.write(answer, b"1")
-                    os.read(hold, 1)
-            except LineartimeError as error:
-                os.write(answer, b"0" if "in use by" in str(error) else b"?")
-            finally:
-                os._exit(0)
-    os.close(go)
-    os.close(answer)  # a racer that dies gives an end
-    given = b"".join(os.read(answers, 1) for _ in range(racers))
-    os.close(release)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    sys.exit(99 if b"?" in given else given.count(b"1"))
-
-
-def wait_for(path):
-    deadline = time.monotonic() + 30
-    while not Path(path).exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-
-
-class Processes(ForkServer):
-    """Asks for a process, and gives its pid, or how it ended (a negative number is a signal) and what it said."""
-
-    def __init__(self):
-        super().__init__(__file__)
-
-    def run(self, do, **arguments):
-        """(status, error) of a process that does `do`."""
-        return self.ask(wait=self.start(do, **arguments))
-
-    def start(self, do, **arguments):
-        return self.ask(do=do, arguments=arguments)
-
-
-def serve():
-    errors = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            status = os.waitpid(request["wait"], 0)[1]
-            with open(errors.pop(request["wait"]), "rb") as pipe:
-                answer = os.waitstatus_to_exitcode(status), (pipe.read() or b"").decode()
-        else:
-            reader, writer = os.pipe()
-            answer = os.fork()
-            if answer == 0:
-                os.close(reader)
-                try:
-                    globals()[f"do_{request['do']}"](**request["arguments"])
-                except LineartimeError as error:
-                    os.write(writer, str(error).encode())
-                    os._exit(error.exit_code)
-                except SystemExit as end:
-                    os._exit(end.code)
-                finally:
-                    sys.stderr.flush()
-                os._exit(0)
-            os.close(writer)
-            os.set_blocking(reader, False)  # an orphan may hold the other end
-            errors[answer] = reader
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    serve()
