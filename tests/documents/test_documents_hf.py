@@ -22,7 +22,6 @@ from marks import rest
 
 CPU = torch.device("cpu")
 TEXTS = [row["text"] for row in made_rows(5, 9)]
-PAIRS = [("waves and fish", "trees"), ("oak", "STREETS 123")]
 
 
 @pytest.fixture(scope="module", params=["one, causal", *rest("several, both ways", "number, causal")])
@@ -35,13 +34,6 @@ def trained(request, tmp_path_factory):
     finetune(FineTuning(folder / "model", (rows,), (rows,), folder / "out", "classify", labels=kind, epochs=1,
                                       learning_rates=(1e-2,), settings=settings), device=CPU)
     return folder / "out", kind
-
-
-def same(one, other, tokenizer):
-    """Whether two models say the same of the texts, but for rounding."""
-    pairs = zip(*(lineartime.classify(model.double(), tokenizer, TEXTS) for model in (one, other)), strict=True)
-    return all((a.label == b.label or a.label == pytest.approx(b.label, rel=1e-12))
-               and a.scores == pytest.approx(b.scores, rel=1e-12) for a, b in pairs)
 
 
 def test_transformers_opens_the_folder_with_its_head(trained):
@@ -74,10 +66,6 @@ def test_pipelines(trained):
     for each, scores in zip(found, said, strict=True):
         expected = each.scores or {"number": each.label}
         assert {row["label"]: row["score"] for row in scores} == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    features = pipeline("feature-extraction", model=str(out / "best"))(texts)
-    vectors_ND = lineartime.embed(ours, tokenizer, texts)
-    for feature, vector_D in zip(features, vectors_ND, strict=True):
-        assert np.abs(np.array(feature[0]).mean(0) - vector_D).max() < 1e-4
 
 
 def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
@@ -88,16 +76,13 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output exists already")
     assert_refused(*call("export", out, "--out", tmp_path / "x", "--prompt", "x")[::2], 2, "leave out")
     shutil.copytree(out, tmp_path / "odd", symlinks=True)
-    (tmp_path / "odd" / "mine.png").symlink_to("/etc/hostname")
-    assert call("export", tmp_path / "odd", "--out", tmp_path / "fine")[0] == 0
-    assert sorted(os.listdir(tmp_path / "fine")) == sorted(os.listdir(tmp_path / "shared"))
     for picture in (tmp_path / "odd").glob("[cn]*.png"):
         picture.unlink()
         picture.symlink_to("/dev/zero")
         assert_refused(*call("export", tmp_path / "odd", "--out", tmp_path / "x")[::2], 4, "cannot read", picture)
-    shared, tokenizer, _ = lineartime.load_classifier(tmp_path / "shared")
-    ours = lineartime.load_classifier(out)[0]
-    assert same(shared, ours, tokenizer)
+    ours, tokenizer, _ = lineartime.load_classifier(out)
+    shared = lineartime.load_classifier(tmp_path / "shared")[0]
+    assert lineartime.classify(shared, tokenizer, TEXTS) == lineartime.classify(ours, tokenizer, TEXTS)
     modules = json.loads((tmp_path / "shared" / "modules.json").read_text())
     assert [each["type"].rpartition(".")[2] for each in modules] == ["Transformer", "Pooling"]
     pooling = json.loads((tmp_path / "shared" / modules[1]["path"] / "config.json").read_text())
@@ -116,26 +101,6 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     card = (tmp_path / "shared" / "README.md").read_text()
     assert card.startswith("---\n") and "# Labels of documents" in card
     assert "\npipeline_tag: text-classification\n" in card
-
-
-def test_a_pair_is_one_text_of_transformers(trained):
-    out, _ = trained
-    ours, tokenizer, _ = lineartime.load_classifier(out)
-    encode = AutoTokenizer.from_pretrained(out / "best")
-    trunk = AutoModel.from_pretrained(out / "best")
-    for (one, two), vector_D in zip(PAIRS, lineartime.embed(ours, tokenizer, PAIRS), strict=True):
-        with torch.no_grad():
-            x_1TD = trunk(**encode(f"{one}[SEP]{two}", return_tensors="pt")).last_hidden_state
-        assert np.abs(x_1TD[0].mean(0).numpy() - vector_D).max() < 1e-5
-
-
-def test_a_model_saved_by_transformers_is_one_of_ours(trained, tmp_path):
-    out, _ = trained
-    AutoModelForSequenceClassification.from_pretrained(out / "best").save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(out / "best").save_pretrained(tmp_path)
-    again, tokenizer, _ = lineartime.load_classifier(tmp_path)
-    ours = lineartime.load_classifier(out)[0]
-    assert same(again, ours, tokenizer)
 
 
 @pytest.mark.parametrize(("how", "labels", "kind"), [

@@ -75,13 +75,10 @@ def test_labels(tmp_path, labels, given, read_as):
 
 
 @pytest.mark.parametrize(("labels", "given", "words"), [
-    ("one", None, "no label"), ("one", "", "no label"), ("one", "  ", "a label that is no class"),
-    ("one", 1.5, "a label that is no class"), ("one", ["a"], "a label that is no class"),
-    ("several", None, "no label"), ("several", ["a", None], "a label that is no class"),
-    ("several", "a;;b", "a label that is no class"), ("several", {"a": 1}, "a label that is no class"),
-    ("number", "x", "a label that is no number"), ("number", True, "a label that is no number"),
-    ("number", "nan", "a label that is no number"), ("number", 10**400, "a label that is no number"),
-    ("number", None, "no label"), ("number", [1], "no number")])
+    ("one", None, "no label"), ("one", "", "no label"), ("one", "  ", "no class"), ("one", 1.5, "no class"),
+    ("several", None, "no label"), ("several", ["a", None], "no class"), ("several", "a;;b", "no class"),
+    ("number", None, "no label"), ("number", "x", "no number"), ("number", True, "no number"),
+    ("number", "nan", "no number"), ("number", 10**400, "no number")])
 def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, words):
     path = write_rows(tmp_path / "x.jsonl", [{"text": "t", "label": "1"}, {"text": "t", "label": given}])
     with pytest.raises(DataError, match=f"{words}: .*x.jsonl:2"):
@@ -90,25 +87,16 @@ def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, word
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("x.csv", "text,label\n", "no documents"), ("x.csv", "text,text\na,b\n", "the same column twice"),
-    ("x.csv", 'text,label\n"a,b\n', "not valid CSV"), ("x.csv", "text,label\na,b\nc\0d,e\n", "a NUL byte: .*x.csv:3"),
+    ("x.csv", 'text,label\n"a,b\n', "not valid CSV"),
     ("x.csv", 'text,label\n\n"a\nb",c\n\n"d\ne"\n', "a row of another length: .*x.csv:6;"),
     ("x.csv", b"text,label\nab,c\ncaf\xe9,b\n" + b"d,e\n" * 9999, "not valid UTF-8: .*x.csv:3; save it as UTF-8"),
     ("x.jsonl", '{"text": "a", "label": "b"}\n{"text": " ", "label": "b"}\n', "an empty document: .*x.jsonl:2"),
-    ("x.jsonl", '{"text": null, "label": "b"}\n', "'text' is not a string: .*x.jsonl:1; make it one, or take"),
-    ("x.jsonl", '["a"]\n', "not a JSON object"), ("x.jsonl", "", "no documents: .*x.jsonl; take it out"),
-    ("x.txt", "\n \n", "an empty document"), ("x.txt", b"a\0b", "a NUL byte"), ("x.txt", "", "an empty document")])
+    ("x.jsonl", "", "no documents: .*x.jsonl; take it out"), ("x.txt", b"a\0b", "a NUL byte")])
 def test_damaged_files_are_refused_with_their_place(tmp_path, name, content, words):
-    """tests/data/test_read_text.py has every kind of file."""
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=words):
         read(path, labels=None if name == "x.txt" else "one")
-
-
-def test_rows_of_a_table_are_counted_from_1(tmp_path):
-    path = write_rows(tmp_path / "x.parquet", [*ROWS, {"text": " ", "label": "a"}])
-    with pytest.raises(DataError, match=r"an empty document: .*x\.parquet, row 4;"):
-        read(path)
 
 
 def test_a_csv_whose_last_line_has_no_end_is_a_warning(tmp_path, caplog):
@@ -139,20 +127,15 @@ def test_inputs_that_are_none(tmp_path):
     (tmp_path / "x.docx").write_text("x")
     (tmp_path / "x.txt").write_text("x")
     (tmp_path / "empty").mkdir()
-    for names, error, words in (([tmp_path / "x.docx"], UsageError, "unknown kind of file"),
-                                ([tmp_path / "y.txt"], DataError, "cannot read the input"),
-                                ([tmp_path / "empty"], DataError, "nothing to read"),
-                                ([tmp_path / "*.csv"], DataError, "there is no such file"),
-                                (["/dev/null"], DataError, "not a regular file"),
-                                (["hub:imdb"], UsageError, "no such name on the hub")):
+    for name, error, words in (("x.docx", UsageError, "unknown kind of file"),
+                               ("y.txt", DataError, "cannot read the input"), ("empty", DataError, "nothing to read"),
+                               ("*.csv", DataError, "there is no such file"), ("x.txt", DataError, "no label")):
         with pytest.raises(error, match=words):
-            read(*names)
-    with pytest.raises(DataError, match="no label"):
-        read(tmp_path / "x.txt")
+            read(tmp_path / name)
+    with pytest.raises(UsageError, match="no such name on the hub"):
+        read("hub:imdb")
     with pytest.raises(UsageError, match="no pairs"):
         read(tmp_path / "x.txt", fields=Fields(pair="b"), labels=None)
-    with pytest.raises(UsageError, match=r"unknown kind of labels.*several"):
-        read(tmp_path / "x.txt", labels="severl")
 
 
 def test_the_hub_and_stdin(monkeypatch):
@@ -162,33 +145,20 @@ def test_the_hub_and_stdin(monkeypatch):
     assert read("hub:me/reviews:plain/train") and hub.asked == [("me/reviews", None), ("me/reviews", "plain")]
     with pytest.raises(DataError, match="no documents: hub:me/reviews/test"):
         read("hub:me/reviews/test")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffwhole\ntext".encode())))
-    assert read("-", labels=None) == [("whole\ntext", None, None)]
-    lines = "".join(json.dumps(row) + "\n\n" for row in ROWS)
 
     def piped(text):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
-    piped(lines)
-    assert read("-", stdin="jsonl") == read("hub:me/reviews/train")
-    piped(lines)
-    assert [each.where for each in read_examples([read_stdin("jsonl")])] == ["stdin:1", "stdin:3", "stdin:5"]
-    for text, kind, words in (
-            ("", "text", "nothing on stdin"), (" ", "text", "an empty document: stdin"), ("a\0", "text", "a NUL byte"),
-            ("{", "jsonl", "stdin:1"), ("", "jsonl", "nothing on stdin"),
-            ('{"text": " "}', "jsonl", "an empty document: stdin:1")):
+    piped("\ufeffwhole\ntext")
+    assert read("-", labels=None) == [("whole\ntext", None, None)]
+    piped("".join(json.dumps(row) + "\n\n" for row in ROWS))
+    examples = [*read_examples([read_stdin("jsonl")], labels="one")]
+    assert [each.where for each in examples] == ["stdin:1", "stdin:3", "stdin:5"]
+    assert [each.label for each in examples] == ["a", "b", "a"]
+    for text, kind, words in (("", "text", "nothing on stdin"), (" ", "text", "an empty document: stdin"),
+                              ("{", "jsonl", "stdin:1"), ('{"text": " "}', "jsonl", "an empty document: stdin:1")):
         piped(text)
         with pytest.raises(DataError, match=words):
             read("-", labels=None, stdin=kind)
     with pytest.raises(UsageError, match=r"unknown kind of stdin.*jsonl"):
         read("-", labels=None, stdin="json")
-    piped("one text")
-    with pytest.raises(UsageError, match=r"no pairs of texts: stdin"):
-        read("-", labels=None, fields=Fields(pair="b"))
-
-
-def test_a_long_file_is_read_in_pieces(tmp_path):
-    (tmp_path / "x.txt").write_text("word " * 100_000)
-    (example,) = read_examples([tmp_path / "x.txt"])
-    pieces = list(example.text)
-    assert len(pieces) > 5 and "".join(pieces) == "word " * 100_000

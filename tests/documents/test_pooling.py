@@ -81,10 +81,8 @@ def test_other_models_read_windows_that_count_by_their_tokens(config):
 def test_batches_order_and_neighbours_change_nothing(causal):
     model = random_model(with_end(replace(CONFIGS["flash"], causal=causal)))
     alone = [next(read_means(model, [pieces])) for pieces in documents()]
-    backwards = list(read_means(model, documents()[::-1], Reading(batch_rows=2)))[::-1]
-    assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone, backwards, strict=True))
-    many = list(read_means(model, documents() * 5, Reading(batch_rows=2)))  # waiting rows are read several times
-    assert len(many) == 5 * len(alone) and close(many[-1].vector_D, alone[-1].vector_D)
+    many = list(read_means(model, documents()[::-1] * 5, Reading(batch_rows=2)))[::-1]
+    assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone * 5, many, strict=True))
 
 
 @pytest.mark.parametrize("piece", [1, 3, 20])
@@ -118,29 +116,25 @@ def test_memory_does_not_grow_with_a_document():
         def extend(self, ids_BN, n_new_B, state, **more):
             widths.append(ids_BN.shape[1])
             sizes.append(state.n_bytes)
-            taken.append(n_taken[0])
+            taken.append(len(given))
             return super().extend(ids_BN, n_new_B, state, **more)
 
-    widths, sizes, taken, n_taken = [], [], [], [0]
+    widths, sizes, taken, given = [], [], [], []
 
     def pieces():
-        for _ in range(100):
-            n_taken[0] += 7
+        for number in range(100):
+            given.append(number)
             yield [1] * 7
 
-    model = Watched(with_end(CONFIGS["flash"])).eval()
-    (mean,) = read_means(model, [pieces()])
+    (mean,) = read_means(Watched(with_end(CONFIGS["flash"])).eval(), [pieces()])
     assert mean.n_tokens == 700 and set(widths) == {24, 700 % 24} and len(set(sizes)) == 1
-    assert all(read <= 24 * (number + 1) + 7 for number, read in enumerate(taken))
+    assert all(7 * n_read <= 24 * (number + 1) + 7 for number, n_read in enumerate(taken))
 
 
 def test_a_pair_is_one_document():
     masked, plain = byte_tokenizer(mlm=True), byte_tokenizer()
     assert flat(document_ids(masked, ["ab"], "c")) == [256, 97, 98, 258, 99]
     assert flat(document_ids(plain, ["ab"], "c")) == [256, 97, 98, 10, 10, 99]
-    _, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
-    ids = flat(document_ids(tokenizer, ["It was", " dark."], "The end"))
-    assert ids == [0, *tokenizer.encode("It was dark.\n\nThe end")]
 
 
 def test_embed_is_the_mean_of_the_last_states():
@@ -151,7 +145,6 @@ def test_embed_is_the_mean_of_the_last_states():
     for text, vector_D in zip([*texts[:2], "a\n\npair"], vectors_ND, strict=True):
         with torch.no_grad():
             assert close(vector_D, model.hidden(torch.tensor([[256, *text.encode()]]))[0].mean(0).numpy())
-    assert lineartime.embed(model.float(), byte_tokenizer(), texts[:1]).dtype == np.float32
     assert lineartime.embed(model, byte_tokenizer(), []).shape == (0, 8)
     seen = []
     cut_ND = lineartime.embed(model, byte_tokenizer(), texts, max_tokens=30, progress=seen.append)
@@ -159,9 +152,8 @@ def test_embed_is_the_mean_of_the_last_states():
     assert close(cut_ND[1], lineartime.embed(model, byte_tokenizer(), [texts[1][:29]])[0])
     with pytest.raises(DataError, match="an empty document: text 2"):
         lineartime.embed(model, byte_tokenizer(), ["a", " \n"])
-    for wrong in ({"max_tokens": 0}, {"batch_rows": 0}, {"precision": "float16"}):
-        with pytest.raises(UsageError, match=next(iter(wrong))):
-            lineartime.embed(model, byte_tokenizer(), ["a"], **wrong)
+    with pytest.raises(UsageError, match="batch_rows"):
+        lineartime.embed(model, byte_tokenizer(), ["a"], batch_rows=0)
 
 
 def test_autocast_rounds_neither_means_nor_logits_nor_cosines(monkeypatch):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fake_hub import Hub
 from lineartime.errors import DataError, UsageError
 from lineartime.qa.metrics import (
-    check_predictions,
     exact_match,
     f1,
     guess_by_overlap,
@@ -63,9 +62,6 @@ def test_an_answer_is_found_after_normalisation():
     assert occurrences(words_of("a b a b a"), ["b b"]) == [(2, 7)]
 
 
-# Scores of a set
-
-
 def question(id, *accepted, rules="triviaqa", text="Who?", documents=()):
     return Question(id, text, tuple(documents), accepted, accepted, rules)
 
@@ -78,38 +74,27 @@ def test_a_question_without_prediction_counts_as_zero_and_one_without_answer_doe
         score([question("3")], {"3": "z"})
 
 
-@pytest.mark.parametrize("content", [[], {"1": 2}, {"1": None}, {"1": "\ud800"}, "x"])
-def test_predictions_are_strings_by_id(content):
-    with pytest.raises(DataError):
-        check_predictions(content, "p.json")
-
-
-# The sources
-
-
-def triviaqa(folder, *, split="wikipedia-dev", **changes):
+def triviaqa(folder, **changes):
     """A TriviaQA file and its evidence."""
     for kind, name, text in (("wikipedia", "Ada.txt", TEXT), ("web", "0/0_1.txt", "Byron's daughter, Ada.")):
         path = folder / "evidence" / kind / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    record = {"QuestionId": "q1", "Question": "Who wrote the first program?", "QuestionSource": "hand",
-              "EntityPages": [{"Filename": "Ada.txt", "Title": "Ada", "DocSource": "Search"}],
-              "SearchResults": [{"Filename": "0/0_1.txt", "Url": "http://x"}],
+    record = {"QuestionId": "q1", "Question": "Who wrote the first program?",
+              "EntityPages": [{"Filename": "Ada.txt"}], "SearchResults": [{"Filename": "0/0_1.txt"}],
               "Answer": {"Value": "Ada Lovelace", "Aliases": ["Ada Lovelace", "Countess of Lovelace"],
-                         "NormalizedAliases": ["ada lovelace", "countess of lovelace"], "Type": "FreeForm"}}
-    record.update(changes)
+                         "NormalizedAliases": ["ada lovelace", "countess of lovelace"]}, **changes}
     record = {name: value for name, value in record.items() if value is not None}
-    path = folder / "qa" / f"{split}.json"
+    path = folder / "qa" / "wikipedia-dev.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"Domain": "Wikipedia", "VerifiedEval": False, "Data": [record]}), encoding="utf-8")
     return path
 
 
-def squad(folder, name="squad.json", **changes):
-    record = {"id": "s1", "question": "When?", "answers": [{"text": "1843", "answer_start": TEXT.index("1843")}]}
-    record.update(changes)
-    path = folder / name
+def squad(folder, **changes):
+    answer = {"text": "1843", "answer_start": TEXT.index("1843")}
+    record = {"id": "s1", "question": "When?", "answers": [answer], **changes}
+    path = folder / "squad.json"
     path.write_text(json.dumps({"version": "1.1", "data": [
         {"title": "Ada", "paragraphs": [{"context": TEXT, "qas": [record]}]}]}), encoding="utf-8")
     return path
@@ -119,9 +104,8 @@ def parquet(folder, **changes):
     record = {"question": "Who wrote the first program?", "question_id": "q1",
               "entity_pages": {"title": ["Ada"], "filename": ["Ada.txt"], "wiki_context": [TEXT]},
               "search_results": {"title": ["x"], "url": ["http://x"], "search_context": [""]},
-              "answer": {"value": "Ada Lovelace", "aliases": ["Ada Lovelace"], "normalized_aliases": ["ada lovelace"]}}
-    record.update(changes)
-    record = {name: value for name, value in record.items() if value is not None}
+              "answer": {"value": "Ada Lovelace", "aliases": ["Ada Lovelace"], "normalized_aliases": ["ada lovelace"]},
+              **changes}
     path = folder / "train-00000-of-00001.parquet"
     pq.write_table(pa.Table.from_pylist([record]), path)
     return path
@@ -189,118 +173,55 @@ def test_parquet(tmp_path):
 def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
     (expected,) = read_questions([parquet(tmp_path)])
     (record,) = pq.read_table(parquet(tmp_path)).to_pylist()
-    hub = Hub({"mandarjoshi/trivia_qa": {"train": [record], "validation": [{**record, "answer": None}],
-                                         "test": [{"question": "?"}]}})
+    hub = Hub({"mandarjoshi/trivia_qa": {"train": [record], "validation": [{**record, "answer": None}]}})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert list(read_questions(["hub:rc.wikipedia/train"])) == [expected]
     assert hub.asked == [("mandarjoshi/trivia_qa", "rc.wikipedia")] and hub.bars
-    for path, error, message in [
-            ("hub:rc.wikipedia/validation", DataError, "'answer' is not a JSON object: hub:.*validation, question 0"),
-            ("hub:rc.wikipedia/test", DataError, "no field 'entity_pages' or .*: hub:.*/test, question 0"),
-            ("hub:rc.wikipedia", UsageError, "say hub:rc.wikipedia/train"), ("hub:/train", UsageError, "no such"),
-            ("hub:rc.web/dev", UsageError, "no such questions on the hub: hub:rc.web/dev")]:
-        with pytest.raises(error, match=message):
-            list(read_questions([path]))
+    with pytest.raises(DataError, match=r"'answer' is not a JSON object: hub:.*validation, question 0"):
+        list(read_questions(["hub:rc.wikipedia/validation"]))
+    with pytest.raises(UsageError, match=r"say hub:rc.wikipedia/train"):
+        list(read_questions(["hub:rc.wikipedia"]))
     hub.data.clear()
     with pytest.raises(DataError, match="cannot read from the hub: mandarjoshi/trivia_qa; ConnectionError"):
         list(read_questions(["hub:rc.wikipedia/train"]))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="pip install datasets"):
-        list(read_questions(["hub:rc.wikipedia/train"]))
 
 
-def test_several_files_are_one_set(tmp_path):
-    found = list(read_questions([squad(tmp_path), triviaqa(tmp_path)]))
-    assert [(each.id, each.rules) for each in found] == [("s1", "squad"), ("q1", "triviaqa")]
-    (tmp_path / "again").mkdir()
-    with pytest.raises(DataError, match=r"the same question id twice: s1 in .*again"):
-        list(read_questions([squad(tmp_path), squad(tmp_path / "again")]))
-
-
-ANSWER = {"Value": "x", "Aliases": ["x"], "NormalizedAliases": ["x"]}
-
-
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"QuestionId": None}, r"no field 'QuestionId': .*Data\[0\]"),
-    ({"Question": 3}, "field 'Question' is not a string.*a whole number"),
-    ({"Question": "\ud800"}, "a lone surrogate"),
-    ({"EntityPages": {}}, "field 'EntityPages' is not a list.*a JSON object"),
-    ({"EntityPages": ["x"]}, r"not a JSON object: .*EntityPages\[0\]"),
-    ({"EntityPages": [{"Title": "x"}]}, r"no field 'Filename': .*EntityPages\[0\]"),
-    ({"EntityPages": [{"Filename": "../secret.txt"}]}, "not the name of a file of evidence"),
-    ({"EntityPages": [{"Filename": "/etc/passwd"}]}, "not the name of a file of evidence"),
-    ({"EntityPages": [{"Filename": "Nowhere.txt"}]}, r"no such file of evidence: .*Nowhere\.txt"),
-    ({"Answer": {**ANSWER, "Aliases": [1]}}, r"not a string: .*Answer.Aliases\[0\]; it is a whole number"),
-    ({"Answer": {"Value": "x", "Aliases": []}}, "no field 'NormalizedAliases'"),
-])
-def test_triviaqa_with_a_fault(tmp_path, changes, words):
+@pytest.mark.parametrize(("made", "changes", "words"), [
+    (triviaqa, {"QuestionId": None}, r"no field 'QuestionId': .*Data\[0\]"),
+    (triviaqa, {"Question": 3}, "field 'Question' is not a string.*a whole number"),
+    (triviaqa, {"Question": "\ud800"}, "a lone surrogate"),
+    (triviaqa, {"EntityPages": {}}, "field 'EntityPages' is not a list.*a JSON object"),
+    (triviaqa, {"EntityPages": [{"Filename": "../secret.txt"}]}, "not the name of a file of evidence"),
+    (triviaqa, {"EntityPages": [{"Filename": "/etc/passwd"}]}, "not the name of a file of evidence"),
+    (squad, {"answers": [{"text": "1843"}]}, r"no field 'answer_start': .*qas\[0\]\.answers\[0\]"),
+    (squad, {"answers": [{"text": "1843", "answer_start": True}]}, "not a whole number.*true or false"),
+    (squad, {"is_impossible": True}, "SQuAD v2"),
+    (parquet, {"answer": {"value": "x", "aliases": ["x"]}}, "no field 'normalized_aliases': .*row 1.answer"),
+    (parquet, {"entity_pages": {"filename": ["a", "b"], "wiki_context": ["x"]}}, "columns of different lengths")])
+def test_a_record_with_a_fault(tmp_path, made, changes, words):
     with pytest.raises(DataError, match=words) as refused:
-        list(read_questions([triviaqa(tmp_path, **changes)]))
+        list(read_questions([made(tmp_path, **changes)]))
     assert refused.value.exit_code == 3 and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"id": 1}, r"field 'id' is not a string: .*data\[0\]\.paragraphs\[0\]\.qas\[0\]"),
-    ({"answers": [{"text": "1843"}]}, r"no field 'answer_start': .*answers\[0\]"),
-    ({"answers": [{"text": "1843", "answer_start": True}]}, "not a whole number.*true or false"),
-    ({"is_impossible": True}, "SQuAD v2"),
-])
-def test_squad_with_a_fault(tmp_path, changes, words):
-    with pytest.raises(DataError, match=words):
-        list(read_questions([squad(tmp_path, **changes)]))
-
-
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"question_id": None}, "no field 'question_id'"), ({"answer": None}, "no field 'answer'"),
-    ({"entity_pages": None, "search_results": None}, "no field 'entity_pages' or 'search_results'"),
-    ({"answer": {"value": "x", "aliases": ["x"]}}, "no field 'normalized_aliases': .*row 1.answer"),
-    ({"entity_pages": {"filename": ["a", "b"], "wiki_context": ["x"]}}, "columns of different lengths"),
-    ({"entity_pages": {"filename": ["a"]}}, "no field 'wiki_context'"),
-])
-def test_parquet_with_a_fault(tmp_path, changes, words):
-    with pytest.raises(DataError, match=words):
-        list(read_questions([parquet(tmp_path, **changes)]))
-
-
 @pytest.mark.parametrize(("content", "words"), [
-    (b"", "not valid JSON"), (b"{", "not valid JSON: .*x.json:1, column 2"), (b"[]", "no field 'Data'"),
-    (b"\xff", "not valid UTF-8: .*byte 0"), (b'{"Data": []}', "no questions"), (b'{"data": 3}', "'data' is not a list"),
-    (b"[" * 200_000, "nested too deeply"), (b'{"data": [{"title": "x"}]}', r"no field 'paragraphs': .*data\[0\]"),
-])
+    (b"{", "not valid JSON: .*x.json:1, column 2"), (b"[]", "no field 'Data'"), (b"\xff", "not valid UTF-8: .*byte 0"),
+    (b'{"Data": []}', "no questions"), (b"[" * 200_000, "nested too deeply")])
 def test_a_file_that_is_none(tmp_path, content, words):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(DataError, match=words):
         list(read_questions([tmp_path / "x.json"]))
 
 
-@pytest.mark.parametrize("name", ["missing.json", "missing.parquet", "folder", "text.parquet"])
-def test_a_file_that_cannot_be_read(tmp_path, name):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "text.parquet").write_text("no parquet")
-    with pytest.raises(DataError, match=name):
-        list(read_questions([tmp_path / name]))
-
-
-def test_evidence_that_is_not_utf8(tmp_path):
-    path = triviaqa(tmp_path)
-    (tmp_path / "evidence/wikipedia/Ada.txt").write_bytes(b"Ada \xe9")
-    (found,) = read_questions([path])
-    with pytest.raises(DataError, match=r"not valid UTF-8: .*Ada\.txt, byte 4"):
-        found.documents[0].text()
-
-
-# The guess
-
-
 @pytest.mark.parametrize(("text", "expected"), [
     ("Who wrote the first program?", "Ada Lovelace"), ("When was the first program written?", "1843"),
-    ("What was it for?", "Analytical Engine"), ("xyzzy?", "Ada Lovelace"), ("", "Ada Lovelace")])
+    ("What was it for?", "Analytical Engine"), ("", "Ada Lovelace")])
 def test_the_guess_by_word_overlap(text, expected):
     other = Document("other", "Nothing here.\n\nThe program was long.")
     assert guess_by_overlap(question("1", text=text, documents=[Document("Ada", TEXT), other])) == expected
 
 
 def test_the_guess_takes_what_there_is():
-    assert guess_by_overlap(question("1", text="what", documents=[Document("", "only small words")])) == "only"
-    for nothing in ([], [Document("", "")], [Document("", " \n")], [Document("", "what?")]):
-        assert guess_by_overlap(question("1", text="what", documents=nothing)) == ""
+    for documents, expected in (("only small words", "only"), (" \n", ""), ("what?", "")):
+        assert guess_by_overlap(question("1", text="what", documents=[Document("", documents)])) == expected
+    assert guess_by_overlap(question("1", text="what")) == ""

@@ -52,9 +52,6 @@ def asked(text="Who wrote it?", *documents, answers=(), id="q", **changes):
                     tuple(answers), **changes)
 
 
-# Offsets and windows
-
-
 @TOKENIZERS
 @settings(max_examples=80)
 @given(text=TEXTS)
@@ -67,12 +64,7 @@ def test_offsets_give_back_the_text(tokenizer, text):
     assert offsets[0, 0] == 0 and offsets[-1, 1] == len(text)
     assert (np.diff(offsets, axis=0) >= 0).all() and (offsets[:, 0] < offsets[:, 1]).all()
     assert (offsets[1:, 0] <= offsets[:-1, 1]).all()  # no character is left out
-    assert_tokens_are_their_characters(tokenizer, text, ids, offsets)
-
-
-def assert_tokens_are_their_characters(tokenizer, text, ids, offsets):
-    """Of a token with part of a character only the rest can be compared."""
-    for token, (start, stop) in zip(ids, offsets, strict=True):
+    for token, (start, stop) in zip(ids, offsets, strict=True):  # of a token with part of a character only the rest
         spelled = tokenizer.decode([token])
         assert spelled == text[start:stop] or ("\ufffd" in spelled and spelled.strip("\ufffd") in text[start:stop])
 
@@ -106,8 +98,6 @@ def test_windows_are_cls_question_sep_document_sep(tokenizer, text, other, quest
         part = passage.ids[window.first : window.stop].tolist()
         assert ids == [*head, *part, tokenizer.separator] and n <= context
         assert passage.text == (text, other)[window.document]
-        assert ids[window.offset :][: len(part)] == part
-        assert ids.count(tokenizer.separator) == 2 and ids.count(tokenizer.end_of_document) == 1
         candidates = np.flatnonzero(window.roles & CANDIDATE)
         assert candidates.tolist() == [0, *range(len(head), n - 1)]
         assert (window.roles & TOKEN).all() and not window.answered
@@ -124,12 +114,9 @@ def test_a_tokenizer_without_sep_and_impossible_windows_are_refused():
             WindowConfig(**wrong)
 
 
-# Targets
-
-
-def target_texts(question, context=400, tokenizer=BPE):
+def target_texts(question, tokenizer):
     found = []
-    for window, passage in windows_of(tokenizer, question, WindowConfig(context)):
+    for window, passage in windows_of(tokenizer, question, WindowConfig(400)):
         starts, ends = (np.flatnonzero(window.roles & role) - window.offset + window.first for role in (START, END))
         found.append([passage.text[slice(*passage.characters(a, b))] for a, b in zip(starts, ends, strict=True)]
                      if window.answered else None)
@@ -138,30 +125,14 @@ def target_texts(question, context=400, tokenizer=BPE):
 
 @TOKENIZERS
 def test_every_occurrence_of_an_alias_is_a_target(tokenizer):
+    """But of SQuAD the given span alone."""
     text = "The café of Émile-Noël. EMILE no; émile  noël! Nothing; (Tokyo) 東京 and Tokyo's"
     question = asked("?", text, "no answer here", answers=["Émile Noël", "東京", "Tokyo"])
     expected = ["Émile-Noël", "émile  noël", "Tokyo", "東京", "Tokyo"]
-    assert target_texts(question, tokenizer=tokenizer) == [expected, None]
-
-
-def test_squad_aims_at_its_span_alone():
-    text = "1843 and 1843 and 1843"
-    assert target_texts(asked("?", text, answers=["1843"], rules="squad", spans=((9, 13),))) == [["1843"]]
-    assert target_texts(asked("?", text, answers=["1843"], rules="squad", spans=())) == [None]
-
-
-@settings(max_examples=60)
-@given(before=st.integers(0, 200), after=st.integers(0, 200), context=st.integers(24, 80))
-def test_an_answer_counts_where_it_is_whole(before, after, context):
-    text = "x " * before + "Ada Lovelace" + " x" * after
-    windows = WindowConfig(context, max_answer_tokens=len(BPE.encode(" Ada Lovelace")))
-    n_answered = 0
-    for window, passage in windows_of(BPE, asked("?", text, answers=["ada lovelace"]), windows):
-        a, b = passage.tokens(2 * before, 2 * before + 12)
-        assert passage.text[slice(*passage.characters(a, b))] == "Ada Lovelace"
-        assert window.answered == (window.first <= a and b < window.stop)
-        n_answered += window.answered
-    assert n_answered >= 1
+    assert target_texts(question, tokenizer) == [expected, None]
+    for spans, expected in ((((9, 13),), ["1843"]), ((), None)):
+        squad = asked("?", "1843 and 1843 and 1843", answers=["1843"], rules="squad", spans=spans)
+        assert target_texts(squad, tokenizer) == [expected]
 
 
 def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
@@ -186,14 +157,10 @@ def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
     assert forwards == backwards
 
 
-# The model
-
-
 SIZES = {"n_layers": 2, "d_model": 16, "vocab_size": BPE.vocab_size, "context": 64, "causal": False,
          "end_of_document": BPE.end_of_document}
 CONFIGS: dict[str, ModelConfig] = {
     "flash": model_config("flash", **SIZES, query_key_dim=8, chunk_size=8, cls_softmax=True),
-    "flash first_to_all": model_config("flash", **SIZES, query_key_dim=8, chunk_size=8, first_to_all=True),
     "flash-quad": model_config("flash-quad", **SIZES, query_key_dim=8),
     "transformer": model_config("transformer", **SIZES, n_heads=2),
     "mc-tfm++": model_config("mc-tfm++", **SIZES, n_heads=2, chunk_size=8),
@@ -275,12 +242,10 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
 
     class Model(torch.nn.Linear):
         def forward(self, ids_BT, padding_mask_BT):
-            out = []
-            for row in ids_BT:
-                drawn = generator.integers(0, 3, (len(row), 2)) if coarse else generator.normal(size=(len(row), 2))
-                logits_of[len(logits_of)] = drawn.astype(np.float64)
-                out.append(torch.from_numpy(logits_of[len(logits_of) - 1]))
-            return torch.stack(out)
+            shape = (ids_BT.shape[1], 2)
+            drawn = generator.integers(0, 3, shape) if coarse else generator.normal(size=shape)
+            logits_of[len(logits_of)] = drawn.astype(np.float64)
+            return torch.from_numpy(logits_of[len(logits_of) - 1])[None]
 
     windows, one = WindowConfig(24, max_answer_tokens=longest), asked(question, text)
     (found,) = predict(Model(1, 1), tokenizer, [one], windows, batch_rows=1)
@@ -303,9 +268,6 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
         assert found.answer == text[best[1] : best[2]].strip() == text[found.span.start : found.span.stop] != ""
 
 
-# From pretraining to fine-tuning
-
-
 def pretrained(preset="flash", **changes):
     torch.manual_seed(3)
     model = LanguageModel(replace(CONFIGS[preset], cls_softmax=False, **changes)).eval()
@@ -318,24 +280,17 @@ def pretrained(preset="flash", **changes):
 def test_the_papers_settings_are_the_defaults():
     long = LanguageModel(model_config("flash", n_layers=1, d_model=8, vocab_size=11, causal=False, chunk_size=256))
     assert span_config(long, 4096, {}) == replace(long.config, context=4096, chunk_size=128, cls_softmax=True)
-    assert span_config(pretrained(), 64, {"first_to_all": True}).chunk_size == 8
     quad = LanguageModel(model_config("flash-quad", n_layers=1, d_model=8, vocab_size=11, causal=False))
     assert span_config(quad, 4096, {}) == replace(quad.config, context=4096, attn_scale_len=512)
-    for preset in ("combiner", "mc-tfm++", "performer"):  # what Section 4.3 changes it changes for FLASH
-        other = LanguageModel(model_config(preset, n_layers=1, d_model=24, vocab_size=11, causal=False))
-        assert span_config(other, 4096, {}) == replace(other.config, context=4096)
-    words = LanguageModel(CONFIGS["transformer"])
-    assert span_config(words, 32, {}) == replace(words.config, context=32)
+    other = LanguageModel(model_config("mc-tfm++", n_layers=1, d_model=24, vocab_size=11, causal=False))
+    assert span_config(other, 4096, {}) == replace(other.config, context=4096)  # Section 4.3 changes FLASH alone
 
 
 def test_what_fine_tuning_cannot_change_is_refused():
     with pytest.raises(UsageError, match="sees both ways"):
         span_config(pretrained(causal=True), 64, {})
-    with pytest.raises(UsageError, match="d_model"):
-        span_config(pretrained(), 64, {"d_model": 32})
-    for config in ("transformer", "flash-quad"):
-        with pytest.raises(UsageError, match="row longer than the position table"):
-            span_config(LanguageModel(CONFIGS[config]), 65, {})
+    with pytest.raises(UsageError, match="row longer than the position table"):
+        span_config(LanguageModel(CONFIGS["transformer"]), 65, {})
     with pytest.raises(CheckpointError, match=r"do not fit: .*layers\.0\..*in_proj"):
         span_model(pretrained(), replace(CONFIGS["flash"], query_key_dim=4), 0)
     with pytest.raises(CheckpointError, match=r"rel_pos_bias\.a is missing"):
@@ -347,9 +302,8 @@ def test_unchanged_settings_keep_the_trunk_as_it_is():
     after = span_model(before, before.config, 5)
     ids = torch.randint(0, BPE.vocab_size, (2, 40))
     assert torch.equal(before.hidden(ids), after.hidden(ids))
-    again, other = span_model(before, before.config, 5), span_model(before, before.config, 6)
-    assert torch.equal(after.span_head.weight, again.span_head.weight)
-    assert not torch.equal(after.span_head.weight, other.span_head.weight)
+    again, other = (span_model(before, before.config, seed).span_head.weight for seed in (5, 6))
+    assert torch.equal(after.span_head.weight, again) and not torch.equal(after.span_head.weight, other)
     assert torch.equal(span_model(after, before.config, 6).span_head.weight, after.span_head.weight)
 
 
@@ -393,16 +347,19 @@ def test_first_to_all_adds_heads_and_a_shorter_context_cuts_the_table():
     assert torch.equal(short.abs_pos.weight, words.abs_pos.weight[:20])
 
 
-# transformers
+def transformers_model(model, folder, *more):
+    """The model in `transformers`, and what was missing in its weights."""
+    (folder / "config.json").write_text(model_config_json(model.config, *more))
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
+    theirs, info = AutoModelForQuestionAnswering.from_pretrained(folder, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    return theirs, {name.removeprefix("model.") for name in info["missing_keys"]}
 
 
 def test_auto_model_for_question_answering(tmp_path):
     ours = random_spans(CONFIGS["flash"]).float()
-    (tmp_path / "config.json").write_text(model_config_json(ours.config, QUESTION_ANSWERING))
-    save_file({name: p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
-    theirs, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
-    assert isinstance(theirs, lineartime.hf.LineartimeForQuestionAnswering)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    theirs, missing = transformers_model(ours, tmp_path, QUESTION_ANSWERING)
+    assert isinstance(theirs, lineartime.hf.LineartimeForQuestionAnswering) and not missing
     ids = torch.randint(0, BPE.vocab_size, (2, 20))
     mask = torch.ones_like(ids)
     mask[1, 12:] = 0
@@ -425,17 +382,14 @@ def test_auto_model_for_question_answering(tmp_path):
     assert nothing == 0 and all((p.grad == 0).all() for p in theirs.parameters() if p.grad is not None)
     theirs.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == [QUESTION_ANSWERING]
-    for wrong in ({"labels": ids}, {"start_positions": torch.tensor([1, 2])}):
-        with pytest.raises(UsageError):
-            theirs(ids, **wrong)
+    with pytest.raises(UsageError):
+        theirs(ids, start_positions=torch.tensor([1, 2]))
 
 
 def test_transformers_starts_a_span_head_on_a_masked_model(tmp_path):
     ours = pretrained()
-    (tmp_path / "config.json").write_text(model_config_json(ours.config))
-    save_file({name: p.detach() for name, p in ours.named_parameters()}, tmp_path / "model.safetensors")
-    theirs, info = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
-    assert {name.removeprefix("model.") for name in info["missing_keys"]} == {"span_head.weight", "span_head.bias"}
+    theirs, missing = transformers_model(ours, tmp_path)
+    assert missing == {"span_head.weight", "span_head.bias"}
     weight = theirs.model.span_head.weight
     assert 0.005 < weight.std() < 0.05 and (theirs.model.span_head.bias == 0).all()
     assert torch.equal(theirs.model.embed.weight, ours.embed.weight)

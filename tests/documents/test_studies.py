@@ -1,0 +1,68 @@
+"""The studies of listops, retrieval and labels by length: what they draw, how they count, and their page."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lineartime
+from benchmarks import ROOT
+from benchmarks.append import rows_in
+from studies import document_scores, expressions, labelled_texts, listops, retrieval, rows_of
+
+pytestmark = pytest.mark.rest
+
+BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
+
+
+def value_of(symbols: list[str]) -> int:
+    """An expression's value, by a stack: another way than that of the study."""
+    stack: list[list] = [[]]
+    for symbol in symbols:
+        if symbol.isdigit():
+            stack[-1].append(int(symbol))
+        elif symbol != "]":
+            stack.append([symbol])
+        else:
+            name, *values = stack.pop()
+            results = {"MIN": min(values), "MAX": max(values), "SM": sum(values) % 10, "MED": int(np.median(values))}
+            stack[-1].append(results[name])
+    (value,), = stack
+    return value
+
+
+def test_expressions_have_their_values() -> None:
+    draw = random.Random(0)
+    for _ in range(400):
+        symbols, value = expressions.expression(draw)
+        assert value == value_of(symbols) and 0 <= value <= 9
+
+
+def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
+    asking = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
+    assert retrieval.ranks(asking, np.eye(3)).tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("by_label", [True, False])
+def test_books_are_in_one_split_and_every_label_is_tested(by_label: bool) -> None:
+    """Twelve books of each of three authors, which are parts of one; each names itself all the time."""
+    sources = [labelled_texts.Source(f"author {i % 3}", f"book {i}",
+                                     BOOK[i * 20_000 : (i + 1) * 20_000].replace("\n\n", f" <{i}> "))
+               for i in range(36)]
+    task = labelled_texts.Task(None, (32, 128), 4, 2, by_label)
+    _, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
+    found = labelled_texts.passages(task, sources, 2000, 0, tokenizer)
+    books = {split: {word for text, _ in each for word in text.split() if word.startswith("<") and word.endswith(">")}
+             for split, each in found.items()}
+    assert all(books.values()) and sum(map(len, books.values())) == len(set.union(*books.values()))
+    assert {len(found["train"]) / 4, len(found["test"]) / 2, len(found["validation"])} == {24, 6}
+    assert not by_label or {label for _, label in found["test"]} == {"author 0", "author 1", "author 2"}
+
+
+@pytest.mark.parametrize(("table", "name"), [
+    (listops.table, "listops"), (retrieval.table, "retrieval"), (document_scores.tables, "documents")])
+def test_the_page_shows_the_rows(table, name) -> None:
+    """After new rows: python -m studies.listops --into benchmarks/tables/documents.md, and so for the others."""
+    page = (ROOT / "benchmarks/tables/documents.md").read_text(encoding="utf-8")
+    assert table(rows_in(rows_of(name))) in page
