@@ -1,20 +1,19 @@
 """The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
 
 import itertools
-import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.atomic_io import read_toml
 from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config, to_dict
 from lineartime.config_json import model_config_from_json, model_config_json
 from lineartime.errors import UsageError
-from lineartime.run_config import RUN_FIELDS, RunConfig, parse_setting, run_config
+from lineartime.run_config import RUN_FIELDS, parse_setting, run_config
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
 
@@ -91,62 +90,43 @@ def test_what_follows_from_the_fields():
 
 REFUSED = [
     ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
-    ({"model": "gpt"}, "unknown model: gpt; one of transformer, transformer+, transformer++, performer, "
-                       "performer-matmul, combiner, mc-tfm++, flash-quad, flash"),
     ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
-    ({"zzz": 1}, "unknown setting: zzz; one of model, from, task, size, data, "),
     ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
     ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
     ({"causal": 1}, "wrong value: causal = 1; it takes true or false"),
-    ({"learning_rate": "fast"}, "wrong value: learning_rate = 'fast'; it takes a number"),
     ({"learning_rate": float("nan")}, "wrong value: learning_rate = nan; it takes a finite number"),
     ({"clip": "off"}, "wrong value: clip = 'off'; it takes a number or none"),
-    ({"norm": "layernorm"}, "wrong value: norm = 'layernorm'; it takes layer_norm or scale_norm"),
     ({"rel_pos": "alibi"}, "wrong value: rel_pos = 'alibi'; it takes rope or none"),
     ({"model": "transformer", "n_layers": 0}, "n_layers must be at least 1: n_layers = 0"),
     ({"init_std": 0.0}, "init_std must be positive: init_std = 0.0"),
     ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
     ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),
-    ({"data": ""}, "training needs text: no data is named"),
     ({"data": 5}, "wrong value: data = 5; it takes a folder's path"),
     ({"a\nb": 1}, "unknown setting: a b; one of "),
-    ({"chunk_size": None}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = None; "
-                           "try chunk_size = 256"),
+    ({"chunk_size": None}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = None; try chunk_"),
     ({"model": "performer", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = linear; leave it "),
-    ({"document_mask": "paper", "chunk_pooling": "sum"},
-     "the paper's document mask goes with chunk_pooling = mean alone: chunk_pooling = sum"),
-    ({"document_mask": "paper", "overlap": True},
-     'the paper\'s document mask does not go with overlap: document_mask = paper; set document_mask = "exact"'),
+    ({"document_mask": "paper", "chunk_pooling": "sum"}, "the paper's document mask goes with chunk_pooling = mean al"),
+    ({"document_mask": "paper", "overlap": True}, "the paper's document mask does not go with overlap: document_mask "),
     ({"chunk_parts": "global", "overlap": True}, "there is no local part to overlap: chunk_parts = global; leave "),
-    ({"chunk_pooling": "attention", "chunk_parts": "local"},
-     "learned chunk weights are for GAU layers with one head and a linear part: ffn = gau, n_heads = 1, chunk_part"),
-    ({"chunk_pooling": "attention", "end_of_document": 0}, "learned chunk weights are for unpacked rows: "
-     "end_of_document = 0; set end_of_document = none: a row is one document"),
+    ({"chunk_pooling": "attention", "chunk_parts": "local"}, "learned chunk weights are for GAU layers with one head "),
+    ({"chunk_pooling": "attention", "end_of_document": 0}, "learned chunk weights are for unpacked rows: end_of_docum"),
     ({"model": "flash-quad", "overlap": True}, "overlap is for mixed chunk attention: overlap = True, attn_type = qu"),
-    ({"model": "flash-quad", "first_to_all": True, "causal": False}, "first_to_all is for mixed chunk attention: "),
-    ({"first_to_all": True}, "first_to_all and cls_softmax are for bidirectional GAU layers with one head: "
-                             "causal = True, ffn = gau, n_heads = 1; set causal = false"),
+    ({"first_to_all": True}, "first_to_all and cls_softmax are for bidirectional GAU layers with one head: causal = T"),
     ({"cls_softmax": True, "causal": False, "n_heads": 2}, "first_to_all and cls_softmax are for bidirectional GAU "),
     ({"cls_softmax": True, "causal": False, "attn_kernel": "softmax"}, "cls_softmax takes the place of relu2: attn_"),
-    ({"model": "transformer", "chunk_parts": "local"}, "chunk_parts is for mixed chunk attention: chunk_parts = "),
-    ({"model": "flash-quad", "document_mask": "paper"}, "document_mask is for mixed chunk attention: document_mask = "),
     ({"rope_base": 1}, "rope_base must be above 1: rope_base = 1"),
     ({"model": "transformer", "rope_base": 500}, "there is no RoPE to set a base of: rope_base = 500, rel_pos = None"),
     ({"key_conv": 1}, "key_conv is 0 or at least 2: key_conv = 1"),
     ({"key_conv": 257}, "key_conv is too large: key_conv = 257; the largest is 256"),
     ({"key_conv": 4, "causal": False}, "a window around a token is odd: key_conv = 4, causal = false; set key_conv = "),
     ({"model": "performer", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
-    ({"chunk_parts": "local", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "
-     "chunk attention: attn_type = mixed_chunk, chunk_parts = local; leave it out"),
+    ({"chunk_parts": "local", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed c"),
     *(({"model": "flash-quad", name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
       for name, value in (("linear_scale_init", 1.0), ("linear_rope", False), ("linear_gate", True),
                           ("linear_norm", True), ("linear_divisor", 2))),
-    ({"chunk_parts": "local", "linear_gate": True}, "linear_gate is for the linear half of mixed chunk attention: "
-     "attn_type = mixed_chunk, chunk_parts = local; leave it out"),
     ({"local_key_conv": True}, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_"),
-    ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU "
-     "makes queries and keys from one base"),
+    ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU mak"),
     ({"model": "mc-tfm++", "local_scale_init": 1}, "local_scale_init is for a GAU with local attention: ffn = "),
     ({"linear_divisor": -1, "chunk_pooling": "fixed"}, "linear_divisor must be positive: linear_divisor = -1.0"),
     ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),
@@ -158,13 +138,9 @@ REFUSED = [
      "the inner width must be a multiple of n_heads: 6, n_heads = 4"),
     ({"attn_type": "linear", "chunk_size": None, "attn_kernel": "relu", "prefix_sum": "scan"},
      "a GAU's attention is quadratic or mixed_chunk: attn_type = linear"),
-    ({"attn_kernel": "relu"}, "mixed_chunk attention does not take this kernel: attn_kernel = relu; "
-                              "set attn_kernel = softmax or relu2"),
-    ({"model": "performer", "attn_kernel": "softmax"},
-     "linear attention does not take this kernel: attn_kernel = softmax; "
-                                                       "set attn_kernel = relu"),
-    ({"model": "performer", "prefix_sum": None}, "prefix_sum is for linear attention: prefix_sum = None, attn_type = "
-                                                 "linear; set it to scan"),
+    ({"attn_kernel": "relu"}, "mixed_chunk attention does not take this kernel: attn_kernel = relu; set attn_kernel ="),
+    ({"model": "performer", "attn_kernel": "softmax"}, "linear attention does not take this kernel: attn_kernel = sof"),
+    ({"model": "performer", "prefix_sum": None}, "prefix_sum is for linear attention: prefix_sum = None, attn_type = "),
     ({"prefix_sum": "scan"}, "prefix_sum is for linear attention: prefix_sum = scan, attn_type = mixed_chunk; leave"),
     ({"rel_pos": None}, "a GAU needs rel_pos = rope: rel_pos = None"),
     ({"query_key_dim": 127}, "RoPE needs an even width: queries and keys are 127 wide"),
@@ -172,22 +148,17 @@ REFUSED = [
     ({"model": "transformer", "n_heads": 7}, "d_model must be a multiple of n_heads: d_model = 768, n_heads = 7"),
     ({"end_of_document": 32_000}, "end_of_document is outside the vocabulary: 32000 of 32000"),
     ({"save_every": 0}, "save_every must be at least 1: save_every = 0"),
-    ({"seed": -1}, "seed must not be negative: seed = -1"),
     ({"weight_decay": -0.1}, "weight_decay must not be negative: weight_decay = -0.1"),
     ({"learning_rate": 0}, "learning_rate must be positive: learning_rate = 0.0"),
     ({"adam_beta2": 1}, "adam_beta2 must lie in [0, 1): adam_beta2 = 1.0"),
     ({"clip": 0}, 'clip must be positive: clip = 0.0; say "none" for off'),
-    ({"steps": 100, "warmup_steps": 101}, "warm-up is longer than the run: warmup_steps = 101, steps = 100; lower "
-                                          "warmup_steps"),
-    ({"schedule": "step"}, "wrong value: schedule = 'step'; it takes linear or cosine or wsd or constant"),
+    ({"steps": 100, "warmup_steps": 101}, "warm-up is longer than the run: warmup_steps = 101, steps = 100; lower war"),
     ({"decay_share": 0.5}, 'decay_share is for schedule "wsd": schedule = linear; leave it out'),
     ({"schedule": "wsd", "decay_share": 0}, "decay_share is a share of the steps: decay_share = 0.0; it lies above 0"),
-    ({"schedule": "wsd", "decay_share": 0.9, "steps": 10}, "the warm-up reaches into the decay: warmup_steps = 2, the "
-                                                           "decay begins at step 1; lower warmup_steps or decay_share"),
+    ({"schedule": "wsd", "decay_share": 0.9, "steps": 10}, "the warm-up reaches into the decay: warmup_steps = 2, the"),
     ({"from": "small"}, "weights have their own model: model = flash, from = small; leave one out"),
     ({"micro_batch_tokens": 3072}, "tokens_per_step must be a multiple of micro_batch_tokens: 262144 and 3072"),
-    ({"context": 3000}, "micro_batch_tokens must be a multiple of context: micro_batch_tokens = 4096, context = 3000; "
-                        "a micro-batch holds whole rows"),
+    ({"context": 3000}, "micro_batch_tokens must be a multiple of context: micro_batch_tokens = 4096, context = 3000;"),
 ]
 
 
@@ -213,27 +184,18 @@ def test_a_wrong_setting_is_refused_in_one_line():
 WRONG_WORDS = [
     ("steps", "a setting is NAME=VALUE: 'steps'"),
     ("=3", "unknown setting"),
-    ("stepz=3", "unknown setting: stepz; did you mean steps?"),
     ("steps=", "wrong value: steps = ''; it takes a whole number"),
     ("steps=1e5", "wrong value: steps = '1e5'; it takes a whole number"),
     ("compile=yes", "wrong value: compile = 'yes'; it takes true or false"),
-    ("clip=off", "wrong value: clip = 'off'; it takes a number or none"),
+    ("seed=" + "1" * 5000, "wrong value: seed"),
 ]
 
 
 def test_a_run_needs_a_model_data_and_a_folder():
-    for missing, message in (
-            ("model", "training needs a model: none is named; name one of transformer, transformer+, transformer++, "
-                      "performer, performer-matmul, combiner, mc-tfm++, flash-quad, flash, flash+, or begin with "
-                      "trained weights: --from RUN"),
-            ("data", "training needs text: no data is named; give --data a folder made by `lineartime prepare`"),
-            ("out", "training needs a folder for the run: none is named; give --out a new folder")):
-        assert refused_by(run_config, {name: value for name, value in MINIMAL.items() if name != missing}) == message
-
-
-def test_no_two_settings_share_a_name():
-    names = RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS
-    assert len(names) == len(set(names))
+    for missing, message in (("model", "training needs a model: none is named; name one of transformer, "),
+                             ("data", "training needs text: no data is named; give --data a folder made by `line"),
+                             ("out", "training needs a folder for the run: none is named; give --out a new folder")):
+        assert refused_by(run_config, {name: MINIMAL[name] for name in MINIMAL if name != missing}).startswith(message)
 
 
 # Values of which many are valid and many are nearly so.
@@ -257,7 +219,6 @@ def test_any_settings_are_a_run_or_a_usage_error(fields, complete):
     except UsageError as refused:
         assert str(refused) and "\n" not in str(refused)
     else:
-        assert isinstance(run, RunConfig)
         for name, value in fields.items():
             if name in MODEL_FIELDS + TRAIN_FIELDS:
                 kept = getattr(run.model if name in MODEL_FIELDS else run.train, name)
@@ -277,17 +238,6 @@ def test_every_field_reads_back_from_text():
         assert parse_setting(text) == (name, value) and type(parse_setting(text)[1]) is type(value)
 
 
-@settings(max_examples=150)
-@given(st.builds("{}={}".format, NAMES, st.text() | st.floats().map(str) | st.integers().map(str)) | st.text())
-@example("seed=" + "1" * 5000)
-def test_any_command_line_setting_is_read_or_a_usage_error(text):
-    try:
-        name, value = parse_setting(text)
-        run_config(MINIMAL | {name: value})
-    except UsageError as refused:
-        assert str(refused) and "\n" not in str(refused)
-
-
 def test_a_wrong_stored_configuration_is_refused():
     for text, message in (
             ("", "not valid JSON: config.json; "), ("[" * 100_000, "not valid JSON: config.json; "),
@@ -298,16 +248,9 @@ def test_a_wrong_stored_configuration_is_refused():
         assert refused_by(model_config_from_json, text).startswith(message)
 
 
-def test_a_stored_configuration_names_its_model_and_its_special_tokens():
-    fields = json.loads(model_config_json(model_config("flash", end_of_document=7)))
-    assert (fields["model_type"], fields["bos_token_id"], fields["eos_token_id"]) == ("lineartime", 7, 7)
-    assert fields["tie_word_embeddings"] is True
-
-
 def test_a_wrong_toml_file_is_refused(tmp_path):
     path = tmp_path / "run.toml"
-    flat = f"settings are flat: [model] in {path}; move its fields to the top"
-    for content, message in ((b"[model]\nd_model = 3", flat), (b"model.d_model = 3", flat),
+    for content, message in ((b"[model]\nd_model = 3", f"settings are flat: [model] in {path}; move its fields to"),
                              (b"steps = 1\nsteps = 2", f"not valid TOML: {path}; "),
                              (b"\xff\xfe", f"not valid TOML: {path}; "),
                              (b"steps = " + b"1" * 5000, f"not valid TOML: {path}; "),
@@ -318,18 +261,6 @@ def test_a_wrong_toml_file_is_refused(tmp_path):
     assert refused_by(read_toml, tmp_path).endswith("; Is a directory")
 
 
-@settings(max_examples=100)
-@given(st.binary(max_size=40) | st.text("ab[]{}='\"\n.,1-:T# ", max_size=40).map(str.encode))
-def test_any_file_is_settings_or_a_usage_error(tmp_path_factory, content):
-    path = tmp_path_factory.mktemp("toml") / "run.toml"
-    path.write_bytes(content)
-    try:
-        read_toml(path)
-    except UsageError as refused:
-        assert "\n" not in str(refused)
-        assert str(path) in str(refused)
-
-
 def test_a_wrong_configuration_is_refused_before_anything_heavy_is_imported():
     heavy = ("torch", "transformers", "numpy", "matplotlib", "pyarrow", "tokenizers")
     code = f"import sys, lineartime.config; print([m for m in {heavy} if m in sys.modules])"
@@ -337,6 +268,5 @@ def test_a_wrong_configuration_is_refused_before_anything_heavy_is_imported():
 
 
 def test_flash_plus_is_flash_with_four_fields():
-    plus, flash = (to_dict(model_config(name)) for name in ("flash+", "flash"))
-    assert {name: value for name, value in plus.items() if flash[name] != value} == {
-        "key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+    four = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+    assert to_dict(model_config("flash+")) == to_dict(model_config("flash")) | four

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, 
 
 from lineartime.config import model_config
 from lineartime.data.prepare import SAMPLE
-from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, train_tokenizer
+from lineartime.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from lineartime.errors import UsageError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer
 from lineartime.model import masked_token_losses
@@ -23,12 +23,11 @@ EOD, MASK = TOKENIZER.end_of_document, TOKENIZER.mask
 SIZES = {"n_layers": 2, "d_model": 16, "vocab_size": TOKENIZER.vocab_size, "context": 96, "end_of_document": EOD}
 CONFIGS = {
     "flash": model_config("flash", "c4", **SIZES, query_key_dim=8, chunk_size=4),
-    "flash-quad": model_config("flash-quad", "c4", **SIZES, query_key_dim=8),
     "transformer++": model_config("transformer++", "c4", **SIZES, n_heads=2),
 }
 
 
-@pytest.fixture(scope="module", params=["flash", *rest("flash-quad", "transformer++")])
+@pytest.fixture(scope="module", params=["flash", *rest("transformer++")])
 def ours(request):
     return random_model(CONFIGS[request.param])
 
@@ -56,18 +55,6 @@ def test_a_checkpoint_says_what_it_is_and_gives_the_same_logits(ours, folder):
         assert torch.equal(AutoModel.from_pretrained(folder)(ids_BT).last_hidden_state, ours.hidden(ids_BT))
 
 
-def test_vectors_instead_of_tokens(folder):
-    """Here padding is a token of the vocabulary, and no vector is taken for it."""
-    hf = AutoModelForMaskedLM.from_pretrained(folder)
-    ids_BT = some_ids()
-    ids_BT[ids_BT == EOD] = MASK  # vectors begin no documents
-    with torch.no_grad():
-        for mask_BT in (None, torch.ones_like(ids_BT)):
-            expected = hf(ids_BT, attention_mask=mask_BT).logits
-            got = hf(inputs_embeds=hf.get_input_embeddings()(ids_BT), attention_mask=mask_BT).logits
-            assert torch.equal(got, expected)
-
-
 def test_the_loss_is_the_mean_over_labels(ours, folder):
     hf, ids_BT = AutoModelForMaskedLM.from_pretrained(folder), some_ids()
     targets_BT = torch.full_like(ids_BT, -1)
@@ -75,7 +62,7 @@ def test_the_loss_is_the_mean_over_labels(ours, folder):
     expected = masked_token_losses(ours, ids_BT, targets_BT).detach()
     labels_BT = torch.where(targets_BT < 0, -100, targets_BT)
     output = hf(ids_BT, labels=labels_BT)
-    assert torch.allclose(output.loss, expected.mean(), rtol=1e-6)
+    assert torch.allclose(output.loss, expected.mean(), rtol=1e-6) and output.logits is not None
     assert torch.allclose(hf(ids_BT, labels=labels_BT, num_items_in_batch=7).loss, expected.sum() / 7, rtol=1e-6)
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[0, 15:] = mask_BT[1, :2] = 0
@@ -83,15 +70,13 @@ def test_the_loss_is_the_mean_over_labels(ours, folder):
                      for each_BT in (ids_BT, ids_BT.masked_fill(mask_BT == 0, -100)))
     assert torch.equal(learned, some)  # padding is no target, whatever its id
     output.loss.backward()
-    gradient = {name: p.grad.abs().max() for name, p in hf.named_parameters() if p.grad is not None}
-    assert len(gradient) == len(list(hf.parameters())) and all(g > 0 for g in gradient.values()), gradient
+    assert all(p.grad.abs().max() > 0 for p in hf.parameters())
     hf.zero_grad()
     nothing = hf(ids_BT, labels=torch.full_like(ids_BT, -100)).loss
     nothing.backward()
     assert nothing == 0 and all((p.grad == 0).all() for p in hf.parameters())
     trained = hf.train()(ids_BT, labels=labels_BT)
-    assert torch.equal(trained.loss, output.loss)
-    assert trained.logits is None and output.logits is not None and hf(ids_BT).logits is not None
+    assert torch.equal(trained.loss, output.loss) and trained.logits is None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -113,28 +98,14 @@ def test_padding_on_either_side_changes_nothing(side, ours, folder):
 
 def test_a_mask_in_the_text_is_the_token(folder, tmp_path):
     """Though a document that spells it out is text; around it are the tokens of the text without it."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert type(tokenizer) is LineartimeTokenizer
-    assert (tokenizer.mask_token, tokenizer.mask_token_id) == ("[MASK]", MASK)
-    assert (tokenizer.sep_token, tokenizer.sep_token_id) == ("[SEP]", TOKENIZER.separator)
+    tokenizer, text = AutoTokenizer.from_pretrained(folder), "Reader, I [MASK] him.[SEP]b"
     assert tokenizer.bos_token == tokenizer.pad_token == END_OF_DOCUMENT and len(tokenizer) == TOKENIZER.vocab_size
-    before, after = TOKENIZER.encode("Reader, I"), TOKENIZER.encode(" him.")
-    ids = tokenizer("Reader, I [MASK] him.")["input_ids"]
-    assert ids == [EOD, *before, MASK, *after]
-    assert tokenizer("a[SEP]b")["input_ids"] == [EOD, *TOKENIZER.encode("a"), TOKENIZER.separator,
-                                                 *TOKENIZER.encode("b")]
     tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(again) is LineartimeTokenizer and again("Reader, I [MASK] him.")["input_ids"] == ids
-    assert (again.mask_token_id, again.sep_token_id) == (MASK, TOKENIZER.separator)
-
-
-def test_a_checkpoint_without_a_mask_has_none(folder, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json, encoding="utf-8")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.mask_token is None and tokenizer.sep_token is None
-    assert tokenizer("[MASK]")["input_ids"] == [256, *b"[MASK]"]
+    before, after, last = (TOKENIZER.encode(part) for part in ("Reader, I", " him.", "b"))
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert type(each) is LineartimeTokenizer
+        assert (each.mask_token_id, each.sep_token_id) == (MASK, TOKENIZER.separator)
+        assert each(text)["input_ids"] == [EOD, *before, MASK, *after, TOKENIZER.separator, *last]
 
 
 def test_fill_mask_pipeline(ours, folder):

@@ -27,36 +27,20 @@ def model() -> LanguageModel:
     return made.eval()
 
 
-def draw(logits: torch.Tensor, n: int = 4000, **how: float | int | None) -> torch.Tensor:
-    """How often each token is drawn."""
-    settings = {"temperature": 1.0, "top_k": None, "top_p": None, **how}
-    generators = [torch.Generator().manual_seed(i) for i in range(n)]
-    ids = sample(logits.expand(n, -1), generators=generators, **settings)  # type: ignore[arg-type]
-    return torch.bincount(ids, minlength=len(logits)) / n
+P = [0.5, 0.3, 0.15, 0.05]
 
 
-LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-
-
-def test_temperature_zero_takes_the_likeliest() -> None:
-    assert draw(LOGITS, 5, temperature=0.0).tolist() == [1, 0, 0, 0]
-
-
-def test_sampling_follows_the_probabilities() -> None:
-    assert draw(LOGITS) == pytest.approx(LOGITS.exp(), abs=0.03)
-    assert draw(LOGITS, temperature=2.0) == pytest.approx((LOGITS / 2).softmax(-1), abs=0.03)
-
-
-def test_top_k_keeps_k() -> None:
-    assert draw(LOGITS, top_k=2) == pytest.approx(torch.tensor([0.625, 0.375, 0, 0]), abs=0.03)
-    assert draw(LOGITS, top_k=99) == pytest.approx(LOGITS.exp(), abs=0.03)
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
-    assert draw(LOGITS, top_p=0.5).tolist() == [1, 0, 0, 0]
-    assert draw(LOGITS, top_p=0.6) == pytest.approx(torch.tensor([0.625, 0.375, 0, 0]), abs=0.03)
-    assert draw(LOGITS, top_p=1.0) == pytest.approx(LOGITS.exp(), abs=0.03)
-    assert draw(LOGITS.flip(0), top_p=0.5).tolist() == [0, 0, 0, 1]
+@pytest.mark.parametrize(("how", "expected"), [
+    ({"temperature": 0.0}, [1, 0, 0, 0]), ({}, P), ({"temperature": 2.0}, [0.379, 0.293, 0.208, 0.120]),
+    ({"top_k": 2}, [0.625, 0.375, 0, 0]), ({"top_k": 99}, P),
+    ({"top_p": 0.5}, [1, 0, 0, 0]), ({"top_p": 0.6}, [0.625, 0.375, 0, 0]), ({"top_p": 1.0}, P)])
+def test_how_often_each_token_is_drawn(how: dict[str, float], expected: list[float]) -> None:
+    """Top-p keeps the smallest set whose probabilities add up to p, wherever its tokens stand."""
+    for turn in (1, -1):
+        generators = [torch.Generator().manual_seed(i) for i in range(4000)]
+        ids = sample(torch.tensor(P[::turn]).log().expand(4000, -1), generators=generators,
+                     **{"temperature": 1.0, "top_k": None, "top_p": None, **how})
+        assert (torch.bincount(ids, minlength=4) / 4000).tolist() == pytest.approx(expected[::turn], abs=0.03)
 
 
 def test_a_row_that_has_ended_does_not_end_the_others() -> None:
@@ -80,22 +64,18 @@ def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: Lang
     assert together[0] == generate(model, prompts[:1], max_new_tokens=25, temperature=0.9, seed=3)[0]
 
 
-def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: LanguageModel) -> None:
-    free = generate(model, [[1], [2]], max_new_tokens=12)
-    ending = LanguageModel(model.config).double()
-    ending.load_state_dict(model.state_dict())
-    original, n_calls = ending.logits, 0
+def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: LanguageModel,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    free, original, calls = generate(model, [[1], [2]], max_new_tokens=12), model.logits, []
 
     def end_row_0_at_the_fifth_token(x_BD: torch.Tensor) -> torch.Tensor:
-        nonlocal n_calls
-        n_calls += 1
-        logits_BV = original(x_BD)
-        if n_calls == 5:
+        calls.append(logits_BV := original(x_BD))
+        if len(calls) == 5:
             logits_BV[0, END] = 1e9
         return logits_BV
 
-    ending.logits = end_row_0_at_the_fifth_token  # type: ignore[method-assign]
-    first, second = generate(ending, [[1], [2]], max_new_tokens=12)
+    monkeypatch.setattr(model, "logits", end_row_0_at_the_fifth_token)
+    first, second = generate(model, [[1], [2]], max_new_tokens=12)
     assert first == free[0][:4] and second == free[1]
 
 
@@ -119,17 +99,11 @@ def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, mon
     assert torch.allclose(after[1], model(torch.tensor([[*prompt[:40], 7]]))[0, -1], atol=1e-12)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0},
-                                   {"top_p": 1.5}, {"max_new_tokens": -1}])
-def test_settings_that_mean_nothing_are_refused(model: LanguageModel, wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError):
-        generate(model, [[1]], **{"max_new_tokens": 3, **wrong})  # type: ignore[arg-type]
-
-
-def test_prompts_that_cannot_be_read_are_refused(model: LanguageModel) -> None:
-    for prompts in ([[1], []], [[23]], [[-1]]):
+def test_what_means_nothing_is_refused(model: LanguageModel) -> None:
+    for wrong in ({"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5},
+                  {"max_new_tokens": -1}, {"prompts": [[1], []]}, {"prompts": [[23]]}, {"prompts": [[-1]]}):
         with pytest.raises(UsageError):
-            generate(model, prompts, max_new_tokens=3)
+            generate(model, **{"prompts": [[1]], "max_new_tokens": 3, **wrong})  # type: ignore[arg-type]
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:

@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from lineartime.config import ModelConfig, model_config
-from lineartime.context_use import (
-    ContextUse,
-    describe,
-    measure_context_use,
-)
+from lineartime.context_use import ContextUse, describe, measure_context_use
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
 from lineartime.errors import DataError, NumericsError, UsageError
@@ -114,47 +110,22 @@ def test_a_single_document_is_cut_into_stretches(stream: TokenStream) -> None:
     assert measure_context_use(tiny(stream), stream, [8, 16]).stretch_S == []
 
 
-def test_errors_of_gains_are_those_of_repeated_samples() -> None:
-    """Documents drawn again and again: the spread of the gain is what its standard error says."""
-    random = np.random.default_rng(0)
-    gains, errors = [], []
-    for _ in range(2000):
-        n_D = random.integers(50, 150, 20)
-        gain_D = random.normal(0.1, 0.05, 20) * n_D
-        use = ContextUse([8, 16], 8, list(range(20)), n_D.tolist(), [[3.0 * n, 3.0 * n - g] for n, g
-                                                                     in zip(n_D, gain_D, strict=True)], [], [], [])
-        gains.append(use.gains[1])
-        errors.append(use.gain_errors[1])
-    assert np.std(gains) == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=0.05)
-
-
-@pytest.mark.parametrize("contexts", [[], [16], [16, 16], [32, 16], [1, 16]])
-def test_contexts_that_make_no_sense(stream: TokenStream, contexts: list[int]) -> None:
-    with pytest.raises(UsageError, match="wrong contexts"):
-        measure_context_use(tiny(stream), stream, contexts)
-
-
 def test_what_is_refused(stream: TokenStream) -> None:
-    with pytest.raises(UsageError, match="document_tokens is below the longest context"):
-        measure_context_use(tiny(stream), stream, [16, 64], document_tokens=63)
-    with pytest.raises(DataError, match=r"half of the longest context.*contexts up to 300 work") as raised:
-        measure_context_use(tiny(stream), stream, [16, 302])
-    assert "\n" not in str(raised.value)
-    assert measure_context_use(tiny(stream), stream, [16, 300]).n_tokens_D == [1]
-    with pytest.raises(UsageError, match="causal"):
-        measure_context_use(LanguageModel(ModelConfig(causal=False, vocab_size=300, d_model=12)), stream, [16, 32])
-    learned = tiny(stream, abs_pos="learned")
-    with pytest.raises(UsageError, match="position table"):
-        measure_context_use(learned, stream, [16, 64])
-    damaged = tiny(stream)
+    model, learned, damaged = tiny(stream), tiny(stream, abs_pos="learned"), tiny(stream)
+    bidirectional = LanguageModel(ModelConfig(causal=False, vocab_size=300, d_model=12))
     with torch.no_grad():
         damaged.head_bias[0] = math.nan
-    with pytest.raises(NumericsError, match="document 0, context 16"):
-        measure_context_use(damaged, stream, [16, 64])
-
-
-def test_what_is_written_is_json(stream: TokenStream) -> None:
+    for read, contexts, kind, words in (
+            *((model, contexts, UsageError, "wrong contexts") for contexts in ([], [16], [16, 16], [32, 16], [1, 16])),
+            (model, [16, 302], DataError, r"half of the longest context.*contexts up to 300 work"),
+            (bidirectional, [16, 32], UsageError, "causal"), (learned, [16, 64], UsageError, "position table"),
+            (damaged, [16, 64], NumericsError, "document 0, context 16")):
+        with pytest.raises(kind, match=words) as raised:
+            measure_context_use(read, stream, contexts)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(UsageError, match="document_tokens is below the longest context"):
+        measure_context_use(model, stream, [16, 64], document_tokens=63)
     told: list[int] = []
-    use = measure_context_use(tiny(stream), stream, [16, 64], progress=told.append)
-    assert json.loads(json.dumps(use.to_dict()))["n_tokens"] == sum(use.n_tokens_D)
-    assert told == sorted(told) and told[-1] < 5 * sum(LENGTHS)
+    use = measure_context_use(model, stream, [16, 300], progress=told.append)
+    assert use.n_tokens_D == [1] and told == sorted(told) and told[-1] < 5 * sum(LENGTHS)
+    assert json.loads(json.dumps(use.to_dict()))["n_tokens"] == 1
