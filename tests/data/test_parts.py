@@ -9,17 +9,12 @@ import pytest
 
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.data.parts import share
 from lineartime.data.prepare import SAMPLE, join, prepare
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
-from text_files import make
+from text_files import contents, make
 
 OPTIONS = {"held_out": 0.3, "shard_tokens": 3000}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +64,6 @@ def test_a_part_prepared_again_is_left_alone_and_otherwise_is_refused(texts: Pat
     with pytest.raises(UsageError, match="the output exists and is not a part"):
         prepare(out=texts, part="2/3", **inputs(texts))
     assert before == {path: path.stat().st_mtime_ns for path in parts[1].iterdir()}
-
-
-@pytest.mark.parametrize("sizes, of, expected", [
-    ([1] * 6, 3, [2, 2, 2]), ([100, 1, 1], 2, [1, 2]), ([1, 1, 100], 2, [2, 1]), ([0, 0, 0], 3, [1] * 3),
-    ([3, 1, 1, 1, 3, 3], 2, [4, 2])])
-def test_shares_are_consecutive_and_about_the_same(sizes: list[int], of: int, expected: list[int]) -> None:
-    shares = [share(sizes, number, of) for number in range(1, of + 1)]
-    assert [i for one in shares for i in one] == list(range(len(sizes)))
-    assert [len(one) for one in shares] == expected
 
 
 @pytest.mark.parametrize("changed, message", [
@@ -145,22 +131,17 @@ def test_a_unit_that_is_no_file_is_not_waited_for(parts: list[Path], tmp_path: P
             join([copy, *parts[1:]], tmp_path / "out")
 
 
-def test_the_same_text_in_two_parts_and_splits_is_refused(texts: Path, tmp_path: Path) -> None:
-    make(tmp_path, {"train.txt": "same", "validation.txt": "same"})
-    options = {"inputs": [tmp_path / "train.txt", tmp_path / "validation.txt"], "tokenizer": "bytes"}
-    for number in (1, 2):
-        prepare(out=tmp_path / f"{number}", part=f"{number}/2", **options)
-    with pytest.raises(DataError, match="the same text in two splits"):
-        join([tmp_path / "1", tmp_path / "2"], tmp_path / "out")
-
-
-def test_a_single_document_is_not_held_out_in_parts(tmp_path: Path) -> None:
-    make(tmp_path, {"a.txt": "one " * 99, "b.txt": " "})
-    for number in (1, 2):
-        prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / f"{number}", part=f"{number}/2", tokenizer="bytes",
-                held_out=0.1)
-    with pytest.raises(UsageError, match="a single document cannot be held out in parts"):
-        join([tmp_path / "1", tmp_path / "2"], tmp_path / "out")
+def test_what_only_the_parts_together_show_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, {"train.txt": "same", "validation.txt": "same", "a.txt": "one " * 99, "b.txt": " "})
+    for name, files, options, message in (
+            ("same", ("train", "validation"), {}, "the same text in two splits"),
+            ("single", ("a", "b"), {"held_out": 0.1}, "a single document cannot be held out in parts")):
+        folders = [tmp_path / f"{name}{number}" for number in (1, 2)]
+        for number, folder in enumerate(folders, 1):
+            prepare([tmp_path / f"{file}.txt" for file in files], folder, part=f"{number}/2", tokenizer="bytes",
+                    **options)
+        with pytest.raises((DataError, UsageError), match=message):
+            join(folders, tmp_path / "out")
 
 
 def test_parts_on_the_command_line(texts: Path, tmp_path: Path, call: Call) -> None:

@@ -8,9 +8,6 @@ import itertools
 import json
 import lzma
 import os
-import resource
-import subprocess
-import sys
 
 import pyarrow
 import pytest
@@ -63,25 +60,18 @@ KINDS = {"a.jsonl": LINES, "A.JSONL.GZ": LINES, "a.json": LINES, "a.json.gz": LI
 @pytest.mark.parametrize("name", [*KINDS, "a.parquet"])
 def test_documents_of_every_kind(tmp_path, name):
     make(tmp_path, {"a.parquet": DOCUMENTS})
-    for mark in ("", "\ufeff") if name in KINDS else ():
-        (tmp_path / name).write_bytes(packed((mark + KINDS[name]).encode(), name.lower()))
-        assert documents(tmp_path / name) == [DOCUMENTS[0], "", DOCUMENTS[2], DOCUMENTS[3]]
+    if name in KINDS:
+        (tmp_path / name).write_bytes(packed(("\ufeff" + KINDS[name]).encode(), name.lower()))
     assert documents(tmp_path / name) == [DOCUMENTS[0], "", DOCUMENTS[2], DOCUMENTS[3]]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz", "a.txt.bz2", "a.md.xz", "a.txt.zst"])
 def test_a_text_file_of_every_kind_is_one_document(tmp_path, name):
-    text = "Naïve.\r\n" * 9
-    (tmp_path / name).write_bytes(packed(("\ufeff" + text).encode(), name))
-    assert documents(tmp_path / name) == [text]
+    for text in ("Naïve.\r\n" * 9, "é" * 700_001, "é <|endoftext|>\n\n"):
+        (tmp_path / name).write_bytes(packed(("\ufeff" + text).encode(), name))
+        assert documents(tmp_path / name) == [text]
     (tmp_path / name).write_bytes(b"")
     assert documents(tmp_path / name) == []
-
-
-def test_a_text_file_is_one_document(tmp_path):
-    for text in (*DOCUMENTS, "word " * 300_000, "é" * 700_001):
-        make(tmp_path, {"a.txt": text})
-        assert documents(tmp_path / "a.txt") == [text]
 
 
 def test_marks_and_blank_lines_are_no_text_and_further_members_are(tmp_path):
@@ -168,6 +158,7 @@ GOOD = b'{"text": "good"}\n'
 FAULTS = {
     "UTF-8 cut at a block": ("a.txt", b"x" * (2**20 - 1) + b"\xc3" + b"(", f"not valid UTF-8: {{}}, byte {2**20 - 1}"),
     "UTF-8 cut at the end": ("a.txt", "xé".encode()[:-1], "not valid UTF-8: {}, byte 1; save it as UTF-8"),
+    "a NUL": ("a.txt", b"x" * 9 + bytes(9), "a NUL byte: this is no text: {}, byte 9"),
     "invalid UTF-8 in a line": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "not valid UTF-8: {}:2, byte 10"),
     "bad JSON": ("a.jsonl", GOOD * 2 + b'{"text": "good",}\n', "not valid JSON: {}:3, column 17"),
     "a name twice": ("a.jsonl", b'{"text": "good", "text": "other"}\n', "not valid JSON: {}:1; a name occurs twice"),
@@ -177,17 +168,13 @@ FAULTS = {
     "field is null": ("a.jsonl", GOOD + b'{"text": null}\n', "field 'text' is not a string: {}:2; make it one"),
     "lone surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a lone surrogate: {}:2"),
     "long line": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 2000 + b'"}\n', "line is too long: {}:2; the limit is 1000"),
-    "no gzip": ("a.raw.json.gz", GOOD, "damaged .gz file: {}; Not a gzipped file"),
     "no bzip2": ("a.jsonl.bz2", GOOD, "damaged .bz2 file: {}"),
-    "no xz": ("a.jsonl.xz", GOOD, "damaged .xz file: {}"),
-    "no zstd": ("a.txt.zst", GOOD, "damaged .zst file: {}"),
     "cut xz": ("a.txt.xz", lzma.compress(GOOD * 99)[:-9], "damaged .xz file: {}"),
     "cut zstd": ("a.txt.zst", packed(GOOD * 99, ".zst")[:-3], "damaged .zst file: {}"),
-    "cut gzip": ("a.raw.json.gz", gzip.compress(GOOD * 9)[:-9], "damaged .gz file: {}"),
+    "cut gzip": ("a.json.gz", gzip.compress(GOOD * 9)[:-9], "damaged .gz file: {}"),
     "no parquet": ("a.parquet", b"PAR1 and more", "cannot read as parquet: {}"),
     "no column": ("a.parquet", broken_parquet(["x"], lambda content: content.replace(b"text", b"body")),
                   "no column 'text': {}; its columns are body"),
-    "column of numbers": ("a.parquet", broken_parquet([1]), "field 'text' is not a string: {}, row 1"),
     "null in a column": ("a.parquet", broken_parquet(["x"] * 20 + [None]), "field 'text' is not a string: {}, row 21"),
     "invalid UTF-8 in a column": ("a.parquet", broken_parquet(["x", "QQQQ"], lambda c: c.replace(b"QQQQ", b"\xff" * 4)),
                                   "not valid UTF-8: {}, row 2"),
@@ -197,8 +184,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused_with_their_place(tmp_path, fault):
     name, content, message = FAULTS[fault]
-    if name.endswith(".gz") and ".raw." not in name:
-        content = gzip.compress(content)
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -234,30 +219,6 @@ def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path):
         find_sources([tmp_path / "zero.txt"])
 
 
-READ = """
-import pathlib, sys
-from lineartime.errors import DataError
-from lineartime.data.read_text import read_pieces
-for name in sys.argv[1:]:
-    try:
-        list(read_pieces(pathlib.Path(name)))
-    except DataError as e:
-        print(e)
-"""
-
-
-def test_a_giant_line_is_refused_in_little_memory(tmp_path):
-    """A sparse gigabyte of NUL, as a line and as a text, in a process that may have half of that."""
-    for name in ("a.jsonl", "a.txt"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(1 << 30)
-    run = subprocess.run([sys.executable, "-c", READ, tmp_path / "a.jsonl", tmp_path / "a.txt"], text=True, timeout=30,
-                         stdout=subprocess.PIPE, check=True,
-                         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20)))
-    assert run.stdout.splitlines() == [f"line is too long: {tmp_path}/a.jsonl:1; the limit is {64 << 20} bytes",
-                                       f"a NUL byte: this is no text: {tmp_path}/a.txt, byte 0"]
-
-
 def test_a_folder_is_read_by_its_first_kinds(tmp_path):
     """What lies beside rows or books is left out: another kind of table, settings, pages about the folder."""
     for number, (names, read) in enumerate([
@@ -289,8 +250,8 @@ def test_splits_are_found_from_names(tmp_path, layout):
     make(tmp_path, dict.fromkeys(names, "x"))
     (tmp_path / "loop").symlink_to(tmp_path)
     assert [f"{source.split}:{source.name}" for source in find_sources([tmp_path])] == expected
-    if layout in ("files", "short names"):
-        found = find_sources([tmp_path / name for name in reversed(names) if name != "about.jsonl"])
+    if layout == "short names":
+        found = find_sources([tmp_path / name for name in reversed(names)])
         assert [f"{source.split}:{source.name}" for source in found] == expected
 
 
@@ -304,13 +265,11 @@ def test_validation_and_test_can_be_named(tmp_path):
 @pytest.mark.parametrize("names, inputs, held_out, message", [
     ("train.parquet train.jsonl.gz", ".", "", "has .jsonl.gz and .parquet; name the files of one kind"),
     ("a.txt b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
-    ("train.txt validation.txt more.txt", ".", "", "this file belongs to no split: .*more.txt; leave it out"),
-    ("en/train.parquet en/test.parquet", ".", "", "the splits lie deeper in this folder"),
     ("en/train/a.txt en/test/b.txt", ".", "", "the splits lie deeper in this folder"),
     ("a.doc", "a.doc", "", r"unknown kind of file: .*a\.doc; it takes \.txt, \.md, \.csv"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out or rename"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt", "more.txt", "two validation splits"),
-    ("more.txt", "more.txt more.txt", "", "the same file twice"), ("more.txt", "more.txt", ".", "the same file twice"),
+    ("more.txt", "more.txt", ".", "the same file twice"),
     ("a.txt books/train/a.txt books/test/b.txt", "a.txt", "books", "this folder has splits of its own"),
 ])
 def test_layouts_that_could_mean_two_things_are_usage_errors(tmp_path, names, inputs, held_out, message):

@@ -22,7 +22,7 @@ from lineartime.data.tokenizer import (
     train_tokenizer,
     with_tokens,
 )
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
 TRAINED = train_tokenizer([TEXT], 400)
@@ -53,12 +53,6 @@ def characters_and_bytes() -> tokenizers.Tokenizer:
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                        decoders.Strip(" ", 1, 0)])
     return inner
-
-
-@given(ANY_TEXT)
-def test_bytes_are_the_ids(text):
-    assert bytes(BYTES.encode(text)) == text.encode()
-    assert BYTES.decode(BYTES.encode(text)) == text
 
 
 @pytest.mark.parametrize("tokenizer", [TRAINED, BYTES, Tokenizer(characters_and_bytes().to_str())],
@@ -127,80 +121,45 @@ def test_special_tokens_spelled_in_text_are_text(before, after):
         assert tokenizer.decode([*ids, tokenizer.end_of_document]) == text + END_OF_DOCUMENT
 
 
-def test_saved_tokenizer_is_the_same(tmp_path):
-    for tokenizer in (TRAINED, BYTES):
-        (tmp_path / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
-        again = load_tokenizer(tmp_path / "tokenizer.json")
-        assert (again.sha256, again.vocab_size, again.end_of_document) == \
-            (tokenizer.sha256, tokenizer.vocab_size, tokenizer.end_of_document)
-        assert again.encode(TEXT) == tokenizer.encode(TEXT)
-        (tmp_path / "again.json").write_text(again.json, encoding="utf-8")
-        assert (tmp_path / "again.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
-
-
-def test_training_learns_and_repeats_itself():
-    assert len(TRAINED.encode(TEXT)) < len(TEXT.encode()) / 2
-    assert TRAINED.sha256 == train_tokenizer([TEXT], 400).sha256
-
-
 def test_vocabulary_is_as_large_as_asked_or_as_the_text_gives():
     assert train_tokenizer([TEXT], 300).vocab_size == 300
     assert 257 < train_tokenizer([TEXT], 32_000).vocab_size < 700
     assert train_tokenizer(["every pair once"], 32_000).vocab_size == 257
 
 
-@pytest.mark.parametrize("vocab_size, mlm", [(256, False), (2**31, False), (258, True)])
-def test_vocabulary_that_cannot_be_is_refused(vocab_size, mlm):
-    with pytest.raises(UsageError, match=f"vocab_size = {vocab_size}; it takes {259 if mlm else 257} to 16,777,216"):
-        train_tokenizer([TEXT], vocab_size, mlm=mlm)
-
-
 def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_needs(tmp_path):
     inner = foreign_tokenizer()
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.vocab_size == inner.get_vocab_size() + 1
-    assert tokenizer.end_of_document == inner.get_vocab_size()
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (9, 8)
     assert tokenizer.encode("It was bests it was") == [4, 5, 6, 7, 4, 5]
     assert tokenizer.encode("It") == [4]
     again = Tokenizer(tokenizer.json)
     assert (again.end_of_document, again.sha256) == (tokenizer.end_of_document, tokenizer.sha256)
 
 
-def test_vocabulary_with_holes_counts_to_its_largest_id():
-    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, END_OF_DOCUMENT: 3}, unk_token="a"))
-    tokenizer = Tokenizer(inner.to_str())
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
-
-
 def test_mask_and_separator_are_there_only_where_asked_for():
-    plain = (TRAINED, BYTES)
+    """In a learnt vocabulary the mask takes the space before it, for programs that read "[MASK]" as a token."""
     masked = (train_tokenizer([TEXT], 300, mlm=True), byte_tokenizer(mlm=True), Tokenizer(TRAINED.json, mlm=True))
-    assert [(t.mask, t.separator, t.special) for t in plain] == [(None, None, [0]), (None, None, [256])]
+    assert [(t.mask, t.separator, t.special) for t in (TRAINED, BYTES)] == [(None, None, [0]), (None, None, [256])]
     n = TRAINED.vocab_size
     assert [(t.end_of_document, t.mask, t.separator, t.vocab_size) for t in masked] == \
         [(0, 1, 2, 300), (256, 257, 258, 259), (0, n, n + 1, n + 2)]
     for tokenizer in masked:
         assert tokenizer.special == sorted([tokenizer.end_of_document, tokenizer.mask, tokenizer.separator])
         for again in (Tokenizer(tokenizer.json), Tokenizer(tokenizer.json, mlm=True)):
-            assert (again.sha256, again.mask, again.separator) == \
-                (tokenizer.sha256, tokenizer.mask, tokenizer.separator)
-
-
-def test_a_mask_takes_the_space_before_it_where_words_do():
-    for tokenizer, tokens in zip(MASKED, (["it", "[MASK]", " was"], ["it", " ", "[MASK]", " was"]), strict=True):
-        inner = tokenizers.Tokenizer.from_str(tokenizer.json)  # as others read it: "[MASK]" in text is the token
-        ids = inner.encode("it [MASK] was").ids
-        assert tokenizer.mask in ids
-        before = tokenizer.decode(ids[: ids.index(tokenizer.mask)])
-        assert before == "".join(tokens[: tokens.index("[MASK]")])
+            assert (again.sha256, again.special) == (tokenizer.sha256, tokenizer.special)
+    for tokenizer, before in zip(MASKED, ("it", "it "), strict=True):
+        ids = tokenizers.Tokenizer.from_str(tokenizer.json).encode("it [MASK] was").ids
+        assert tokenizer.decode(ids[: ids.index(tokenizer.mask)]) == before
 
 
 def test_ids_that_a_vocabulary_leaves_out_are_special():
     inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, END_OF_DOCUMENT: 3, "[MASK]": 4, "[SEP]": 6},
                                                   unk_token="a"))
     tokenizer = Tokenizer(inner.to_str(), mlm=True)
-    assert (tokenizer.mask, tokenizer.separator, tokenizer.special) == (4, 6, [1, 2, 3, 4, 5, 6])
+    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.mask, tokenizer.separator) == (8, 3, 4, 6)
+    assert tokenizer.special == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_vocabulary_without_room_is_refused():
@@ -211,7 +170,7 @@ def test_a_vocabulary_without_room_is_refused():
             Tokenizer(inner.to_str(), mlm=mlm)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000])
 def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
@@ -220,21 +179,15 @@ def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, content):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_missing_tokenizer_is_a_usage_error(tmp_path):
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(UsageError, match="cannot read the tokenizer"):
-            load_tokenizer(path)
-
-
 def test_data_and_tokenizer_do_not_import_torch():
     code = "import sys, lineartime.data.prepare, lineartime.data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("made", [lambda: byte_tokenizer(mlm=True), lambda: train_tokenizer(["a b a b abba"] * 9, 300)])
-def test_a_beginning_for_other_programs_is_not_heeded_here(made):
+@pytest.mark.parametrize("tokenizer", [MASKED[1], TRAINED], ids=["bytes", "bpe"])
+def test_a_beginning_for_other_programs_is_not_heeded_here(tokenizer):
     """The ids, their places, the hash and what prepared data says of it stay."""
-    tokenizer, text = made(), "abba a\n b"
+    text = "abba a\n b"
     begun = Tokenizer(tokenizer.json_with_beginning())
     assert begun.json != tokenizer.json and begun.sha256 == tokenizer.sha256
     assert begun.encode(text) == tokenizer.encode(text) and begun.packer()(text) == tokenizer.packer()(text)

@@ -1,10 +1,14 @@
-"""Files of text in every format, written where a test wants them."""
+"""Files of text in every format, written where a test wants them, and what prepared folders hold."""
 
 import gzip
+import itertools
 import json
 
 import pyarrow
 from pyarrow import parquet
+
+from lineartime.data.tokenizer import load_tokenizer
+from lineartime.data.tokens import open_split
 
 
 def make(folder, files):
@@ -20,3 +24,14 @@ def make(folder, files):
         content = content.encode() if isinstance(content, str) else content
         path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     return folder
+
+
+def documents_of(data, split="train"):
+    """The text of every document of a prepared split."""
+    stream, tokenizer = open_split(data, split), load_tokenizer(data / "tokenizer.json")
+    at = stream.document_positions.tolist()
+    return [tokenizer.decode(stream.read(a + 1, b).tolist()) for a, b in itertools.pairwise(at)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
