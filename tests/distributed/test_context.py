@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 import context_ranks
 import lineartime
-from context_ranks import LENGTH, MODES, OFTEN, ON_PUSH, REFUSED, SHARED
+from context_ranks import OFTEN, ON_PUSH, REFUSED, SHARED
 from lineartime.config import check_context_parallel
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import Ranks, in_rows
@@ -20,7 +20,6 @@ from lineartime.errors import UsageError
 from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig, run_config
 from lineartime.training import train
-from marks import rest
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS, prepare_text
 
@@ -40,23 +39,13 @@ def data(folder):
 @pytest.fixture(scope="module")
 def results(folder, data):
     """What four ranks measured, all in one launch."""
-    return measured(folder, data, "push")
-
-
-@pytest.fixture(scope="module")
-def rest_of_results(folder, data):
-    """What `make test` leaves out: other models, and faults that must be seen."""
-    return measured(folder, data, "rest")
-
-
-def measured(folder, data, part):
-    out = folder / f"{part}.json"
+    out = folder / "results.json"
     paths = [str(Path(lineartime.__file__).parents[1]), str(Path(context_ranks.__file__).parent)]
     # The store is held here, as torchrun does: a port that is free now may be another process's a moment later.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": str(context_ranks.WORLD),
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    done = subprocess.run([sys.executable, context_ranks.__file__, str(out), str(data), part], text=True,
+    done = subprocess.run([sys.executable, context_ranks.__file__, str(out), str(data)], text=True,
                           capture_output=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
@@ -68,21 +57,9 @@ def test_losses_and_gradients_are_those_of_one_process(results):
     assert {name: error for name, error in errors.items() if not error < EXACT} == {}
 
 
-@pytest.mark.rest
-def test_losses_and_gradients_of_other_models_are_those_of_one_process(rest_of_results):
-    errors = rest_of_results["errors"]
-    assert len(errors) == 2 * (len(SHARED) - len(ON_PUSH))
-    assert {name: error for name, error in errors.items() if not error < EXACT} == {}
-
-
 def test_steps_beside_each_other_are_those_of_one_process(results):
     assert len(results["steps"]) == 4
     assert {name: error for name, error in results["steps"].items() if not error < EXACT} == {}
-
-
-@pytest.mark.rest
-def test_compiled_code_exchanges_states(rest_of_results):
-    assert rest_of_results["compiled"]["linear_attention"] < EXACT
 
 
 def test_bytes_do_not_depend_on_the_length_of_a_row(results):
@@ -92,21 +69,17 @@ def test_bytes_do_not_depend_on_the_length_of_a_row(results):
         assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize(("kind", "fixture"), [("sharded", "results"), *rest(("whole", "rest_of_results"))])
-def test_a_model_learns_the_same_where_ranks_share_its_rows(request, folder, kind, fixture):
-    request.getfixturevalue(fixture)
-    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "steps": 3, **context_ranks.MODES[kind]}
-    train({**settings, "out": str(folder / f"{kind}-1")}, device="cpu")
-    losses = [[line["loss"] for line in read_metrics(folder / f"{kind}-{n}") if "loss" in line] for n in (1, 2, 4)]
+def test_a_model_learns_the_same_where_ranks_share_its_rows(folder, data, results):
+    settings = {"model": "flash", "data": str(data), **SETTINGS, **context_ranks.SHARDED, "steps": 3}
+    train({**settings, "out": str(folder / "shared-1")}, device="cpu")
+    losses = [[line["loss"] for line in read_metrics(folder / f"shared-{n}") if "loss" in line] for n in (1, 2, 4)]
     assert len(losses[0]) == 3
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "fixture"), [
-    ("sharded", "results"), *rest(*((mode, "rest_of_results") for mode in MODES if mode != "sharded"))])
-def test_a_run_resumes_wherever_it_was_stopped(request, mode, fixture):
-    assert request.getfixturevalue(fixture)["interrupted"][mode] == []
+def test_a_run_resumes_wherever_it_was_stopped(results):
+    assert results["interrupted"] == []
 
 
 def shared_run(name="flash", n=2, **changes):
@@ -146,24 +119,9 @@ def test_a_number_of_ranks_that_is_no_multiple_is_refused():
     require_fitting(4, False, in_rows(Ranks(0, 8), 2))
 
 
-def test_training_without_torchrun_is_refused(folder, results):
-    settings = {"model": "flash", "data": str(folder / "prepared"), **SETTINGS, "context_parallel": 2}
-    with pytest.raises(UsageError, match="1 rank, context_parallel = 2"):
-        train({**settings, "out": str(folder / "refused")}, device="cpu")
-
-
 def test_a_padding_mask_is_refused_where_ranks_share_a_row():
     model, ids_BT = random_model(CONFIGS["flash"]), random_ids(2, 24)
     with pytest.raises(UsageError, match="padding mask"):
         model(ids_BT, padding_mask_BT=ids_BT > 0, ranks=Ranks(0, 2))
     with pytest.raises(UsageError, match="whole chunks"):
         model(ids_BT[:, :20], ranks=Ranks(0, 2))
-
-
-def test_positions_of_a_part_count_from_the_rows_start():
-    from lineartime.model import part_of_rows
-
-    ids_BT = random_ids(2, LENGTH)
-    segment_ids_BT = context_ranks.layouts(2)
-    parts = [part_of_rows(ids_BT, segment_ids_BT, ids_BT.new_tensor([range(LENGTH)]), Ranks(r, 4)) for r in range(4)]
-    assert [part[2][0, 0].item() for part in parts] == [0, 12, 24, 36]

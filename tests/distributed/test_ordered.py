@@ -10,14 +10,11 @@ from hypothesis import strategies as st
 from lineartime.distributed.ordered import (
     VECTOR,
     cut,
-    norm_of,
     own_rows,
-    parts_of,
     require_fitting,
-    row_squares,
     tree_sum,
 )
-from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.distributed.ranks import Ranks
 from lineartime.errors import UsageError
 
 
@@ -39,11 +36,6 @@ def test_the_sum_is_the_complete_binary_tree(n):
     expected = [by_levels([term[i] for term in terms(n)]) for i in range(2)]
     found = tree_sum(iter(terms(n)))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_the_order_of_a_sum_shows_in_its_bits():
-    left_to_right = sum((term[0] for term in terms(16)), torch.zeros(5))
-    assert not torch.equal(tree_sum(iter(terms(16)))[0], left_to_right)
 
 
 @pytest.mark.parametrize(("n", "n_ranks"), [(8, 2), (8, 4), (8, 8), (12, 3), (12, 6), (7, 7), (20, 5)])
@@ -79,30 +71,3 @@ def test_every_element_has_one_rank(shapes, n_ranks):
         cuts = [share[i] for share in shares if share[i][0] < share[i][1]]
         assert cuts[0][0] == 0 and cuts[-1][1] == n_rows * row
         assert all(a[1] == b[0] and a[1] % row == a[1] % VECTOR == 0 for a, b in itertools.pairwise(cuts))
-
-
-def test_parts_share_the_parameters_memory():
-    model = torch.nn.Linear(3000, 2)
-    assert [part.own is part.whole for part in parts_of(model)] == [True, True]
-    seen = torch.zeros(6000)
-    for rank in range(3):
-        for part in parts_of(model, Ranks(rank, 3)):
-            with torch.no_grad():
-                part.own.fill_(rank + 1)
-            if part.name == "weight":
-                seen[part.start : part.stop] += 1
-    assert seen.eq(1).all() and model.weight.flatten()[0] == 1 and model.bias[-1] == 3
-
-
-def test_the_norm_by_rows_is_the_norm():
-    model = torch.nn.Bilinear(5, 7, 3)
-    gradient = [torch.randn_like(p) for p in model.parameters()]
-    expected = torch.cat([g.flatten() for g in gradient]).double().norm()
-    assert float(norm_of(gradient, parts_of(model), ALONE)) == pytest.approx(float(expected), rel=1e-6)
-
-
-def test_a_row_has_the_same_sum_among_any_others():
-    x = torch.randn(1000, 37)
-    whole = row_squares(x)
-    assert torch.equal(torch.cat([row_squares(part) for part in x.split([1, 8, 491, 500])]), whole)
-    assert torch.allclose(whole, x.square().sum(1))

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import DistStoreError
 
 from lineartime import checkpoint
-from lineartime.distributed.ranks import Ranks, connected, speaks_first
+from lineartime.distributed.ranks import connected
 from lineartime.errors import RankError, UsageError
 from lineartime.hf import LineartimeForCausalLM
 from lineartime.load import load_model
@@ -91,14 +91,6 @@ def test_any_further_number_of_ranks_ends_in_the_same_bits(settings, numbers, da
 def test_a_timeout_that_is_none_is_refused(seconds):
     with pytest.raises(UsageError, match="wrong value: rank_timeout"), connected("cpu", seconds):
         pass
-
-
-@pytest.mark.rest
-def test_masked_models_too(masked_data, ranks, tmp_path):
-    for n_ranks in (1, 4):
-        assert ranks.run(n_ranks, command(masked_data, tmp_path / str(n_ranks), **SIZES, causal=False)) == (
-            [0] * n_ranks), ranks.printed()
-    assert not differences(tmp_path / "4", state_of(tmp_path / "1"))
 
 
 @pytest.mark.parametrize("settings", [{}, *rest(SHARDED)], ids=["whole", "sharded"])
@@ -192,12 +184,6 @@ def test_rank_1_speaks_where_rank_0_and_the_store_are_lost(data, cold_ranks, tmp
         "see its own output; the same command goes on from the last checkpoint\n")
 
 
-def test_who_speaks_where_no_store_answers(monkeypatch):
-    for rank, local_rank, speaks in ((0, 0, True), (1, 1, True), (2, 2, False), (8, 0, True), (9, 1, False)):
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        assert speaks_first(Ranks(rank, 16), RankError("a rank was lost")) is speaks
-
-
 @pytest.mark.rest
 def test_a_port_that_never_answers_is_not_waited_for(data, ranks, tmp_path):
     """Rank 1 alone, with a foreign process in place of rank 0's store."""
@@ -212,15 +198,6 @@ def test_a_port_that_never_answers_is_not_waited_for(data, ranks, tmp_path):
                 assert ranks.end(60) == [0, code], ranks.printed()
             expected = "rank 0 or its machine" if number is None else "before the ranks met"
             assert len(ranks.errors()) == 1 and expected in ranks.errors()[0], ranks.printed()
-
-
-@pytest.mark.rest
-def test_a_full_stderr_changes_no_exit_code(data, ranks, tmp_path, monkeypatch):
-    script = 'if [ "$RANK" = 1 ]; then exec "$@" 2>/dev/full; fi; exec "$@"'
-    monkeypatch.setattr(ranks, "command", ["bash", "-c", script, "bash", *ranks.command])
-    codes = ranks.run(2, command(data, tmp_path / "run", **SIZES),
-                      rank_1=command(tmp_path / "nowhere", tmp_path / "run", **SIZES))
-    assert codes == [7, 2], ranks.printed()
 
 
 def test_one_error_is_said_once(data, ranks, tmp_path):
@@ -274,5 +251,3 @@ def test_a_full_disk_of_one_rank_is_said_by_that_rank(data, cold_ranks, tmp_path
     (line,) = cold_ranks.errors()
     assert "the checkpoint cannot be saved" in line and "free some space" in line and "(rank 1 on " in line
     assert not list((tmp_path / "run").glob("*step-*"))
-
-

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from context_ranks import BEGIN, LENGTH, ON_PUSH, SHARED, Tokens, model_of
-from lineartime import layers
 from lineartime.config import TrainConfig
-from lineartime.distributed.context import exchange_states
-from lineartime.distributed.windows import Carried
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig, run_config
@@ -48,33 +45,6 @@ def test_the_gradient_is_that_of_the_whole_row(name):
     for n_windows in (2, 3, 4):
         error = error_of(gradient_of(model, n_windows), whole)
         assert error < 1e-12, n_windows
-
-
-@pytest.mark.parametrize("left_out_by", [0, 1, 2])
-def test_an_exchange_that_a_window_leaves_out_is_an_error(monkeypatch, left_out_by):
-    def left_out(leaving_DBF, passes_B, ranks):
-        entering_DBF = exchange_states(leaving_DBF, passes_B, ranks)
-        return entering_DBF.detach() if ranks.rank == left_out_by else entering_DBF
-
-    monkeypatch.setattr(layers, "exchange_states", left_out)
-    with pytest.raises(AssertionError, match="left out an exchange"):
-        gradient_of(model_of("flash", True), 3)
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
-def test_a_state_or_a_gradient_that_is_not_carried_is_seen(monkeypatch, before, after):
-    whole = Carried.gather
-
-    def faulty(self, values, rank):
-        found = whole(self, values, rank)
-        found[:rank] *= before
-        found[rank + 1 :] *= after
-        return found
-
-    monkeypatch.setattr(Carried, "gather", faulty)
-    for name in ("flash", "flash long memory", "performer"):
-        model = model_of(name, True)
-        assert error_of(gradient_of(model, 3), gradient_of(model)) > 1e-6
 
 
 def most_kept(model, n_windows, rows_BL):

@@ -1,7 +1,6 @@
-"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py OUT DATA PART`.
+"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py OUT DATA`.
 
-It forks `WORLD` ranks, which do every case of a part, "push" or "rest", one after the other, and writes the largest
-errors into OUT, by case."""
+It forks `WORLD` ranks, which do every case one after the other, and writes the largest errors into OUT, by case."""
 
 import datetime
 import json
@@ -15,7 +14,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lineartime import layers
 from lineartime.config import TrainConfig
 from lineartime.distributed.ordered import gather_parts, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
@@ -39,13 +37,12 @@ SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks"]
 """Of `CONFIGS`, the models whose rows ranks can share."""
 ON_PUSH = ["flash", "flash key conv", "flash fixed", "flash long memory", "mc-tfm++", "performer"]
-"""Those of `make test`: a model for each thing that ranks exchange."""
+"""Those that are measured: a model for each thing that ranks exchange."""
 OFTEN = ["flash", "flash long memory"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv"]
-MODES = {"whole": {}, "sharded": {"shard": True, "clip_scope": "global"},
-         "bfloat16, shared rows": {"precision": "bfloat16", "context_parallel": 2}}
+SHARDED = {"shard": True, "clip_scope": "global"}
 INTERVALS = {"steps": 9, "save_every": 2, "eval_every": 3, "tokens_per_step": 256, "eval_tokens": 100}
 STOPS = [(3, signal.SIGTERM), (5, "kill"), (7, "kill"), (7, signal.SIGINT)]
 """After these steps a run is stopped, which saves, or killed, which does not. So it resumes from 3, 4, 6 and 7 steps:
@@ -146,29 +143,6 @@ def bytes_per_layer(name, causal, length, ranks):
     return [*found, numbers_sent(config)]
 
 
-def compiled_error(ranks):
-    """`linear_attention` in compiled code without a graph break, against one process."""
-    generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(3, LENGTH // 4, 4, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
-    ids_BGC = layouts(8)[5:].unflatten(1, (-1, 4))
-    own, worst = ranks.share(LENGTH // 4), 0.0
-    before_B11 = ids_BGC[:, max(own.start - 1, 0), -1][:, None, None]
-    local_BGC = torch.where(ids_BGC[:, own] >= 0, ids_BGC[:, own] - before_B11, -1)
-    for causal in (True, False):
-        def attend(q, k, v, ids, ranks, causal=causal):
-            return reference.linear_attention(q, k, v, causal=causal, segment_ids_BGC=ids,
-                                              exchange=layers.SequenceInfo(None, ids, shared_by=ranks).exchange)
-
-        whole, part = ([x[:, at].clone().requires_grad_() for x in qkv] for at in (slice(None), own))
-        wanted = attend(*whole, ids_BGC, Ranks())
-        found = torch.compile(attend, backend="aot_eager", fullgraph=True)(*part, local_BGC, ranks)
-        (wanted**2).sum().backward()
-        (found**2).sum().backward()
-        errors = [found - wanted[:, own], *(a.grad - b.grad[:, own] for a, b in zip(part, whole, strict=True))]
-        worst = max([worst, *(float(e.detach().abs().max()) for e in errors)])
-    return worst
-
-
 class Tokens:
     """The objective of rows of next tokens, or of masked ones."""
 
@@ -206,13 +180,13 @@ def gradient_error(world, causal, clip_scope):
                  for p, g in zip(model.parameters(), gradients, strict=True)))
 
 
-def run_cases(world, data, push):
-    """Every case of `make test`, or of the rest, on the first 2, 3 and all ranks."""
-    results = {"errors": {}, "bytes": {}, "steps": {}, "compiled": {}}
+def run_cases(world, data):
+    """Every case, on the first 2, 3 and all ranks."""
+    results = {"errors": {}, "bytes": {}, "steps": {}}
     groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
     for causal in (True, False):
-        for name in (name for name in SHARED if (name in ON_PUSH) == push):
+        for name in ON_PUSH:
             case = Case(name, causal, N_LAYOUTS if name in OFTEN else 6)
             for n, ranks in ranks_of.items():
                 if n == 3 or name in OFTEN:
@@ -225,28 +199,24 @@ def run_cases(world, data, push):
                     with mock.patch.object(reference, "SCAN_BLOCK", 3):
                         results["errors"][f"blocks of blocks, causal {causal}"] = case.error(ranks)
         case = Case("flash long memory", causal, ends=True)
-        if 3 in ranks_of and push:
+        if 3 in ranks_of:
             results["errors"][f"documents by tokens, causal {causal}"] = case.error(ranks_of[3])
-    if 3 in ranks_of and push:
+    if 3 in ranks_of:
         for name in ("flash", "flash long memory", "mc-tfm++", "performer blocks"):
             for causal in (True, False):
                 results["bytes"][f"{name}, causal {causal}"] = [bytes_per_layer(name, causal, length, ranks_of[3])
                                                                 for length in (LENGTH, 4 * LENGTH)]
-    if 2 in ranks_of and not push:
-        results["compiled"]["linear_attention"] = compiled_error(ranks_of[2])
     dist.barrier()
-    for n_in_row in (2, 4) if push else ():
+    for n_in_row in (2, 4):
         shared = with_groups(in_rows(world, n_in_row), TIMEOUT)
         for causal in (True, False):
             scope = "local" if causal == (n_in_row == 2) else "global"
             key = f"{n_in_row} ranks a row, causal {causal}, {scope} clipping"
             results["steps"][key] = gradient_error(shared, causal, scope)
-    settings = {"model": "flash", "data": data, **SETTINGS, "steps": 3}
-    for kind, n in ((kind, n) for kind in ("whole", "sharded") if (kind == "sharded") == push for n in (2, 4)):
-        train({**settings, **MODES[kind], "context_parallel": n, "out": str(Path(data).parent / f"{kind}-{n}")},
-              device="cpu")
-    results["interrupted"] = {mode: different_after_stops(mode, data, world.is_first) for mode in MODES
-                              if (mode == "sharded") == push}
+    settings = {"model": "flash", "data": data, **SETTINGS, **SHARDED, "steps": 3}
+    for n in (2, 4):
+        train({**settings, "context_parallel": n, "out": str(Path(data).parent / f"shared-{n}")}, device="cpu")
+    results["interrupted"] = different_after_stops(data, world.is_first)
     return results
 
 
@@ -254,12 +224,12 @@ class Killed(Exception):
     """Raised by all ranks after the same step: nothing is saved, as when a node is lost."""
 
 
-def different_after_stops(mode, data, is_first):
+def different_after_stops(data, is_first):
     """The files of a run, interrupted at each of `STOPS`, that are not those of a run that is left alone."""
     left = []
     for stops in ((), STOPS):
-        out = Path(data).parent / mode / str(len(stops))
-        settings = {"model": "flash", "data": data, **SETTINGS, **INTERVALS, **MODES[mode], "out": str(out)}
+        out = Path(data).parent / f"stops-{len(stops)}"
+        settings = {"model": "flash", "data": data, **SETTINGS, **INTERVALS, **SHARDED, "out": str(out)}
         for step, how in (*stops, (None, None)):
             stop = StopSignal()
 
@@ -278,14 +248,14 @@ def different_after_stops(mode, data, is_first):
     return [name for name in sorted({*left[0], *left[1]}) if left[0].get(name) != left[1].get(name)]
 
 
-def main(out, data, part):
+def main(out, data):
     children = []
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
             os.environ["RANK"] = str(rank)
             with connected("cpu", timeout_s=TIMEOUT.seconds) as world:
-                results = run_cases(world, data, part == "push")
+                results = run_cases(world, data)
                 if world.is_first:
                     Path(out).write_text(json.dumps(results))
                 dist.barrier()

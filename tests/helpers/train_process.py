@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from functools import partial
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fork_server import ForkServer
+import lineartime
 from lineartime import checkpoint, objectives, run
 from lineartime.cli import verbs
 from lineartime.training import language, loop
@@ -87,14 +88,29 @@ def do_train(arguments, folder, wait_at=None, memory=None):
         events.say("over")
 
 
-class Processes(ForkServer):
+class Processes:
     """Asks for a process, and gives its pid, or how it ended (a negative number is a signal)."""
 
     def __init__(self):
-        super().__init__(__file__)
+        environment = {**os.environ, "PYTHONPATH": str(Path(lineartime.__file__).parents[1])}
+        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                       text=True, env=environment)
+
+    def ask(self, **request):
+        self.server.stdin.write(json.dumps(request, default=str) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
 
     def start(self, **arguments):
         return self.ask(arguments=arguments)
+
+    def wait(self, pid):
+        return self.ask(wait=pid)
+
+    def close(self):
+        self.server.stdin.close()
+        self.server.stdout.close()
+        self.server.wait(30)
 
 
 class Launches:

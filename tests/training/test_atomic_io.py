@@ -104,21 +104,6 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d", "new"} and os.listdir(tmp_path / "new") == ["d"]
 
 
-def test_a_link_is_not_followed_out_of_the_folder(tmp_path):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").write_text("kept")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    _hidden(folder / "d", "unfinished").symlink_to(outside)
-    _hidden(folder / "a.json", "tmp").symlink_to(outside / "precious")
-    with pytest.raises(OSError, match="it is a link"), written_aside(folder / "d"):
-        pass
-    with pytest.raises(ResourceError, match="cannot write"):
-        write_atomically(folder / "a.json", "text")
-    assert os.listdir(outside) == ["precious"] and (outside / "precious").read_text() == "kept"
-
-
 def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path, monkeypatch):
     """Else two processes that replace a file at once would write over what the first has just put there."""
     path, lock, calls = tmp_path / "aside", fcntl.flock, []

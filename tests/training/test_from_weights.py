@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime import checkpoint
 from lineartime.atomic_io import hash_of
 from lineartime.config import TrainConfig
 from lineartime.data import mixture
@@ -30,7 +29,6 @@ from lineartime.run import read_metrics
 from lineartime.run_config import nearest_preset, run_config
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.warm_start import check_shapes
-from ranks_here import RanksHere
 from tiny_runs import SETTINGS, assert_same, prepare_text, steps_saved, what_is_left
 
 LEFT_OUT = ("n_layers", "d_model", "query_key_dim", "chunk_size", "warmup_steps")
@@ -224,12 +222,6 @@ def test_a_learning_rate_that_has_fallen_cannot_be_given_more_steps(root: Path, 
     assert_same(tmp_path / "run", left)
 
 
-def test_fewer_steps_are_another_run(root: Path, tmp_path: Path) -> None:
-    begun(root, tmp_path / "run", steps=4, schedule="constant")
-    with pytest.raises(UsageError, match=r"another run is here: .*steps: 4 -> 3"):
-        begun(root, tmp_path / "run", steps=3, schedule="constant")
-
-
 # Schedules
 
 
@@ -322,24 +314,6 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     assert "75 % of the rows: " in card
     assert re.search("lineartime train --from WEIGHTS --size [a-z]+ --data DATA1:3,DATA2:1 --out RUN", card)
     assert str(root) not in card
-
-
-@pytest.mark.rest
-def test_two_processes_end_in_the_bits_of_one(root: Path, tmp_path: Path, warm_command: list[str]) -> None:
-    """From weights, on a mixture; each begins with its own part of the weights."""
-    data = f"{root}/a/prepared:2,{root}/b/prepared:1"
-    changes = {"steps": 3, "eval_every": 2, "micro_batch_tokens": 32, "clip_scope": "global", "shard": True}
-    begun(root, tmp_path / "one", data=data, **changes)
-    ranks = RanksHere(warm_command, tmp_path)
-    words = [f"{name}={value}" for name, value in {**TRAINING, **changes}.items()]
-    codes = ranks.run(2, ["train", "--from", root / "run", "--data", data, "--out", tmp_path / "two", "--device", "cpu",
-                          *itertools.chain.from_iterable(("--set", word) for word in words)])
-    assert codes == [0, 0], ranks.printed()
-    one, two = (checkpoint.read_whole(tmp_path / name / "latest", "model") for name in ("one", "two"))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    stored = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "two")]
-    assert stored[0]["from_sha256"] == stored[1]["from_sha256"]
 
 
 def test_texts_of_different_tokenizers_are_not_mixed(root: Path, tmp_path: Path, call: Call) -> None:

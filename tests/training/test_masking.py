@@ -87,21 +87,16 @@ def test_masks_are_those_on_record():
 
 def test_a_step_is_rows_of_the_stream_under_their_masks(stream):
     context, per_step = 37, 4
-    n_rows = len(stream) // context
-    seen = []
+    n_rows, seen = len(stream) // context, []
     for step in range(2 * n_rows // per_step + 1):
-        inputs, targets = masked_batch(stream, seed=5, step=step, rows_per_step=per_step, context=context)
-        again = [masked_batch(stream, seed=5, step=step * per_step + i, rows_per_step=1, context=context)
-                 for i in range(per_step)]
-        assert np.array_equal(inputs, np.concatenate([a for a, _ in again]))
-        assert np.array_equal(targets, np.concatenate([b for _, b in again]))
-        for i in range(per_step):
-            epoch = (step * per_step + i) // n_rows
-            original = np.where(targets[i] == NO_TARGET, inputs[i], targets[i])
+        batch = masked_batch(stream, seed=5, step=step, rows_per_step=per_step, context=context)
+        for i, (inputs, targets) in enumerate(zip(*batch, strict=True)):
+            original = np.where(targets == NO_TARGET, inputs, targets)
             row = next(row for row in range(n_rows)
                        if np.array_equal(stream.read(row * context, (row + 1) * context), original))
+            epoch = (step * per_step + i) // n_rows
             expected = mask_tokens(original, stream, seed=5, epoch=epoch, row=row)
-            assert np.array_equal(inputs[i], expected[0]) and np.array_equal(targets[i], expected[1])
+            assert np.array_equal(inputs, expected[0]) and np.array_equal(targets, expected[1])
             seen.append(row)
     assert sorted(seen[:n_rows]) == sorted(seen[n_rows : 2 * n_rows]) == list(range(n_rows))
     assert seen[:n_rows] != seen[n_rows : 2 * n_rows]

@@ -51,7 +51,8 @@ def test_a_setting_that_is_gone_is_named():
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
 def test_an_exported_model_whose_numbers_have_no_shape_opens_everywhere(norm, tmp_path):
-    transformers, hf = pytest.importorskip("transformers"), pytest.importorskip("lineartime.hf")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("lineartime.hf")  # transformers know the models from here on
     sizes = {"n_layers": 2, "d_model": 8, "query_key_dim": 4, "context": 8, "vocab_size": 257, "end_of_document": 256}
     model = random_model(model_config("flash", **sizes, chunk_size=1, norm=norm))  # its position bias has shape [1]
     folder = write_checkpoint(tmp_path, model, byte_tokenizer())
@@ -66,15 +67,8 @@ def test_an_exported_model_whose_numbers_have_no_shape_opens_everywhere(norm, tm
     assert {name: p.shape for name, p in opened.named_parameters()} == {
         name: p.shape for name, p in LanguageModel(model.config).named_parameters()}
     assert torch.equal(opened(ids), expected)
-    again = hf.LineartimeForCausalLM(hf.LineartimeConfig.from_pretrained(folder))
-    again.load_state_dict(load_file(folder / "model.safetensors"))
-    assert torch.equal(again.eval()(ids).logits, expected)
     scalars = {name: tensor.reshape(()) if name.endswith("scalar") else tensor for name, tensor in weights.items()}
     save_file(scalars, folder / "model.safetensors", {"format": "pt"})
     found, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert torch.equal(found.eval()(ids).logits, expected)
-    found.save_pretrained(tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in saved.items()} == {
-        name: p.shape for name, p in opened.named_parameters()}

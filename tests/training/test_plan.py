@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.step import random_batch
 from lineartime.data.tokens import read_manifest
-from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
 from lineartime.plan import LiveBytes, plan, print_plan
 from lineartime.run_config import run_config
@@ -56,14 +55,6 @@ def test_bytes_are_those_of_new_storages_while_they_are_alive():
         assert live.now == 4 * 10_000 and live.most == 4 * 15_000
         del x
     assert live.now == 0
-
-
-@pytest.mark.rest
-def test_a_row_in_windows_needs_the_activations_of_one():
-    settings = {"model": "flash+", "context": 8192, "tokens_per_step": 8192, "micro_batch_tokens": 8192}
-    whole, fourth, eighth = (planned(1, **settings, window_tokens=n) for n in (None, 2048, 1024))
-    assert eighth.activations < 0.6 * fourth.activations < 0.5 * whole.activations
-    assert fourth.weights == whole.weights and fourth.moments == whole.moments
 
 
 @pytest.mark.rest
@@ -120,8 +111,3 @@ def test_the_table(capsys):
     numbers = [float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) MiB", printed)]
     assert len(numbers) == 7 and numbers[-1] == pytest.approx(sum(numbers[:-1]), abs=0.5)
     assert "Memory of each of 1 process, float32, micro-batches of 4 x 512 tokens" in printed
-
-
-def test_a_number_of_processes_that_does_not_fit_is_refused():
-    with pytest.raises(UsageError, match="3 ranks, 1 micro-batches in a step; run 1"):
-        planned(3, model="flash")
