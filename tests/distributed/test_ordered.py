@@ -7,13 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lineartime.distributed.ordered import (
-    VECTOR,
-    cut,
-    own_rows,
-    require_fitting,
-    tree_sum,
-)
+from lineartime.distributed.ordered import VECTOR, cut, own_rows, require_fitting, tree_sum
 from lineartime.distributed.ranks import Ranks
 from lineartime.errors import UsageError
 

@@ -133,12 +133,6 @@ def test_what_cannot_begin_is_refused(root: Path, tmp_path: Path, call: Call, mo
     assert not (tmp_path / "new").exists()
 
 
-def test_a_toml_file_names_weights_too(root: Path, tmp_path: Path, call: Call) -> None:
-    (tmp_path / "run.toml").write_text(f'from = "{tmp_path}/none"\ndata = "{root}/b/prepared"\n')
-    code, _, err = call("train", tmp_path / "run.toml", "--out", tmp_path / "new")
-    assert_refused(code, err, 2, f"no weights here: {tmp_path}/none; ")
-
-
 def test_n_without_chunks_stays_that_of_the_weights() -> None:
     quad = lineartime.model_config("flash-quad", context=600)
     given = {"from": "w", "data": "d", "out": "o", "context": 1200, "micro_batch_tokens": 1200,

@@ -28,15 +28,7 @@ from lineartime.objectives import NextToken
 from lineartime.plot import plot_run
 from lineartime.run import Run, read_metrics, read_result
 from lineartime.run_config import run_config
-from lineartime.training import (
-    Callbacks,
-    Setup,
-    StopSignal,
-    compute_gradient,
-    fit,
-    make_optimizer,
-    new_model,
-)
+from lineartime.training import Callbacks, Setup, StopSignal, compute_gradient, fit, make_optimizer, new_model
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
 from train_process import Launches
@@ -68,13 +60,13 @@ def warned():
     """For a test that expects one."""
 
 
-def run_fit(data, out, *, on_step=None, stop=None, score_last=True, **changes):
+def run_fit(data, out, *, on_step=None, stop=None, **changes):
     """`fit` in this process."""
     out.mkdir(exist_ok=True)
     manifest = read_manifest(data)
     run = Run(out, configuration(data, out, **changes), {"data_sha256": manifest.sha256})
     task = NextToken(run.config, open_split(data, "train"), open_split(data, "validation"))
-    setup = Setup(new_model(run.config), task, {"tokenizer.json": "{}"}, score_last=score_last)
+    setup = Setup(new_model(run.config), task, {"tokenizer.json": "{}"})
     return fit(run, setup, CPU, Callbacks(stop or StopSignal(), on_step))
 
 
@@ -246,11 +238,6 @@ def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch
     assert next(calls) == 8 and steps_saved(out) == steps_done(out) == 3
     run_fit(data, out, steps=8)
     assert_same(out, whole)
-
-
-def test_the_last_step_is_not_scored_where_the_caller_does_it(data, tmp_path):
-    run_fit(data, tmp_path / "run", steps=6, score_last=False)
-    assert [line["step"] for line in read_metrics(tmp_path / "run") if "held_out" in line] == [3]
 
 
 def test_every_step_says_what_it_took(data, tmp_path):
