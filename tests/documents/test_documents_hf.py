@@ -9,7 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing h
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import lineartime
 import lineartime.hf
@@ -55,17 +55,6 @@ def test_transformers_opens_the_folder_with_its_head(trained):
     for each, p_L in zip(found, p_BL.tolist(), strict=True):
         assert [*each.scores] == [hf.config.id2label[i] for i in range(len(p_L))]
         assert np.abs(np.array([*each.scores.values()]) - p_L).max() < 1e-12
-
-
-def test_pipelines(trained):
-    out, _ = trained
-    ours, tokenizer, _ = lineartime.load_classifier(out)
-    texts = [text for text in TEXTS if len(text) < CONTEXT]
-    found = lineartime.classify(ours, tokenizer, texts)
-    said = pipeline("text-classification", model=str(out / "best"), top_k=None)(texts, batch_size=2)
-    for each, scores in zip(found, said, strict=True):
-        expected = each.scores or {"number": each.label}
-        assert {row["label"]: row["score"] for row in scores} == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):

@@ -60,12 +60,10 @@ def test_a_causal_model_reads_any_length_as_one_row(name):
         assert close(mean.vector_D, x_TD.mean(0).numpy()), (name, mean.n_tokens)
 
 
-@pytest.mark.parametrize("config", [replace(CONFIGS["flash"], causal=False),
-                                    replace(CONFIGS["flash-quad"], causal=False),
-                                    BIDIRECTIONAL["flash cls"], CONFIGS["transformer"],
-                                    replace(CONFIGS["flash"], document_mask="paper"),
-                                    UNPACKED["flash learned weights"]],
-                         ids=["flash", "flash-quad", "cls", "position table", "leaking mask", "learned weights"])
+@pytest.mark.parametrize("config", [
+    replace(CONFIGS["flash"], causal=False), BIDIRECTIONAL["flash cls"], CONFIGS["transformer"],
+    replace(CONFIGS["flash"], document_mask="paper"), UNPACKED["flash learned weights"]],
+    ids=["flash", "cls", "position table", "leaking mask", "learned weights"])
 def test_other_models_read_windows_that_count_by_their_tokens(config):
     model = random_model(with_end(config))
     assert not carries_state(model.config)

@@ -190,8 +190,6 @@ def test_batches_are_a_function_of_seed_and_step(folder):
     assert not np.array_equal(task(1).batch(0)[0], batches[0][0])
     drawn = [row[role > 0].tobytes() for ids, roles in batches for row, role in zip(ids, roles, strict=True)]
     assert sorted(drawn) == sorted(10 * [ids.astype(np.int64).tobytes() for ids in rows.ids])
-    firsts = [row[role > 0].tobytes() for ids, roles in batches[:2] for row, role in zip(ids, roles, strict=True)]
-    assert len(set(firsts)) > 15  # an epoch has each window once
 
 
 def test_answer_says_what_and_where(folder, done, capsys, tmp_path, monkeypatch):

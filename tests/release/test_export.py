@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import typer
 import yaml
@@ -28,13 +27,12 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.cli import verbs
-from lineartime.config import model_config, to_dict
+from lineartime.config import to_dict
 from lineartime.data import pretrained
-from lineartime.errors import CONTROL, CheckpointError, ResourceError, UsageError
+from lineartime.errors import CONTROL, CheckpointError, UsageError
 from lineartime.release.card import Card, train_command
 from lineartime.run import read_metrics, read_run
 from lineartime.run_config import SIZES, parse_setting, run_config
-from marks import rest
 from tiny_runs import STEPS, command, prepare_text
 
 ROOT = Path(__file__).parents[2]
@@ -87,13 +85,6 @@ def test_the_weights_are_the_runs_in_bfloat16(run: Path, exported: Path) -> None
     for (name, expected), (same_name, found) in zip(ours.named_parameters(), model.named_parameters(), strict=True):
         assert name == same_name and found.dtype == torch.float32
         assert torch.equal(found, expected.bfloat16().float())
-
-
-def test_transformers_open_it(exported: Path) -> None:
-    model, tokenizer, _ = lineartime.load_model(exported)
-    ids_BT = AutoTokenizer.from_pretrained(exported)(PROMPT, return_tensors="pt").input_ids
-    assert ids_BT[0].tolist() == [tokenizer.end_of_document, *tokenizer.encode(PROMPT)]
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(exported)(ids_BT).logits, model(ids_BT))
 
 
 OPEN = """
@@ -174,27 +165,16 @@ def test_the_cards_command_trains_the_same(card: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("model", "task"), [("flash", "wiki40b"), *rest(("transformer++", "c4"))])
-def test_a_cards_command_names_the_size_and_what_was_changed(model: str, size: str, task: str) -> None:
+def test_a_cards_command_names_the_size_and_what_was_changed(size: str) -> None:
     """What a size fits to these settings by itself is not named."""
-    settings = {"model": model, "size": size, "task": task, "data": "d", "out": "o", "vocab_size": 257,
-                "end_of_document": None if task == "c4" else 256}
-    for changed in ({}, {"steps": 120}, {"n_layers": 4, "context": 1024}, {"seed": 3, "clip": None}):
+    settings = {"model": "flash", "size": size, "data": "d", "out": "o", "vocab_size": 257, "end_of_document": 256}
+    for changed in ({}, {"n_layers": 4, "context": 1024}, {"seed": 3, "clip": None}):
         made = run_config(settings | changed)
-        card = Card({"preset": model, "task": task, "train": to_dict(made.train)}, made.model, "", [(None, 1)], [], 1,
-                    1, {}, None, {})
+        card = Card({"preset": "flash", "task": "wiki40b", "train": to_dict(made.train)}, made.model, "", [(None, 1)],
+                    [], 1, 1, {}, None, {})
         words = shlex.split(train_command(card))
-        assert words[:11] == f"lineartime train {model} --size {size} --task {task} --data DATA --out RUN".split()
+        assert words[:11] == f"lineartime train flash --size {size} --task wiki40b --data DATA --out RUN".split()
         assert sorted(words[12::2]) == sorted(f"{name}={value}".lower() for name, value in changed.items())
-
-
-def test_a_run_from_weights_names_them_and_the_size() -> None:
-    own = model_config("flash", n_layers=2, d_model=64, chunk_size=64, context=256)
-    given = {"from": "small", "data": "d", "out": "o", "size": "tiny", "context": 512}
-    made = run_config(given, own)
-    card = Card({"preset": "flash", "task": "wiki40b", "train": to_dict(made.train), "from": "small",
-                 "from_model": to_dict(own)}, made.model, "", [(None, 1)], [], 1, 1, {}, None, {})
-    assert train_command(card) == "lineartime train --from small --size tiny --data DATA --out RUN --set context=512"
 
 
 def test_the_cards_sample_is_what_generate_prints(card: str, exported: Path, call: Call) -> None:
@@ -214,23 +194,14 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
     assert not lineartime.load_model(out)[0].config.causal
 
 
-def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    theirs = b.state_dict()
-    return all(torch.equal(weight, theirs[name]) for name, weight in a.state_dict().items())
-
-
 def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call: Call,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "MODELS", exported.parent)
     assert lineartime.model_folder("tiny") == exported
-    how, score = ["--max-new-tokens", 8], ["--data", data]
-    for prompts in ([], [PROMPT], ["one", "two"]):
-        of_folder = call("generate", exported, *prompts, *how)
-        assert call("generate", "tiny", *prompts, *how) == of_folder
-        assert call("generate", "--model", "tiny", *prompts, *how) == of_folder
+    how, score = [PROMPT, "--max-new-tokens", 8], ["--data", data]
     for named in (["tiny"], ["--model", "tiny"]):
+        assert call("generate", *named, *how) == call("generate", exported, *how)
         assert call("evaluate", *named, *score) == call("evaluate", exported, *score)
-    assert same_weights(lineartime.load_model("tiny")[0], lineartime.load_model(exported)[0])
     code, out, _ = call("info", "tiny", "--set", "context=512")
     assert code == 0 and re.search(r"context +512\b", out) and re.search(r"Hidden size +16\b", out)
     assert call("info", exported)[1].split("\n", 1)[1] == call("info", "tiny")[1].split("\n", 1)[1]
@@ -238,11 +209,7 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
                              (["generate needs a model", "small"], ["generate"]),
                              (["RUN and --model; leave one out"], ["evaluate", exported, "--model", "tiny", *score]),
                              (["an exported folder already", exported], ["export", "tiny", "--out", run / "x"]),
-                             (["not fine-tuned on labels"], ["classify", "tiny", run / "metrics.jsonl"]),
-                             *((["no weights here: tinny", "shipped model: tiny"], wrong) for wrong in (
-                                 ["generate", "tinny"], ["evaluate", "tinny", *score],
-                                 ["export", "tinny", "--out", "x"],
-                                 ["answer", "tinny", "--question", "Who?", "--document", exported / "README.md"]))]:
+                             (["no weights here: tinny", "shipped model: tiny"], ["evaluate", "tinny", *score])]:
         code, _, err = call(*arguments)
         assert_refused(code, err, 2, *words)
 
@@ -258,14 +225,11 @@ def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
     assert_refused(*call("generate", "./tiny")[::2], 2, "not a run: tiny")
 
 
-@pytest.mark.parametrize("verb", [["generate"], *rest(["evaluate", "--data", "."], ["export", "--out", "x"],
-                                                      ["embed", "README.md"], ["classify", "README.md"])])
-def test_a_wrong_name_is_refused_without_torch(verb: list[str]) -> None:
+def test_a_wrong_name_is_refused_without_torch() -> None:
     code = ("import sys; from lineartime.cli import verbs; from lineartime.cli.exits import exit_code; "
             "code = exit_code(lambda: verbs.run_verb(verbs.app, '', sys.argv[1:])); assert 'torch' not in sys.modules; "
             "sys.exit(code)")
-    done = subprocess.run([sys.executable, "-c", code, verb[0], "smal", *verb[1:]], capture_output=True, text=True,
-                          cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code, "generate", "smal"], capture_output=True, text=True, cwd=ROOT)
     assert_refused(done.returncode, done.stderr, 2, "no weights here: smal", "or a shipped model: small")
 
 
@@ -275,21 +239,14 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     (tmp_path / "text").mkdir()
     other = prepare_text(tmp_path / "text", first=40_000)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(run, damaged, symlinks=True)
-    for path in damaged.glob("step-*/model.safetensors"):
-        path.write_bytes(path.read_bytes()[:-1])
     for code, words, arguments in [
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
         (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
-        (2, ["no such folder"], [run, "--out", out, "--data", tmp_path / "nowhere"]),
-        (2, ["cuda"], [run, "--out", out, "--device", "cuda"]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
-        (4, ["model.safetensors"], [damaged, "--out", out]),
         (6, ["cannot write"], [run, "--out", tmp_path / "latin1.md" / "out"]),
     ]:
         got, _, err = call("export", *arguments)
@@ -307,9 +264,8 @@ def test_a_damaged_newest_checkpoint_is_said_or_refused(run: Path, data: Path, t
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged, symlinks=True)
     spoil(damaged / f"step-{SAVED:08d}" / "model.safetensors")
-    for arguments in (["evaluate", damaged, "--data", data],
-                      ["evaluate", damaged, "--data", data, "--contexts", "16,32"],
-                      ["generate", damaged, "--max-new-tokens", 2], ["export", damaged, "--out", tmp_path / "out"]):
+    for arguments in (["evaluate", damaged, "--data", data], ["generate", damaged, "--max-new-tokens", 2],
+                      ["export", damaged, "--out", tmp_path / "out"]):
         code, _, err = call(*arguments)
         assert code == 0, err
         (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
@@ -341,11 +297,6 @@ def with_weights(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -
     save_file({**weights, "head_bias": change(weights["head_bias"])}, folder / "model.safetensors", {"format": "pt"})
 
 
-def flip_config(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"gate": true', '"gate": false'))
-
-
 def set_width(folder: Path, d_model: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"d_model": d_model}))
@@ -354,18 +305,14 @@ def set_width(folder: Path, d_model: object) -> None:
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a flipped bit": ("model.safetensors", lambda folder: spoil(folder / "model.safetensors")),
     "other weights": ("model.safetensors", lambda folder: with_weights(folder, lambda bias: bias + 1)),
-    "not finite": ("model.safetensors", lambda folder: with_weights(folder, lambda bias: bias * math.nan)),
     "a missing file": ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
-    "no weights": ("model.safetensors", lambda folder: (folder / "model.safetensors").write_bytes(b"")),
-    "another configuration": ("config.json", flip_config),
-    "a configuration of no model": ("config.json", lambda folder: set_width(folder, math.inf)),
+    "another configuration": ("config.json", lambda folder: set_width(folder, 32)),
     "another tokenizer": ("tokenizer.json", lambda folder: (folder / "tokenizer.json").write_text("{}")),
     "a damaged manifest": ("MANIFEST.json", lambda folder: (folder / "MANIFEST.json").write_text("{}"))}
 
 
 @pytest.mark.parametrize(("kind", "damage"), [
-    *(("exported", damage) for damage in DAMAGE), ("shipped", "a flipped bit"), ("latest", "a flipped bit"),
-    *rest(*((kind, damage) for kind in ("shipped", "latest") for damage in DAMAGE if damage != "a flipped bit"))])
+    *(("exported", damage) for damage in DAMAGE), ("shipped", "a flipped bit"), ("latest", "a flipped bit")])
 def test_what_the_manifest_does_not_match_is_refused_by_every_loader(kind: str, damage: str, run: Path, exported: Path,
                                                                      tmp_path: Path) -> None:
     folders = {"exported": exported, "shipped": lineartime.model_folder("small"), "latest": run / "latest"}
@@ -393,29 +340,26 @@ def test_a_card_may_be_edited_and_a_download_opens(exported: Path, tmp_path: Pat
         assert lineartime.load_model(each)[0].config == AutoModelForCausalLM.from_pretrained(each).model.config
 
 
-def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(exported: Path, tmp_path: Path) -> None:
-    """As earlier versions made it."""
+def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(run: Path, exported: Path,
+                                                                        tmp_path: Path) -> None:
+    """As earlier versions made it; a checkpoint without one does not open."""
+    step = copy_of(run / f"step-{SAVED:08d}", tmp_path / "step")
+    (step / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is missing"):
+        AutoModelForCausalLM.from_pretrained(step)
     folder = copy_of(exported, tmp_path / "copy")
     (folder / "MANIFEST.json").unlink()
     for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
         load(folder)
-    with_weights(folder, lambda bias: bias.index_fill(0, torch.tensor(3), math.inf))
-    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"weights that are not finite: .*/model.safetensors: .*head_bias"):
-            load(folder)
-    with_weights(folder, lambda bias: torch.zeros(len(bias) + 1))
-    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"not this model's: .*/model.safetensors: .*head_bias is .*258"):
-            load(folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: weights[name] for name in weights if name != "head_bias"}, folder / "model.safetensors",
-              {"format": "pt"})
-    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"not this model's: .*/model.safetensors: .*head_bias is missing"):
-            load(folder)
+    for change, words in ((lambda bias: bias.index_fill(0, torch.tensor(3), math.inf), "not finite: .*head_bias"),
+                          (lambda bias: torch.zeros(len(bias) + 1), "not this model's: .*head_bias is .*258")):
+        with_weights(folder, change)
+        for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+            with pytest.raises(CheckpointError, match=words):
+                load(folder)
 
 
-def test_files_of_no_model_are_named(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_no_model_are_named(exported: Path, tmp_path: Path) -> None:
     """Without a manifest, which would say it first."""
     folder = copy_of(exported, tmp_path / "copy")
     (folder / "MANIFEST.json").unlink()
@@ -424,17 +368,8 @@ def test_files_of_no_model_are_named(exported: Path, tmp_path: Path, monkeypatch
         with pytest.raises(UsageError, match=r"d_model = 'wide' in .*/copy/config\.json"):
             load(folder)
     set_width(folder, 16)
-
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: weight.int() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    with_weights(folder, lambda bias: bias.int())
     with pytest.raises(CheckpointError, match=r"of a wrong type: .*/copy/model\.safetensors: \S+ is torch\.int32"):
-        lineartime.load_model(folder)
-
-    def no_room(path: Path) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(safetensors.torch, "load_file", no_room)
-    with pytest.raises(ResourceError, match=r"out of memory: .*/copy/model\.safetensors"):
         lineartime.load_model(folder)
 
 
@@ -454,20 +389,6 @@ def test_weights_of_a_run_that_are_another_runs_or_not_finite_are_refused(run: P
                          (AutoModelForCausalLM.from_pretrained, step)):
         with pytest.raises(CheckpointError, match=r"not finite: .*/model.safetensors: (model\.)?norm.weight;"):
             load(folder)
-
-
-def test_transformers_refuse_a_checkpoint_that_lost_its_manifest(run: Path, tmp_path: Path) -> None:
-    folder = copy_of(run / f"step-{SAVED:08d}", tmp_path / "copy")
-    AutoModelForCausalLM.from_pretrained(folder)
-    (folder / "MANIFEST.json").unlink()
-    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is missing"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_a_checkpoint_without_its_optimizer_knows_its_step(run: Path, tmp_path: Path) -> None:
-    folder = copy_of(run / f"step-{SAVED:08d}", tmp_path / "copy")
-    (folder / "optimizer.safetensors").unlink()
-    assert lineartime.load_model(folder)[2] == {"checkpoint": str(folder), "step": SAVED}
 
 
 def test_transformers_save_over_an_export(exported: Path, tmp_path: Path) -> None:
