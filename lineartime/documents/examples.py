@@ -7,6 +7,7 @@ set of the hub."""
 import io
 import math
 import os
+import select
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -65,12 +66,19 @@ class Piped(NamedTuple):
 def read_stdin(kind: StdinKind) -> Piped:
     """All of stdin, which is waited for. Raises UsageError for an unknown kind, DataError for nothing or too much."""
     require_name("kind of stdin", kind, get_args(StdinKind))
-    content = b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_STDIN + 1)
+    content = bytearray()
+    while sys.stdin is not None and len(content) <= MAX_STDIN:
+        # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
+        if select.select([sys.stdin], [], [], 0.2)[0]:
+            block = os.read(sys.stdin.fileno(), 1 << 20)
+            if not block:
+                break
+            content += block
     if not content:
         raise DataError("nothing on stdin", todo="pipe documents into it")
     if len(content) > MAX_STDIN:
         raise DataError("too much on stdin", f"more than {MAX_STDIN:,} bytes", "put it into a file")
-    return Piped(content, kind)
+    return Piped(bytes(content), kind)
 
 
 def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:

@@ -1,7 +1,7 @@
 """The command line in a test's own process."""
 
-import io
 import sys
+import tempfile
 from typing import Protocol
 
 import pytest
@@ -20,8 +20,10 @@ class Call(Protocol):
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     def run_here(*arguments: object, stdin: str = "", app: typer.Typer = verbs.app) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as stopped:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file, pytest.raises(SystemExit) as stopped:
+            file.write(stdin)
+            file.seek(0)
+            monkeypatch.setattr(sys, "stdin", file)
             verbs.main(app)
         out, err = capsys.readouterr()
         return int(stopped.value.code or 0), out, err
