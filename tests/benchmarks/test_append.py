@@ -4,16 +4,6 @@ import pytest
 
 from benchmarks.append import append_json_lines
 from lineartime.atomic_io import read_json_lines
-from lineartime.errors import ResourceError
-
-
-def test_rows_are_added(tmp_path):
-    path = tmp_path / "new" / "rows.jsonl"
-    append_json_lines(path, [{"a": 1}])
-    append_json_lines(path, [{"a": 2}, {"a": 3}])
-    assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n'
-    with pytest.raises(ResourceError, match="cannot write"):
-        append_json_lines(tmp_path, [{"a": 1}])
 
 
 @pytest.mark.parametrize(("left", "kept"), [('{"a": 1}\n{"a": 2', [1]), ('{"a"', []), ('{"a": 1}\n{"a": 2}', [1, 2])])

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks.append import append_json_lines
-from benchmarks.measure import Worker, add_times, in_own_process, mark, print_rows, provenance, rows_of_commit, spreads
+from benchmarks.measure import Worker, add_times, in_own_process, mark, provenance, rows_of_commit, spreads
 from benchmarks.step import training_steps
 
 
@@ -25,16 +25,6 @@ def test_times_have_quartiles_and_say_which_clock_counts(monkeypatch):
     assert spreads(times | {"gpu_ms": [5.0]}, 5)["clock"] == "gpu"
 
 
-def test_rows_are_printed(capsys):
-    shared = {"benchmark": "step", "unit": "step", "run": "r1", "threads": 2, "device": "cpu", "repeats": 3}
-    print_rows([{**shared, "label": "flash", "context_tokens": 2048, **spreads({"cpu_ms": [1234.5]}, 2469)},
-                {**shared, "label": "flash:compiled", "context_tokens": 4096, "failed": "out of memory"}])
-    title, *lines = capsys.readouterr().out.splitlines()
-    assert title == "step: time of a step, processor time, threads: 2; 3 rounds, run r1"
-    assert " ".join(lines[0].split()) == "flash context 2,048 1,234.50 ms (1,234.50 to 1,234.50), 2,000 tokens/s"
-    assert " ".join(lines[1].split()) == "flash:compiled context 4,096 failed: out of memory"
-
-
 def test_a_process_that_dies_says_why():
     assert "unexpected keyword argument 'colour'" in in_own_process(training_steps, {"colour": 1})["failed"]
     killed = Worker(training_steps, {})
@@ -48,8 +38,7 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         who = ["-c", "user.name=n", "-c", "user.email=e@x"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
 
-    row = provenance()
-    assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "python", "torch"} <= set(row)
+    assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "torch"} <= set(provenance())
     monkeypatch.setattr("lineartime.release.provenance.ROOT", tmp_path)
     git("init", "-q")
     file = tmp_path / "lineartime" / "release" / "provenance.py"

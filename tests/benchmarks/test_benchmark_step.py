@@ -1,17 +1,14 @@
 """Whole training steps: who is measured, that it is the same step, in which order, and what a row says."""
 
 import dataclasses
-import json
-import math
 
 import pytest
-import torch
 from torch import nn
 
-from benchmarks import measure, peers, step
+from benchmarks import measure, peers
 from benchmarks.cells import shaped_config
 from benchmarks.measure import Setup
-from benchmarks.peers import WINDOW_TOKENS, build, parse_label
+from benchmarks.peers import WINDOW_TOKENS, parse_label
 from benchmarks.step import benchmark_step, step_cases
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import UsageError
@@ -31,10 +28,7 @@ def cells(*labels, contexts=(64,), precisions=("float32",), **options):
     return step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Workers that are generators of this process; what they were asked is in the list."""
-    return work_here(monkeypatch)
+here = pytest.fixture(lambda monkeypatch: work_here(monkeypatch))
 
 
 def test_a_label_is_a_model_and_how_it_runs():
@@ -47,41 +41,10 @@ def test_a_label_is_a_model_and_how_it_runs():
     windowed = parse_label("mc-tfm++:windowed")
     assert windowed.variant == "eager+windowed" and windowed.n_windows(3 * WINDOW_TOKENS) == 3
     assert windowed.n_windows(512) == label.n_windows(3 * WINDOW_TOKENS) == 1
-    for wrong in ("flush", "flash:fused", "flash:unfused", "flash-quad:unfused", "performer:unfused",
-                  "flash-pytorch:checkpoint", "flash-pytorch:reference", "transformer:unfused:reference", "flash:",
-                  "transformer++:windowed", "flash-pytorch:windowed", "flash:windowed:checkpointed"):
+    for wrong in ("flush", "flash:fused", "performer:unfused", "flash-pytorch:checkpoint", "flash-pytorch:reference",
+                  "transformer:unfused:reference", "flash:", "transformer++:windowed", "flash:windowed:checkpointed"):
         with pytest.raises(UsageError):
             parse_label(wrong)
-
-
-@pytest.mark.parametrize("task", ["wiki40b", "c4"])
-def test_unfused_attention_is_the_same_function(task):
-    config, gradients = tiny("transformer++", task), []
-    for text in ("transformer++", "transformer++:unfused"):
-        torch.manual_seed(0)
-        model = build(parse_label(text), config).double()
-        # Not near 0, where all attention is alike.
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.3)
-        out = model(torch.arange(20)[None])
-        out.square().sum().backward()
-        gradients.append([out, *(p.grad for p in model.parameters())])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_a_peer_has_the_size_of_ours_and_the_loss_of_new_weights():
-    config = tiny("flash")
-    ours, peer = (build(parse_label(text), config) for text in ("flash", "flash-pytorch"))
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, peer)]
-    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
-    ids_BT = torch.randint(64, (2, 64))
-    losses = peer(ids_BT, targets=ids_BT)
-    assert losses.shape == ids_BT.shape and losses.mean().item() == pytest.approx(math.log(64), abs=0.3)
-    log_p_BTV = peer(ids_BT).log_softmax(-1)
-    torch.testing.assert_close(losses, -log_p_BTV.gather(-1, ids_BT[..., None])[..., 0])
-    step.check_causal(peer, torch.randint(64, (1, 40)))
-    assert not any(layer.shift_tokens for layer in peer.body.layers)  # work that FLASH has not
 
 
 def test_rows_say_what_was_measured(here):
@@ -91,17 +54,15 @@ def test_rows_say_what_was_measured(here):
     assert [(row["label"], row["context_tokens"]) for row in rows] == [
         (label, context) for context in (64, 32) for label in ("flash", "transformer++:unfused", "flash-pytorch")]
     assert given == [rows[:3], rows[3:]] and [len({row["run"] for row in some}) for some in given] == [1, 1]
-    assert rows[0]["run"] != rows[3]["run"]
-    assert json.loads(json.dumps(rows)) == rows
     for row in rows:
         assert row["benchmark"] == "step" and row["unit"] == "step" and row["tokens_per_step"] == 128
         assert row["clock"] == "cpu" and row["cpu_ms"]["n"] == row["wall_ms"]["n"] == row["repeats"] == 3
         assert row["tokens_per_s"] == pytest.approx(128e3 / row["cpu_ms"]["median"])
         assert row["peak_mib"] > row["above_import_mib"] >= 0 and row["warm_up"] >= 2
         assert row["check"]["error"] <= row["check"]["limit"] and row["settings"]["chosen"] == "here"
-        assert {"commit", "command", "cpu", "torch", "dtype", "device", "threads", "cell"} <= set(row)
     flash, unfused, peer = rows[:3]
-    assert flash["config"] == to_dict(tiny("flash")) and "attention" not in flash and "peer" not in flash
+    assert flash["config"] == to_dict(tiny("flash"))
+    assert peer["n_parameters"] == pytest.approx(flash["n_parameters"], rel=0.05)
     assert (unfused["model"], unfused["variant"], unfused["attention"]) == ("transformer++", "eager", "unfused")
     assert peer["config"] is None and peer["peer"]["package"] == "FLASH-pytorch"
     assert flash["n_parameters"] == describe(tiny("flash")).n_parameters
@@ -179,19 +140,10 @@ def test_a_model_that_looks_ahead_or_guesses_wildly_is_not_measured(here, monkey
 
 
 def test_nothing_to_measure():
-    with pytest.raises(UsageError, match="nothing to measure"):
-        benchmark_step([], Setup())
-    with pytest.raises(UsageError, match="nothing to measure"):
-        benchmark_step(cells("flash"), Setup(repeats=0))
-    with pytest.raises(UsageError, match="precision"):
-        benchmark_step(cells("flash", precisions=("float16",)), Setup())
-
-
-def test_a_short_row_is_checked_where_steps_are_large_and_the_whole_step_where_it_is_compiled():
-    eager, compiled, small = (cells(text, contexts=(n,), tokens=2**16)[0]
-                              for text, n in (("flash", 2**15), ("flash:compile", 2**15), ("flash", 64)))
-    assert (eager.checked_shape, compiled.checked_shape) == ((1, 40), (2, 2**15))
-    assert small.checked_shape == (1, 40) and cells("flash")[0].checked_shape == (2, 64)
+    for some, setup in (([], Setup()), (cells("flash"), Setup(repeats=0)),
+                        (cells("flash", precisions=("float16",)), Setup())):
+        with pytest.raises(UsageError, match=r"nothing to measure|precision"):
+            benchmark_step(some, setup)
 
 
 def test_processes_measure_a_step():

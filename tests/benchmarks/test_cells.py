@@ -30,12 +30,6 @@ def wait_until_gone(pid):
     pytest.fail(f"process {pid} is still there")
 
 
-def test_a_command_has_its_code_and_its_words(tmp_path):
-    log = tmp_path / "log"
-    assert run([sys.executable, "-c", "import sys; sys.exit('error: no memory')"], log) == 1
-    assert log.read_text() == "error: no memory\n"
-
-
 def test_a_command_that_is_asked_to_stop_saves(tmp_path):
     log = tmp_path / "log"
     code = run([sys.executable, "-c", SAVER, tmp_path / "saved"], log, save_s=20, stop=lambda: "listens" in

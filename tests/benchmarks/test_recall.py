@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +14,13 @@ from benchmarks.recall.measure import LEARNED, TIMES_LONGER, Recall, asked, lear
 from benchmarks.recall.tasks import (
     FIRST_PAIR,
     FIRST_VALUE,
-    N_KEYS,
     N_VALUES,
-    SEPARATOR,
     TASKS,
     ZOOLOGY_VOCABULARY,
     text_task,
 )
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.config import PRESETS, TrainConfig
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError
 from lineartime.model import LanguageModel
@@ -56,21 +52,6 @@ def test_the_answer_stands_in_the_row_before_the_question(name):
                     assert torch.equal(ids_BT.gather(1, fact_BQ - 1), question)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_question_has_one_answer(name):
-    """A key stands once among the facts, so that who remembers the row is always right."""
-    task = TASKS[name]
-    ids_BT, asked_BQ, answer_BQ, fact_BQ = drawn(name, max(task.n_facts), task.length, 20)
-    for ids, places, answers, facts in zip(ids_BT, asked_BQ, answer_BQ, fact_BQ, strict=True):
-        first = int(places.min())
-        if name in ("pairs", "needle", "induction"):
-            assert max(Counter(token for token in ids[:first].tolist() if token < N_KEYS).values()) == 1
-        if name == "copying":
-            assert ids[first] == SEPARATOR and torch.equal(ids[first + 1 :], ids[1 : len(ids) - first])
-        told = dict(zip(facts.tolist(), answers.tolist(), strict=True))
-        assert all(told[fact] == answer for fact, answer in zip(facts.tolist(), answers.tolist(), strict=True))
-
-
 def test_zoologys_rows_are_as_its_paper_says():
     n_rows, n, length, half = 400, 8, 128, ZOOLOGY_VOCABULARY // 2
     ids_BT, asked_BQ, answer_BQ, _ = drawn("zoology", n, length, n_rows)
@@ -78,18 +59,14 @@ def test_zoologys_rows_are_as_its_paper_says():
     assert 1 <= keys_BN.min() and keys_BN.max() < half <= values_BN.min()
     assert torch.equal(ids_BT.gather(1, asked_BQ), keys_BN) and torch.equal(answer_BQ, values_BN)
     gap_BN = (asked_BQ - 2 * n) / 2
-    assert torch.equal(gap_BN, gap_BN.round()) and gap_BN.max() < (length - 2 * n) / 2
-    assert all(len({*row.tolist()}) == n for row in asked_BQ)
+    assert torch.equal(gap_BN, gap_BN.round()) and all(len({*row.tolist()}) == n for row in asked_BQ)
     weights = torch.arange(1, 57).double() ** -0.99
     first_share = (gap_BN[:, 0] == 0).double().mean().item()  # the first is drawn from all
     assert abs(first_share - (weights / weights.sum())[0].item()) < 0.06
-    rest = ids_BT[:, 2 * n :].flatten()
-    assert rest.min() < 100 and rest.max() > ZOOLOGY_VOCABULARY - 100
 
 
-@pytest.mark.parametrize("tokenizer", ["train", "bytes"])
-def test_numbers_stand_behind_names_in_the_text_and_the_names_at_its_end(tokenizer, tmp_path):
-    out = prepare_text(tmp_path, tokenizer=tokenizer)
+def test_numbers_stand_behind_names_in_the_text_and_the_names_at_its_end(tmp_path):
+    out = prepare_text(tmp_path)
     task, tokenizer = text_task(out), load_tokenizer(out / TOKENIZER_FILE)
     assert task.test is not None
     for draw in (task.draw, task.test):
@@ -106,15 +83,8 @@ def test_numbers_stand_behind_names_in_the_text_and_the_names_at_its_end(tokeniz
                     name = tokenizer.decode(ids_BT[row, : place + 1].tolist())[-3:]
                     assert name + tokenizer.decode([answer]) in facts
             assert tokenizer.decode([task.answers[3]]) == "3" and set(answer_BQ.flatten().tolist()) <= set(task.answers)
-    first, again = (task.draw(2, 4, 512, torch.Generator().manual_seed(5)) for _ in range(2))
-    assert torch.equal(first.ids_BT, again.ids_BT)
     with pytest.raises(DataError, match="too few tokens for a row"):
         task.draw(1, 8, 100, torch.Generator())
-
-
-def training_of(steps: int, **settings) -> TrainConfig:
-    return study.training("pairs", TASKS["pairs"], {"steps": steps, "warmup_steps": 10, "learning_rate": 6e-3,
-                                                    **settings})
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -134,11 +104,9 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     """One fact: the value that stands in the row is the answer to every question."""
     task = TASKS["pairs"]
     config = study.config_of("transformer++, conv", task, {"d_model": 32, "context": 40})
-    curves = []
-    for _ in range(2):
-        curve = [(step, loss, right) for step, loss, right, _ in
-                 learn(config, Recall(task, 40, (1,), training_of(120, tokens_per_step=320, context=40, seed=1)))]
-        curves.append(curve)
+    settings = study.training("pairs", task, {"steps": 120, "warmup_steps": 10, "learning_rate": 6e-3, "context": 40,
+                                              "tokens_per_step": 320, "seed": 1})
+    curves = [[row[:3] for row in learn(config, Recall(task, 40, (1,), settings))] for _ in range(2)]
     assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
     assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
 
@@ -172,21 +140,6 @@ def test_learned_is_what_stays_learned(right, step):
     assert passed([[10 * i, 0.0, value] for i, value in enumerate(right, 1)]) == step
 
 
-def test_every_model_of_the_study_is_a_model():
-    content = study.STUDY
-    assert content["tasks"].keys() == {*TASKS, "text"}
-    for name, task in TASKS.items():
-        assert {"flash", "flash, all", "flash, local", "transformer++, conv"} <= {*study.models_of(name)}
-        for model in study.models_of(name):
-            config = study.config_of(model, task, {})
-            assert config.causal and config.vocab_size == task.vocab_size
-            assert content["models"][model]["preset"] in PRESETS
-    assert {name for names in content["lists"].values() for name in names} <= content["models"].keys()
-    window = study.config_of("transformer++, window", TASKS["pairs"], {})
-    flash = study.config_of("flash", TASKS["pairs"], {})
-    assert 2 * window.chunk_size * 2 * window.d_model == flash.query_key_dim * flash.d_inner
-
-
 TINY = ["--set", "steps=24", "--set", "warmup_steps=2", "--set", "d_model=16", "--set", "n_layers=1", "--set",
         "tokens_per_step=128"]
 
@@ -206,9 +159,7 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path, monkeypatch):
         assert last["learning_rate"] == max(first, second, key=study.score)["learning_rate"]
     assert measured[0]["accuracy"].keys() == {"128", "256", "512", "1024"}
     assert measured[3]["accuracy"].keys() == {"128"}  # its table of positions ends there
-    assert "learned from step" in out
-    assert measured[0]["command"].startswith("python -m benchmarks recall flash --task pairs --set steps=24 --set ")
-    assert str(tmp_path) not in rows.read_text()
+    assert "learned from step" in out and str(tmp_path) not in rows.read_text()
     kept = rows.read_text().splitlines(keepends=True)
     rows.write_text("".join(kept[:4]) + kept[4][:50])
     assert call(*command, app=app)[0] == 0
@@ -219,8 +170,7 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "match"), [
     (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
-    (["--set", "data=x"], "not a setting of recall: data"), (["--set", "d_model=0"], "d_model must be at least 1"),
-    (["--set", "tokens_per_step=100"], "must be a multiple of"),
+    (["--set", "data=x"], "not a setting of recall: data"), (["--set", "tokens_per_step=100"], "must be a multiple of"),
     (["--task", "zoology", "--set", "context=64"], "the row is too short for its facts: context = 64; the task"),
     (["--task", "pairs", "--set", "context=0"], "must be a multiple of the length: 2048 and 0")])
 def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
@@ -229,29 +179,17 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
     assert not (tmp_path / "rows").exists()
 
 
-def row(model: str, rate: float, seed: int, right: float, step: int | None) -> dict:
-    return {"task": "pairs", "model": model, "learning_rate": rate, "seed": seed, "length": 128, "passed": step,
-            "n_facts": [4, 8, 16, 32], "curve": [[10, 1.0, right]], "settings": {}, "training": {},
-            "accuracy": {str(128 * times): {str(n): right for n in (4, 8, 16, 32)} for times in TIMES_LONGER}}
-
-
 def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch, call: Call):
     monkeypatch.setitem(study.STUDY, "models", {"flash": study.STUDY["models"]["flash"]})
     monkeypatch.setitem(study.STUDY, "tasks", {"pairs": "all", "joint": "all", "text": "few"})
     monkeypatch.setattr(study, "RATES", [1e-3])
     monkeypatch.setattr(study, "SEEDS", 1)
-    monkeypatch.setattr(study, "measure", lambda *_, **__: {
-        "curve": [[1, 2.0, 0.5]], "length": 128, "n_facts": [4], "passed": None, "accuracy": {"128": {"4": 0.5}}})
+    monkeypatch.setattr(study, "measure", lambda *_, **__: {"curve": [[1, 2.0, 0.5]], "length": 128, "n_facts": [4],
+                                                            "passed": None, "accuracy": {"128": {"4": 0.5}}})
     rows = tmp_path / "rows"
     for _ in range(2):
         code, _, err = call("recall", "--json", rows, app=app)
         assert code == 0 and "pairs: flash (1 of 2)" in err and len(rows.read_text().splitlines()) == 2
-
-
-def test_of_equally_good_rates_the_one_that_learns_soonest_is_repeated():
-    rows = [row("flash", 1e-3, 0, 1.0, 875), row("flash", 3e-3, 0, 1.0, 500), row("flash", 6e-3, 0, 1.0, None)]
-    assert study.best_rate(rows) == 3e-3
-    assert study.best_rate([*rows, row("flash", 9e-3, 0, 1.01, 1000)]) == 9e-3
 
 
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
@@ -264,8 +202,5 @@ def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     asked_row = json.loads(rows.read_text())
     assert asked_row["accuracy"].keys() == {"640"} and asked_row["model"] == "run" and asked_row["curve"] == []
     assert all(0 <= right < 0.5 for right in asked_row["accuracy"]["640"].values())
-    for arguments, match in (((out,), "a trained model is asked in text alone"),
-                             (("flash", "--task", "text"), "the task text reads prepared text"),
-                             (("--task", "pairs", "--data", data), "leave out --data")):
-        code, _, err = call("recall", *arguments, "--json", rows, app=app)
-        assert_refused(code, err, 2, match)
+    code, _, err = call("recall", out, "--json", rows, app=app)
+    assert_refused(code, err, 2, "a trained model is asked in text alone")

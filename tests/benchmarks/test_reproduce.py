@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import text_files
 from benchmarks.__main__ import app
@@ -18,7 +17,7 @@ from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare import SAMPLE
 from lineartime.data.tokens import read_manifest
-from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped, UsageError
+from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.run_config import run_config
 from lineartime.training import StopSignal
 from made_questions import write_questions
@@ -34,10 +33,6 @@ def config_of(cell):
 def test_every_cell_is_a_run_that_can_be_configured():
     for cell in EVERY:
         assert config_of(cell).model.context == cell.settings()["context"]
-        plain = cell.scale.texts[cell.where.task]
-        own = {"more_tokens": {"vocab_size": 4096}, "memory": {"vocab_size": 4096, "folder": "pg19_medium"}}
-        own = own.get(cell.table.name, {}) if cell.scale.name == "cpu" else {}
-        assert cell.text == dataclasses.replace(plain, **own)
 
 
 def test_the_papers_scale_is_the_papers_settings():
@@ -50,14 +45,12 @@ def test_the_papers_scale_is_the_papers_settings():
             assert getattr(config.train, name) == getattr(default, name)
         assert config.train.clip == (None if cell.row == "Transformer" else 0.1)
         assert config.train.micro_batch_tokens == max(4096, cell.where.context)
-        assert cell.text.folder is None
-    counts = {row: config_of(cell).model for cell in cells_of("gau_vs_transformer", "paper")
-              for row in [cell.row] if cell.column == "LM"}
-    assert {row: (m.n_layers, m.d_model, m.n_heads) for row, m in counts.items()} == {
-        "MHSA+MLP 8+8 x 512": (8, 512, 8), "MHSA+GLU 8+8 x 512": (8, 512, 8), "GAU 15 x 512": (15, 512, 1),
-        "MHSA+MLP 12+12 x 768": (12, 768, 12), "MHSA+GLU 12+12 x 768": (12, 768, 12), "GAU 22 x 768": (22, 768, 1),
-        "MHSA+MLP 24+24 x 1024": (24, 1024, 16), "MHSA+GLU 24+24 x 1024": (24, 1024, 16),
-        "GAU 46 x 1024": (46, 1024, 1)}
+    sizes = {cell.row: config_of(cell).model for cell in cells_of("gau_vs_transformer", "paper") if cell.column == "LM"}
+    expected = {}
+    for n, d_model, n_heads, n_gau in ((8, 512, 8, 15), (12, 768, 12, 22), (24, 1024, 16, 46)):
+        expected |= {f"MHSA+{kind} {n}+{n} x {d_model}": (n, d_model, n_heads) for kind in ("MLP", "GLU")}
+        expected[f"GAU {n_gau} x {d_model}"] = (n_gau, d_model, 1)
+    assert {row: (m.n_layers, m.d_model, m.n_heads) for row, m in sizes.items()} == expected
 
 
 TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4", "triviaqa"))
@@ -95,15 +88,8 @@ def warm(warm_command, monkeypatch):
     monkeypatch.setattr(runner, "LINEARTIME", ["sh", "-c", wait, "sh", *warm_command])
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Steps are timed in this process, which goes on with the threads that it had."""
+def test_a_table_is_made_and_only_once(tiny, warm, monkeypatch):
     work_here(monkeypatch)
-    yield
-    torch.set_num_threads(1)
-
-
-def test_a_table_is_made_and_only_once(tiny, warm, here, monkeypatch):
     place, told = tiny
     monkeypatch.setitem(tables.SCALES, "cpu", dataclasses.replace(TINY, seeds=1))
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 4  # two runs, two step times
@@ -116,9 +102,6 @@ def test_a_table_is_made_and_only_once(tiny, warm, here, monkeypatch):
         assert row["data"]["train_tokens"] > 5000 and row["epochs"] == row["tokens"] / row["data"]["train_tokens"]
         assert row["held_out"]["bits_per_byte"] > 1 and row["peak_mib"] > 100 and row["commit"] is not None
         assert row["step_ms"]["cpu"]["n"] == 6 and 0 < row["train_s"]["cpu"] and row["threads"] == 1
-        assert row["command"] == "python -m benchmarks reproduce speedup --scale cpu"
-        described = json.loads(next(place.out.glob(f"runs/{row['settings']['model']}-*/run/run.json")).read_text())
-        assert described["train"]["seed"] == 0 and described["model"]["d_model"] == 16
     assert runner.missing_times(cells, rows) == []
     assert str(place.out) not in before and str(place.texts) not in before  # rows are made to be given away
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 0
@@ -162,7 +145,6 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
     assert made == {path: path.stat().st_mtime_ns for path in made} and len(made) == 2
     assert row["kind"] == "train" and row["context_use"]["contexts"] == [32, 64]
     assert (row["recurrence"]["chunk"], row["recurrence"]["context"]) == (16, 128)
-    assert row["context_use"]["split"] == row["recurrence"]["split"] == "validation"
     assert row["recurrence"]["n_tokens"] == row["held_out"]["n_tokens"]
     place.rows.write_text(json.dumps(row) + "\n")
     assert str(place.out) not in place.rows.read_text()
@@ -180,7 +162,7 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
     (6, "error: the disk is full: x", ResourceError), (3, "error: no such text: x", DataError),
     (1, "", LineartimeError)])
 def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said, result):
-    place, told = tiny
+    place, _ = tiny
     place.out.mkdir()
     program = place.out / "program"
     program.write_text(f"#!/bin/sh\necho '{said}'\n" + ("kill -9 $$\n" if code == -9 else f"exit {code}\n"))
@@ -188,13 +170,12 @@ def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said
     monkeypatch.setattr(runner, "LINEARTIME", [program])
     arguments = ["train"], "a run", place.out / "log", place, StopSignal()
     if isinstance(result, type):
-        with pytest.raises(result) as raised:
+        with pytest.raises(result, match="a run; all it said is in") as raised:
             runner.call(*arguments)
-        assert type(raised.value) is result and f"a run; all it said is in {place.out / 'log'}" in str(raised.value)
+        assert type(raised.value) is result
     else:
         ended = runner.call(*arguments)
         assert ended == result if result is None else ended.startswith(result)
-    assert told == ["  a run: starts"]
 
 
 def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, warm, monkeypatch):
@@ -206,8 +187,6 @@ def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny
     assert runner.run_all(jobs, {}, place, StopSignal()) == 1
     (row,) = read_records(place.rows)
     assert "not finite" in row["failed"] and "curve" not in row and row["settings"]["learning_rate"] == 1e30
-    with pytest.raises(UsageError, match="texts"):
-        runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=None), StopSignal())
     with pytest.raises(DataError, match="no/books"):
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
 
@@ -233,8 +212,6 @@ def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, warm, mo
     assert set(result["learning_rates"]) == {"1e-02", "1e-03"} and answered["n_questions"] == 9
     scores = result["learning_rates"][answered["best"].removeprefix("lr-")]
     assert answered["f1"] == scores["f1"] == max(each["f1"] for each in result["learning_rates"].values())
-    described = json.loads((folder / answered["best"] / "run.json").read_text())
-    assert described["train"]["tokens_per_step"] == 128 and answered["train_s"]["cpu"] > 0
     assert [row["kind"] for row in runner.run_job(job, by_key([pretrained]), place, StopSignal())] == ["finetune"]
 
 
@@ -259,9 +236,7 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
-    (["lm_pg18"], 2, "unknown table: lm_pg18; did you mean lm_pg19?"),
-    (["gap", "--scale", "tpu"], 2, "unknown scale: tpu"),
-    (["gap", "--jobs", "0"], 2, "jobs = 0"),
+    (["lm_pg18"], 2, "unknown table: lm_pg18; did you mean lm_pg19?"), (["gap", "--jobs", "0"], 2, "jobs = 0"),
     (["gap", "--texts", "nowhere"], 3, "no such folder of texts: nowhere"),
     (["gap", "--out", "OUT"], 2, "give --texts"),
     (["gap", "--out", "OUT", "--rows", "BAD"], 3, "not a row of a run"),
