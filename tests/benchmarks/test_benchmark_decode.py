@@ -38,7 +38,6 @@ def test_a_row_per_model_and_context():
     assert [(row["label"], row["context_tokens"], row["context"]) for row in rows] == [
         ("flash", 32, "filled"), ("flash", 32, "read"), ("flash", 64, "filled"), ("flash", 128, "filled"),
         ("flash-quad", 32, "filled"), ("flash-quad", 32, "read"), ("flash-quad", 64, "filled")]
-    assert len({row["run"] for row in rows}) == 1
     for row in rows:
         for clock in ("wall_ms", "cpu_ms"):
             assert 0 < row[clock]["min"] <= row[clock]["median"] <= row[clock]["max"] and row[clock]["n"] == 2

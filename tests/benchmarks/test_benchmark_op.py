@@ -6,7 +6,6 @@ import torch
 from benchmarks.cells import shaped_config
 from benchmarks.measure import Setup
 from benchmarks.op import HEAD_LIMITS, LIMITS, MODEL_OF, OPS, benchmark_op
-from lineartime.errors import UsageError
 from workers_here import work_here
 
 TINY = {"d_model": 32, "vocab_size": 50, "chunk_size": 16, "query_key_dim": 16, "pairs": {"n_heads": 2}}
@@ -36,9 +35,3 @@ def test_another_function_is_not_timed(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: lambda *tensors: [x * 1.01 for x in function(*tensors)])
     reference, other = benchmark_op("add_norm", [config_of("add_norm")], Setup(repeats=1), tokens=96)
     assert "failed" not in reference and "not what the reference gives" in other["failed"]
-
-
-def test_what_cannot_be_measured_is_refused():
-    for wrong in ({"name": "attention"}, {"precisions": ["float16"]}, {"setup": Setup(repeats=0)}):
-        with pytest.raises(UsageError):
-            benchmark_op(**{"name": "add_norm", "configs": [config_of("add_norm")], "setup": Setup()} | wrong)

@@ -68,13 +68,6 @@ def test_rows_say_what_was_measured(here):
     assert flash["n_parameters"] == describe(tiny("flash")).n_parameters
 
 
-def test_models_that_are_compared_with_the_same_step_share_it(here):
-    rows = benchmark_step(cells("transformer:unfused", "flash", "transformer", precisions=("float32", "bfloat16")),
-                          Setup(repeats=1))
-    assert [row.get("failed") for row in rows] == [None] * 6
-    assert [label for label, order in here if order is None] == ["transformer", "flash"]
-
-
 def test_cells_take_turns_and_the_order_turns_round(here, monkeypatch):
     benchmark_step(cells("flash", "performer"), Setup(repeats=2))
     turns = [label for label, order in here if order and "warm" in order]

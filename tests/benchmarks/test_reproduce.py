@@ -16,11 +16,9 @@ from command_line import Call
 from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare import SAMPLE
-from lineartime.data.tokens import read_manifest
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.run_config import run_config
 from lineartime.training import StopSignal
-from made_questions import write_questions
 from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
@@ -55,9 +53,7 @@ def test_the_papers_scale_is_the_papers_settings():
 
 TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4", "triviaqa"))
                              for task in ("wiki40b", "c4", "pg19", "triviaqa")},
-             {"train": "q/train.json", "validation": "q/dev.json", "context": 64,
-              "options": {"learning_rates": "1e-3", "epochs": 1},
-              "settings": {"tokens_per_step": 128, "micro_batch_tokens": 128}}, seeds=2,
+             {}, seeds=2,
              shape={"d_model": 16, "chunk_size": 8, "gau": {"n_layers": 1, "query_key_dim": 8},
                     "pairs": {"n_layers": 1, "n_heads": 2}},
              train={"tokens_per_step": 1024, "micro_batch_tokens": 512, "steps": 6, "warmup_steps": 2, "eval_every": 2,
@@ -189,30 +185,6 @@ def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny
     assert "not finite" in row["failed"] and "curve" not in row and row["settings"]["learning_rate"] == 1e30
     with pytest.raises(DataError, match="no/books"):
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
-
-
-@pytest.mark.campaign
-def test_questions_follow_the_training_and_are_a_row_of_their_own(tiny, warm, monkeypatch):
-    """One job gives two rows; where a kill took the second, the first is not made again."""
-    place, _ = tiny
-    (place.texts / "q").mkdir()
-    for name, first, n in (("train", 0, 8), ("dev", 100, 3)):
-        write_questions(place.texts / "q" / f"{name}.json", first, n)
-    asked = dataclasses.replace(TINY, seeds=1, questions={
-        **TINY.questions, "options": {"learning_rates": "1e-2,1e-3", "epochs": 1, "max_answer_tokens": 6}})
-    monkeypatch.setitem(tables.SCALES, "cpu", asked)
-    cell = next(cell for cell in cells_of("triviaqa", "cpu") if cell.row == "FLASH s=512 + first-to-all")
-    job = runner.Job(cell, 0)
-    runner.prepare(cell.text, place, StopSignal())
-    assert read_manifest(place.data(cell.text)).tokenizer["mask"] is not None
-    pretrained, answered = runner.run_job(job, {}, place, StopSignal())
-    assert (pretrained["kind"], answered["kind"]) == ("train", "finetune") and "curve" in pretrained
-    folder = place.out / "runs" / job.folder / "questions"
-    result = json.loads((folder / "result.json").read_text())
-    assert set(result["learning_rates"]) == {"1e-02", "1e-03"} and answered["n_questions"] == 9
-    scores = result["learning_rates"][answered["best"].removeprefix("lr-")]
-    assert answered["f1"] == scores["f1"] == max(each["f1"] for each in result["learning_rates"].values())
-    assert [row["kind"] for row in runner.run_job(job, by_key([pretrained]), place, StopSignal())] == ["finetune"]
 
 
 def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
