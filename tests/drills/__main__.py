@@ -58,20 +58,17 @@ def make_canary(work: Path) -> None:
         (work / "canary" / name).write_text("nobody may change this\n")
 
 
-def counted(row: dict) -> dict[str, int]:
+def counted(row: dict) -> str:
     """How many trials of a part have each verdict, the good ones left out."""
-    return {name: row["verdicts"].get(name, 0) for name in [*BAD, *sorted(row["verdicts"].keys() - {*BAD, "ok"})]}
+    names = [*BAD, *sorted(row["verdicts"].keys() - {*BAD, "ok"})]
+    return ", ".join(f"{row['verdicts'].get(name, 0):,} {name}" for name in names)
 
 
 def fill_page(page: Path, rows: list[dict]) -> None:
     """Put the figures of all parts into a page, between its two marks."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    lines = ["| part | tried | lost | silent | internal | hung | other |", "|---|---:|---:|---:|---:|---:|---|"]
-    for row in rows:
-        counts = counted(row)
-        other = ", ".join(f"{n:,} {name}" for name, n in counts.items() if name not in BAD) or "none"
-        lines.append(f"| {row['part']} | {row['trials']:,} | {' | '.join(f'{counts[name]:,}' for name in BAD)} | "
-                     f"{other} |")
+    lines = ["| part | tried | of these |", "|---|---:|---|"]
+    lines += [f"| {row['part']} | {row['trials']:,} | {counted(row)} |" for row in rows]
     said = f"<sub>Seed {rows[0]['seed']}, commit {str(rows[0]['commit'])[:10]}. Made by `make drills`.</sub>"
     write_atomically(page, "\n\n".join([before + BEGIN, "\n".join(lines), said, END]) + rest.partition(END)[2])
 
@@ -109,7 +106,7 @@ def main() -> int:
     logged = {(each["part"], each["number"]): each for each in rows_in(log)
               if (each["seed"], each["commit"]) == (given.seed, version)}
     for part, trials in given.parts:
-        verdicts, begun, told = Counter[str](), time.monotonic(), 0.0
+        verdicts = Counter[str]()
         for number in range(trials):
             done = logged.get((part, number)) or run_trial(part, given.seed, number, work)
             verdicts[done["verdict"]] += 1
@@ -119,20 +116,17 @@ def main() -> int:
                 print(f"{done['verdict']}: {done['what']}; {done['how']}\n    {done['message'].strip()[:300]!a}\n"
                       f"    again: make drills DRILLS={part} DRILLS_ARGS='--seed {given.seed} --only {number}'",
                       flush=True)
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                left = (told - begun) / (number + 1) * (trials - number - 1) / 60
-                print(f"{part}: {number + 1:,} of {trials:,}, {left:.0f} min left", file=sys.stderr, flush=True)
+            if number % 20 == 19:
+                print(f"{part}: {number + 1:,} of {trials:,}", file=sys.stderr, flush=True)
         rows.append({"part": part, "seed": given.seed, "trials": trials, "verdicts": dict(sorted(verdicts.items())),
                      "commit": version})
-        print(f"{part}: {trials:,} tried, " + ", ".join(f"{n:,} {name}" for name, n in counted(rows[-1]).items()),
-              flush=True)
+        print(f"{part}: {trials:,} tried, {counted(rows[-1])}", flush=True)
     shutil.rmtree(work / "trial", ignore_errors=True)
     if given.rows is not None:
         append_json_lines(given.rows, rows)
     if given.into is not None:
         fill_page(given.into, rows)
-    return int(any(counted(row)[name] for row in rows for name in counted(row) if name not in FINE))
+    return int(any(row["verdicts"].keys() - {*FINE} for row in rows))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,35 +33,23 @@ PROGRESS = re.compile(r"(block|step) \d+(/| of )\d+")
 class Ended(NamedTuple):
     """How a child ended."""
 
-    code: int
-    """The exit code, a negative number for a signal."""
-    out: str
+    code: int  # negative for a signal
+    out: str  # bytes that are no UTF-8 are escaped
     err: str
-    """What it printed; bytes that are no UTF-8 are escaped."""
     seconds: float
-    mib: int
-    """Memory at the peak beyond that of the imported program."""
-    over: str = ""
-    """What a child did that was over the time limit, and then got a SIGINT: "working" or "waiting"."""
-    killed: bool = False
-    """Whether it did not heed that."""
-
-    @property
-    def n_lines(self) -> int:
-        """Lines on stderr but for those of progress."""
-        return sum(PROGRESS.match(line) is None for line in self.err.splitlines())
+    mib: int  # memory at the peak beyond that of the imported program
+    over: str = ""  # what it did when it was over the time limit and got a SIGINT: "working" or "waiting"
+    killed: bool = False  # whether it did not heed that
 
 
 @dataclass
 class Streams:
-    """What the child's standard streams are: bytes or an open file for stdin, a path or None (closed) for stdout."""
+    """What the child's standard streams are; stdin that is None is closed."""
 
     stdin: bytes | Path | None = b""
     stdout: Path | None = None
-    closed: bool = False
-    """Whether stdout is closed, as by `>&-`."""
-    broken: bool = False
-    """Whether stdout is a pipe that nobody reads."""
+    closed: bool = False  # stdout, as by `>&-`
+    broken: bool = False  # stdout is a pipe that nobody reads
     encoding: str = "utf-8"
     errors: str = "strict"
     limits: dict[int, int] = field(default_factory=dict)
@@ -243,10 +232,9 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
 
 def take(descriptor: int, text: bytearray) -> bool:
     """Read what a pipe holds, of which the first megabyte is kept; whether there may be more."""
-    try:
+    data = b""
+    with suppress(BlockingIOError):
         data = os.read(descriptor, 1 << 16)
-    except BlockingIOError:
-        return False
     text += data[: max((1 << 20) - len(text), 0)]
     return bool(data)
 
@@ -262,18 +250,14 @@ def used_by(pid: int) -> tuple[float, bool]:
 
 
 def send(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def kill_group(pid: int) -> None:
     """End what the child has started and left."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def run(do: Callable[[], object], folder: Path, streams: Streams | None = None, **options) -> Ended:
@@ -297,10 +281,7 @@ def as_verb(function: Callable[[], object]) -> Callable[[], None]:
     def call() -> None:
         from lineartime.cli.exits import exit_code
 
-        def done() -> None:
-            function()
-
-        sys.exit(exit_code(done))
+        sys.exit(exit_code(lambda: function() and None))
 
     return call
 
@@ -315,14 +296,10 @@ ALLOWED = {0, 2, 3, 4, 5, 6, 130, 143}
 
 def misbehaviour(ended: Ended) -> str | None:
     """What no process may do whatever happens to it: the verdict, or None."""
-    if ended.over:
-        return "hung"
-    if ended.mib > MEMORY_MIB:
-        return "memory"
+    if ended.over or ended.mib > MEMORY_MIB:
+        return "hung" if ended.over else "memory"
     if re.search(r"\binternal\b", ended.err) or ended.code not in ALLOWED:
         return "internal"
-    if "Traceback" in ended.err or ended.n_lines > 10:
-        return "noisy"
-    if ended.code != 0 and last_words(ended.err) != 1:
-        return "noisy"
-    return None
+    silent = ended.code != 0 and last_words(ended.err) != 1
+    n_lines = sum(PROGRESS.match(line) is None for line in ended.err.splitlines())
+    return "noisy" if silent or "Traceback" in ended.err or n_lines > 10 else None

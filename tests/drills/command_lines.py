@@ -1,7 +1,7 @@
 """Command lines that make no sense, and some that do: each ends in time, with a documented exit code and at most one
 error line, and touches nothing outside its folder."""
 
-import os
+import dataclasses
 import re
 import shlex
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 from drills import child, folders, odd_files
+from lineartime.config import PRESETS, ModelConfig, TrainConfig
 
 WHOLE = ["0", "-1", "1", "2", "7", "100000", "1000000000", "2147483648", "9223372036854775808", "1" + "0" * 400]
 ODD_NUMBERS = ["-1" + "0" * 400, "nan", "inf", "-inf", "1e-320", "1e400", "0x10", "1_000", "\u0661\u0662", "1.5",
@@ -25,17 +26,12 @@ ODD_IN = ["missing", "missing/a/b", "file", "folder", "full", "fifo", "loop", "l
 ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "fifo", "loop", "loop/x", "run", "data",
            "exported", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300, ".", "..", "link_to_fifo", "text.txt",
            "new.png", "new.json", "unfinished", *sorted(odd_files.TRAPS) * 2]
-MODELS = ["flash", "flash-quad", "transformer", "transformer+", "transformer++", "mc-tfm++", "combiner", "performer",
-          "performer-matmul"]
+FIELDS = [*(field.name for kind in (ModelConfig, TrainConfig) for field in dataclasses.fields(kind)), "no_such_field",
+          "", "size", "from"]
 NAMED = ("model", "models", "shipped", "size", "log", "task", "split", "precision", "scale", "table", "shape", "only",
          "device")
 """Options that take a name."""
-NAMES = ["tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
-FIELDS = ["n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim", "expansion_factor", "n_heads",
-          "steps", "tokens_per_step", "micro_batch_tokens", "learning_rate", "seed", "clip", "keep", "save_every",
-          "eval_every", "eval_tokens", "warmup_steps", "weight_decay", "adam_beta2", "adam_epsilon", "init_std",
-          "causal", "gate", "overlap", "compile", "precision", "norm", "chunk_parts", "prefix_sum", "end_of_document",
-          "attn_scale_len", "no_such_field", "", "clip_scope", "schedule", "decay_share", "size", "from"]
+NAMES = [*PRESETS, "tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
 OUTPUTS = {"out", "png", "images", "predictions", "into"}
 """Options whose path is written."""
@@ -106,19 +102,17 @@ def odd_value(verb: str, name: str, odd: list[str], random: Random) -> str:
     parts = FITTING["inputs" if (verb, name) == ("prepare", "") else name] if name in FITTING else ()
     fitting = [each for each in odd if any(part in each for part in parts)]
     if name == "settings":
-        if random.random() < 0.7:
-            return f"{random.choice(FIELDS)}={number}"
-        return random.choice([f"{random.choice(FIELDS)}={random.choice(ODD_WORDS)}", random.choice(ODD_WORDS)])
+        field, word = random.choice(FIELDS), random.choice(ODD_WORDS)
+        return f"{field}={number}" if random.random() < 0.7 else random.choice([f"{field}={word}", word])
     if name in OUTPUTS:
         return random.choice([*ODD_OUT, *ODD_OUT, *ODD_OUT, *ODD_WORDS])
     if name in NAMED:
-        return random.choice([*MODELS, *ODD_WORDS, *NAMES, number])
-    if fitting:
-        others = [*ODD_IN, *odd, *ODD_WORDS, number]
-        return random.choice(fitting if random.random() < 0.5 else others)
-    if random.random() < 0.7:
+        return random.choice([*NAMES, *ODD_WORDS, number])
+    if fitting and random.random() < 0.5:
+        return random.choice(fitting)
+    if not fitting and random.random() < 0.7:
         return random.choice([number, number, f"{number},{random.choice(WHOLE)}"])
-    return random.choice([*ODD_IN, *odd, *ODD_WORDS])
+    return random.choice([*ODD_IN, *odd, *ODD_WORDS, number])
 
 
 def draw(made: Path, random: Random) -> list[str]:
@@ -128,24 +122,20 @@ def draw(made: Path, random: Random) -> list[str]:
     arguments = list(random.choice(RECIPES[verb])) if random.random() < 0.95 else []
     known = options(verb)
     spelled = {spelling: name for name, spelling, _ in known}
-    changes = random.choice([0, 1, 1, 1, 2, 2, 3, 6])
-    for _ in range(changes):
+    for _ in range(random.choice([0, 1, 1, 1, 2, 2, 3, 6])):
         how = random.random()
         if how < 0.45 and arguments:
             at = random.randrange(len(arguments))
             if not arguments[at].startswith("--"):
-                name = spelled.get(arguments[at - 1], "") if at else ""
-                arguments[at] = odd_value(verb, name or "", odd, random)
+                arguments[at] = odd_value(verb, spelled.get(arguments[at - 1], "") if at else "", odd, random)
         elif how < 0.85 and known:
             name, spelling, flag = random.choice(known)
-            more = [spelling] if flag else [spelling, odd_value(verb, name, odd, random)]
             at = random.choice([0, len(arguments)])
-            arguments[at:at] = more
+            arguments[at:at] = [spelling] if flag else [spelling, odd_value(verb, name, odd, random)]
         elif how < 0.92 and arguments:
             del arguments[random.randrange(len(arguments))]
         else:
-            arguments.insert(random.randint(0, len(arguments)),
-                             random.choice([*ODD_WORDS, *ODD_IN, "--help", *odd]))
+            arguments.insert(random.randint(0, len(arguments)), random.choice([*ODD_WORDS, *ODD_IN, "--help", *odd]))
     return [verb, *arguments]
 
 
@@ -153,14 +143,6 @@ STDIN = [b"", b"", b"Reader, I", b"\xff\xfe\0", b"x" * 1_000_000, None, Path("/d
          b"\x1b[31m"]
 STDOUT = {"full": {"stdout": Path("/dev/full")}, "closed": {"closed": True}, "broken": {"broken": True},
           "ascii": {"encoding": "ascii"}, "latin-1": {"encoding": "latin-1"}, "C": {"errors": "surrogateescape"}}
-
-
-def draw_streams(random: Random) -> tuple[child.Streams, str]:
-    """What the standard streams are, and that in words."""
-    stdin = random.choice(STDIN)
-    kind = random.choice(["pipe"] * 12 + [*STDOUT])
-    said = f"stdin {stdin if isinstance(stdin, Path) or stdin is None else stdin[:12]!r}, stdout {kind}"
-    return child.Streams(stdin, **STDOUT.get(kind, {})), said
 
 
 def named(arguments: list[str]) -> set[str]:
@@ -181,30 +163,23 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
     shutil.rmtree(folder, ignore_errors=True)
     box.mkdir(parents=True)
     arguments = [text.replace("\0", "") for text in draw(made, random)]
-    streams, said = draw_streams(random)
-    given = [text if is_bytes(text) else text.encode(errors="replace").decode() for text in arguments]
+    stdin, stdout = random.choice(STDIN), random.choice(["pipe"] * 12 + [*STDOUT])
+    streams = child.Streams(stdin, **STDOUT.get(stdout, {}))
+    # As the system could give them to a program, where only bytes that are no UTF-8 are surrogates.
+    given = [re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", text) for text in arguments]
     odd_files.place(made, box, named(given), made.parent / "canary")
     long = arguments[0] in LONG and not any(huge_size(text) for text in arguments)
     ended = child.run(child.verb(given), box, streams, seconds=SECONDS if long else child.SECONDS)
-    wrong = child.misbehaviour(ended)
-    if long and not ended.killed and ended.over == "working":
-        wrong = child.misbehaviour(ended._replace(over=""))
+    works = long and not ended.killed and ended.over == "working"
+    wrong = child.misbehaviour(ended._replace(over="") if works else ended)
     if wrong is None and "\x1b" in ended.out + ended.err:
         wrong = "escape"
     if wrong is None and streams.stdout and ended.code == 0 and arguments[0] in ("info", "evaluate"):
         wrong = "silent"  # it cannot have said what it was asked for
     shown = shlex.join(text if len(text) < 80 else f"{text[:20]}...{len(text)}" for text in given)
     return {"verdict": wrong or "ok", "what": "lineartime " + shown.encode(errors="backslashreplace").decode(),
-            "how": said, "message": ended.err[-500:], "code": ended.code, "over": ended.over, "mib": ended.mib}
-
-
-def is_bytes(text: str) -> bool:
-    """Whether the system could give this to a program: text, or bytes that are no UTF-8 as surrogates."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
+            "how": f"stdin {str(stdin)[:15]}, stdout {stdout}", "message": ended.err[-500:], "code": ended.code,
+            "over": ended.over, "mib": ended.mib}
 
 
 def huge_size(text: str) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.truncate")
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.truncate")
 """Audit events of changes, see the documentation of `sys.addaudithook`."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -29,18 +29,11 @@ class Disk:
         io.open = builtins.open = self.opened
 
     def heard(self, event: str, arguments: tuple) -> None:
-        if event == "open":
-            path, _, flags = arguments
-            if not (flags or 0) & WRITING or isinstance(path, int):
-                return
-        elif event not in EVENTS or isinstance(arguments[0], int):
+        if event not in EVENTS or (event == "open" and not (arguments[2] or 0) & WRITING):
             return
-        elif event == "os.symlink":
-            path = arguments[1]
-        else:
-            path = arguments[0]
-        path = os.fsdecode(path)
-        if not path.startswith("/") or path.startswith(self.folder):
+        path = arguments[1 if event == "os.symlink" else 0]
+        if not isinstance(path, int) and (not os.fsdecode(path).startswith("/") or
+                                          os.fsdecode(path).startswith(self.folder)):
             self.change()
 
     def change(self, partly=None) -> None:

@@ -20,15 +20,11 @@ MODEL = ("n_layers", "d_model", "query_key_dim", "chunk_size")
 """Settings that weights to begin with have already."""
 QUESTIONS = ["--learning-rates", "1e-2,2.5e-3", "--context", "48", "--epochs", "1", "--max-answer-tokens", "6", "--set",
              "chunk_size=4", "--set", "tokens_per_step=384", "--set", "eval_tokens=100"]
-DOCUMENTS = ["--learning-rates", "3e-2,1e-3", "--epochs", "2", *(word for field in (
-    "tokens_per_step=256", "micro_batch_tokens=128", "eval_every=3", "save_every=2") for word in ("--set", field))]
+DOCUMENTS = ["--learning-rates", "3e-2,1e-3", "--epochs", "2", "--set", "tokens_per_step=256", "--set",
+             "micro_batch_tokens=128", "--set", "eval_every=3", "--set", "save_every=2"]
 PROMPT = "Reader, I"
-
-
 Command = Callable[[Path, Path, Path], Callable[[], object]]
 """Of the folders `made`, `it` (or a file) and `out`: what a process does."""
-
-
 MADE = Path("{made}")
 
 
@@ -39,16 +35,17 @@ def verb(*arguments: str) -> Command:
 
 def train(data: object, out: object, **changes: object) -> list[str]:
     """A training of six steps."""
-    pairs = [pair for name, value in (SETTINGS | changes).items() for pair in ("--set", f"{name}={value}")]
-    return ["train", "flash", "--data", str(data), "--out", str(out), *pairs]
+    return ["train", "flash", "--data", str(data), "--out", str(out), *settings(SETTINGS | changes)]
+
+
+def settings(changes: dict[str, object]) -> list[str]:
+    return [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
 
 
 def train_from(run: object, data: object, out: object) -> list[str]:
     """A training that begins with the weights of a run."""
-    _, _, *more = train(data, out)
-    pairs = zip(more[::2], more[1::2], strict=True)
-    kept = [word for pair in pairs if not pair[1].startswith(MODEL) for word in pair]
-    return ["train", "--from", str(run), *kept]
+    kept = {name: value for name, value in SETTINGS.items() if name not in MODEL}
+    return ["train", "--from", str(run), "--data", str(data), "--out", str(out), *settings(kept)]
 
 
 def finetune(made: Path, out: object) -> list[str]:
@@ -178,16 +175,15 @@ def left(folder: Path) -> dict[str, object]:
     """What a command leaves in a folder: every file's content but clocks, and of a run's checkpoints the newest."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        parent = path.parent
-        newest = max((each.name for each in parent.parent.glob("step-*")), default="")
-        if parent.name.startswith("step-") and parent.name != newest:
+        name, parent = str(path.relative_to(folder)), path.parent
+        if parent.name.startswith("step-") and parent.name != max(each.name for each in parent.parent.glob("step-*")):
             continue
         if path.is_symlink():
             found[name] = "-> " + os.readlink(path)
+        elif path.is_dir() and path.name.startswith("step-"):
+            continue
         elif path.is_dir():
-            if not path.name.startswith("step-"):
-                found[name] = "folder"
+            found[name] = "folder"
         elif not path.is_file() or path.stat().st_size > 1 << 30:
             found[name] = "not a file of ours"
         else:

@@ -69,16 +69,6 @@ OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]
 
 
-class Calm(NamedTuple):
-    """An undisturbed command."""
-
-    left: dict[str, object]
-    seconds: float
-    changes: int
-    largest: int
-    """Bytes of the largest file."""
-
-
 def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
     """The folder `out` in an empty `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -90,8 +80,9 @@ def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
 
 
 @cache
-def calm(made: Path, folder: Path, scenario: Scenario) -> Calm:
-    """What the undisturbed command leaves, how long it takes, and how often it changes the disk."""
+def calm(made: Path, folder: Path, scenario: Scenario) -> tuple[dict[str, object], float, int, int]:
+    """What the undisturbed command leaves, how long it takes, how often it changes the disk, and the bytes of its
+    largest file."""
     out = begin(made, folder, scenario)
     do = scenario.command(made, out / "it", out)
     first = child.run(disturbed(do, out, folder / "changes"), folder)
@@ -101,7 +92,7 @@ def calm(made: Path, folder: Path, scenario: Scenario) -> Calm:
     again = child.run(do, folder)
     assert folders.left(out) == what, "it leaves other bytes the second time"
     largest = max((path.stat().st_size for path in out.rglob("*") if path.is_file()), default=1)
-    return Calm(what, again.seconds, changes, largest)
+    return what, again.seconds, changes, largest
 
 
 def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenario] = SCENARIOS,
@@ -109,7 +100,7 @@ def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenari
     """One command, disturbed up to three times; then it runs to its end."""
     name = random.choice([*scenarios, *often * 2])
     scenario = scenarios[name]
-    undisturbed = calm(made, folder, scenario)
+    expected, seconds, changes, largest = calm(made, folder, scenario)
     out = begin(made, folder, scenario)
     do = scenario.command(made, out / "it", out)
     told: list[str] = []
@@ -120,18 +111,21 @@ def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenari
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         kind = random.choice(["instant", "instant", "change", "change", "change", "fails", "fails", "full", "two"])
         number = random.choice([signal.SIGKILL, signal.SIGKILL, *SIGNALS])
-        at = random.randint(1, undisturbed.changes)
+        at = random.randint(1, changes)
         error, stays, share = random.choice(ERRORS), random.random() < 0.5, random.random()
         if kind == "instant":
             told.append(f"{number.name} after {share:.3f} of its time")
-            ended = [child.run(do, folder, at=(share * undisturbed.seconds, number))]
+            ended = [child.run(do, folder, at=(share * seconds, number))]
         elif kind == "full":
-            limit = int(share**2 * undisturbed.largest)
+            limit = int(share**2 * largest)
             told.append(f"files of at most {limit} bytes")
             ended = [child.run(do, folder, child.Streams(limits={resource.RLIMIT_FSIZE: limit}))]
         elif kind == "two":
             told.append(f"two at once, the second after {share * 0.5:.3f} of the time")
-            ended = two(do, folder, share * 0.5 * undisturbed.seconds)
+            first = child.start(do, folder)
+            time.sleep(share * 0.5 * seconds)
+            second = child.start(do, folder)
+            ended = [child.wait(first), child.wait(second)]
         else:
             how: dict[str, Any] = {"number": number} if kind == "change" else {"error": error, "stays": stays}
             told.append(f"{number.name} at change {at}" if kind == "change" else
@@ -146,26 +140,13 @@ def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenari
     if last.code != 0 and not was_done(last, scenario):
         return result("lost", f"the same command again ends in {last.code}: {last.err[-600:]}", code=last.code)
     found = folders.left(out)
-    if found == undisturbed.left:
+    if found == expected:
         return result("ok")
-    more, fewer = sorted(found.keys() - undisturbed.left.keys()), sorted(undisturbed.left.keys() - found.keys())
-    other = sorted(path for path in found.keys() & undisturbed.left.keys() if found[path] != undisturbed.left[path])
-    only_more = not fewer and not other
-    return result("leftover" if only_more else "lost", json.dumps({"more": more, "fewer": fewer, "different": other}))
+    lost = sorted(path for path, content in expected.items() if found.get(path) != content)
+    more = sorted(found.keys() - expected.keys())
+    return result("lost" if lost else "leftover", json.dumps({"more": more, "fewer or different": lost}))
 
 
 def was_done(ended: child.Ended, scenario: Scenario) -> bool:
     """Whether a command found that there was nothing left to do, and refused to."""
     return bool(scenario.when_done) and ended.code == 2 and scenario.when_done in ended.err
-
-
-def two(do: Callable[[], object], folder: Path, later: float) -> list[child.Ended]:
-    """The command twice at once."""
-    first = child.start(do, folder)
-    time.sleep(later)
-    second = child.start(do, folder)
-    try:
-        return [child.wait(first), child.wait(second)]
-    except BaseException:
-        child.kill_group(second.pid)
-        raise

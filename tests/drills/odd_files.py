@@ -112,11 +112,10 @@ def place(made: Path, box: Path, names: set[str], canary: Path) -> None:
             path.symlink_to("loop")
         elif name == "file":
             path.write_text("some text\n")
-        elif name in ("folder", "[red]folder[", ESCAPE):
+        elif name in ("folder", "[red]folder[", ESCAPE, "full"):
             path.mkdir()
-        elif name == "full":
-            path.mkdir()
-            (path / "keep").write_text("keep\n")
+            if name == "full":
+                (path / "keep").write_text("keep\n")
         elif name == "link_to_fifo":
             os.mkfifo(box / "a_fifo")
             path.symlink_to("a_fifo")

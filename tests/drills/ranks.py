@@ -32,22 +32,19 @@ CODES = {"signal": {7}, "request": {143, 130, 7}, "change": {7}, "fails": {6, 7}
 
 
 class Fault(NamedTuple):
-    """What happens in a launch."""
+    """What happens in a launch.
+
+    port: who has it: "agent" holds the store, as torchrun does; "rank 0" may take it; or one who knows nothing of a
+    store and "refuses", "is silent" or "hangs up"."""
 
     n_ranks: int
     kind: str = ""
     victims: tuple[int, ...] = ()
-    number: int = 0
-    """A signal, for the victims or the process that holds the store."""
-    seconds: float = 0.0
-    """When it is sent, from the start."""
-    disk: dict[str, Any] | None = None
-    """Of the victims, see `Disk`."""
-    limit: int | None = None
-    """Bytes of a victim's files, whose stderr is full too if it is odd."""
+    number: int = 0  # a signal, for the victims or the process that holds the store
+    seconds: float = 0.0  # when it is sent, from the start
+    disk: dict[str, Any] | None = None  # of the victims, see `Disk`
+    limit: int | None = None  # bytes of a victim's files, whose stderr is full too if it is odd
     port: str = "agent"
-    """Who has the port: "agent" holds the store, as torchrun does; "rank 0" may take it; or one who knows nothing of a
-    store and "refuses", "is silent" or "hangs up"."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self._asdict().items()
@@ -77,11 +74,6 @@ def draw(random: Random, seconds: float, changes: int) -> Fault:
     disk |= {"number": signal.SIGKILL} if kind == "change" else {
         "error": random.choice([errno.ENOSPC, errno.EIO]), "stays": True}
     return Fault(n, kind, (victim,), disk.get("number", 0), disk=disk, port=port)
-
-
-def arguments(made: Path, out: Path, mode: str, every: tuple[int, int], fault: Fault) -> list[str]:
-    changes = {"steps": 12, "micro_batch_tokens": 32, "save_every": every[0], "eval_every": every[1], **MODES[mode]}
-    return [*folders.train(made / "data", out, **changes), "--rank-timeout", str(TIMEOUT_S if fault.kind else CALM_S)]
 
 
 def rank(number: int, port: int, given: list[str], fault: Fault, out: Path) -> Callable[[], object]:
@@ -123,7 +115,9 @@ def launch(made: Path, folder: Path, mode: str, every: tuple[int, int], fault: F
            around: Callable[[Callable[[], object]], Callable[[], object]] = lambda do: do) -> list[Ended]:
     """How the ranks of one launch end. around: stands around what rank 0 does."""
     out = folder / "out"
-    given = arguments(made, out, mode, every, fault)
+    changes = {"steps": 12, "micro_batch_tokens": 32, "save_every": every[0], "eval_every": every[1], **MODES[mode]}
+    given = folders.train(made / "data", out, **changes)
+    given += ["--rank-timeout", str(TIMEOUT_S if fault.kind else CALM_S)]
     if fault.n_ranks == 1:
         return [child.run(child.verb(given), folder)]
     holder = child.start(hold(fault.port), folder)
@@ -171,19 +165,10 @@ def wrong(fault: Fault, ended: list[Ended]) -> tuple[str, str] | None:
     return ("code", said) if failed and fault.kind in ("fails", "full") and 6 not in failed else None
 
 
-class Calm(NamedTuple):
-    """A run that nothing disturbs."""
-
-    state: dict[str, Any]
-    names: set[str]
-    seconds: float
-    changes: int
-
-
 @cache
-def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> Calm:
-    """A run on one process, and how long it takes on two ranks, which leave the same. Where ranks share a row, both
-    are of two ranks."""
+def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> tuple[dict[str, Any], set[str], float, int]:
+    """The state and the names that a run on one process leaves, and how long it takes and how often it changes the
+    disk on two ranks, which leave the same. Where ranks share a row, both are of two ranks."""
     from ranks_here import differences, state_of
 
     def run(n_ranks: int) -> float:
@@ -195,16 +180,15 @@ def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> Calm:
         assert not any(each.code for each in ended), ended
         return time.monotonic() - began
 
-    run(fewest(mode))
+    run(FEWEST.get(mode, 1))
     state = state_of(folder / "out")
     seconds = run(2)
     assert not differences(folder / "out", state)
-    return Calm(state, names(folder / "out"), seconds, int((folder / "changes").read_text()))
+    return state, names(folder / "out"), seconds, int((folder / "changes").read_text())
 
 
-def fewest(mode: str) -> int:
-    """The fewest processes that a run can have."""
-    return 2 if mode == "shared rows" else 1
+FEWEST = {"shared rows": 2}
+"""Processes that a run has at least, if not 1."""
 
 
 def names(out: Path) -> set[str]:
@@ -217,7 +201,7 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
     from ranks_here import differences
 
     mode, every = random.choice([*MODES]), random.choice(EVERY)
-    undisturbed = calm(made, folder, mode, every)
+    state, expected, seconds, changes = calm(made, folder, mode, every)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     told = [f"save_every, eval_every = {every}"]
@@ -226,18 +210,16 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
         return {"verdict": verdict, "what": f"{mode} run", "how": "; ".join(told), "message": message}
 
     for _ in range(random.choice([1, 1, 2, 3])):
-        fault = draw(random, undisturbed.seconds, undisturbed.changes)
+        fault = draw(random, seconds, changes)
         told.append(str(fault))
-        found = wrong(fault, launch(made, folder, mode, every, fault))
-        if found is not None:
+        if found := wrong(fault, launch(made, folder, mode, every, fault)):
             return result(*found)
-    last = Fault(random.choice([fewest(mode), 2, 2, 4]))
+    last = Fault(random.choice([FEWEST.get(mode, 1), 2, 2, 4]))
     told.append(str(last))
     ended = launch(made, folder, mode, every, last)
     if any(each.code for each in ended):
         return result("lost", "\n".join(f"the last launch ends in {each.code}: {each.err[-400:]}" for each in ended))
-    different = differences(folder / "out", undisturbed.state)
-    if different:
+    if different := differences(folder / "out", state):
         return result("lost", ", ".join(different)[:600])
-    more = names(folder / "out") - undisturbed.names
+    more = names(folder / "out") - expected
     return result("leftover" if more else "ok", ", ".join(sorted(more)))
