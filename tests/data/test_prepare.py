@@ -21,7 +21,7 @@ import lineartime.data.units
 from lineartime.data.prepare import SAMPLE, prepare
 from lineartime.data.read_text import READS
 from lineartime.data.slices import read_slice
-from lineartime.data.tokenizer import load_tokenizer, train_tokenizer
+from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
 from lineartime.errors import DataError, ResourceError, UsageError
 from text_files import contents, documents_of, make
@@ -79,17 +79,6 @@ def test_any_text_comes_back_from_its_shards(tmp_path_factory, texts, shard_toke
 
 
 # The machine does not matter
-
-
-def test_the_result_does_not_depend_on_jobs(tmp_path):
-    text = SAMPLE.read_text(encoding="utf-8")[:200_000]
-    make(tmp_path, {"a.jsonl": [text[i:i + 3000] for i in range(0, len(text), 3000)], "b.jsonl": [text]})
-    results = []
-    for jobs, unit_characters in ((1, 1 << 23), (2, 30_000)):
-        prepare([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / f"{jobs}", vocab_size=600, held_out=0.1,
-                jobs=jobs, shard_tokens=40_000, unit_characters=unit_characters)
-        results.append(contents(tmp_path / f"{jobs}"))
-    assert results[0] == results[1] and "train-00002.bin" in results[0]
 
 
 @pytest.mark.parametrize("name", ["one", "all"])
@@ -165,15 +154,6 @@ def test_a_tokenizer_that_reads_the_end_out_of_text_is_refused(tmp_path):
     with pytest.raises(DataError, match="reads its end-of-document token out of text"):
         prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tokenizer)
     assert_nothing_at(tmp_path / "out")
-
-
-def test_dropout_of_a_tokenizer_is_off(tmp_path):
-    inner = tokenizers.Tokenizer.from_str(train_tokenizer(["so many words " * 9], 300).json)
-    inner.model.dropout = 0.5
-    inner.save(str(tmp_path / "tokenizer.json"))
-    make(tmp_path, {"a.txt": "so many words " * 99})
-    prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
-    assert len(set(stream_of(tmp_path / "out"))) < 9
 
 
 def test_the_tokenizer_sees_a_spread_of_the_train_split(tmp_path):

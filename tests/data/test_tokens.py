@@ -197,14 +197,3 @@ def test_a_damaged_memory_is_not_believed(prepared, hashed, content):
     (prepared / tokens.VERIFIED_FILE).write_bytes(content)
     hashed.clear()
     assert stream_of(prepared) == whole and "train-00001.bin" in hashed
-
-
-def test_what_is_small_or_new_is_hashed_again(prepared, hashed, monkeypatch):
-    for name, value in (("REMEMBERED_BYTES", 1 << 20), ("SETTLED", 2.0)):
-        with monkeypatch.context() as patched:
-            patched.setattr(tokens, name, value)
-            for _ in range(2):
-                hashed.clear()
-                stream_of(prepared)
-                assert "train-00001.bin" in hashed, name
-        assert not (prepared / tokens.VERIFIED_FILE).exists()
