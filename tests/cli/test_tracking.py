@@ -33,29 +33,19 @@ def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monk
     assert_refused(code, err, 2, "unknown tracker: tensorbord; did you mean tensorboard?")
 
 
-class FakeRun:
-    """Stands for a run of `wandb`."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[int, dict[str, float]]] = []
-        self.finished = 0
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self.lines.append((step, numbers))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
 def test_a_library_has_every_line_of_the_metrics(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, opened = FakeRun(), []
+    lines: list[tuple[int, dict[str, float]]] = []
+    opened: list[dict[str, Any]] = []
+    finished: list[None] = []
+    run = types.SimpleNamespace(log=lambda numbers, step: lines.append((step, numbers)),
+                                finish=lambda: finished.append(None))
     wandb = types.SimpleNamespace(init=lambda **how: (opened.append(how), run)[1])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     arguments = [*command(prepare_text(tmp_path), tmp_path / "run", steps=4), "--log", "wandb"]
     assert call(*arguments)[0] == 0
-    assert run.lines == [(line["step"], numbers_of(line)) for line in read_metrics(tmp_path / "run")]
-    assert run.finished == 1 and opened[0]["mode"] == "offline" and opened[0]["dir"] == str(tmp_path / "run")
+    assert lines == [(line["step"], numbers_of(line)) for line in read_metrics(tmp_path / "run")]
+    assert len(finished) == 1 and opened[0]["mode"] == "offline" and opened[0]["dir"] == str(tmp_path / "run")
     assert call(*arguments)[0] == 0 and len(opened) == 1  # complete: nothing is written
 
     def stopped(config: object, *, on_step: Callable[[dict[str, Any]], None], **_: object) -> None:
@@ -63,7 +53,7 @@ def test_a_library_has_every_line_of_the_metrics(call: Call, tmp_path: Path, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lineartime.training.train", stopped)
-    assert call(*arguments)[0] == 130 and run.finished == 2
+    assert call(*arguments)[0] == 130 and len(finished) == 2
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
