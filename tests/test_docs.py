@@ -28,14 +28,11 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relati
 @cache
 def defined(path: Path) -> set[str]:
     """What a file defines: `name`, and `Class.name` below."""
-    return names_below(ast.parse(path.read_text(encoding="utf-8")))
-
-
-def names_below(tree: ast.AST) -> set[str]:
-    names: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names |= {node.name} | {f"{node.name}.{below}" for below in names_below(node)}
+            below = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+            names |= {node.name, *(f"{node.name}.{name}" for name in below)}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
@@ -76,16 +73,11 @@ def test_names_are_defined(page: Path) -> None:
     assert wrong_names(page.read_text(encoding="utf-8"), page.parent) == []
 
 
-@pytest.mark.parametrize(("text", "n_wrong"), [
-    ("[`gau.py:GatedAttentionUnit.branch`](lineartime/gau.py)", 0),
-    ("[`gau.py:GatedAttentionUnit.branch`](lineartime/mhsa.py)", 1),
-    ("[`gau.py:GatedAttentionUnit.backward`][gau]\n\n[gau]: lineartime/gau.py", 1),
-    ("[paper/rows.py](benchmarks/paper/results.py)", 1),
-    ("[results.py](benchmarks/paper/results.py)", 0),
-    ("`test_docs.py::wrong_names`, `benchmarks/figures.py:figures_of`", 0),
-    ("`figures.py:pictures_of`", 1), ("`nowhere.py:ROWS`", 1), ("`test_docs.py::test_of_nothing`", 1)])
-def test_a_name_is_held_to_the_file_that_its_link_leads_to(text: str, n_wrong: int) -> None:
-    assert len(wrong_names(text, ROOT)) == n_wrong
+def test_a_name_is_held_to_the_file_that_its_link_leads_to() -> None:
+    assert wrong_names("[`gau.py:GatedAttentionUnit.branch`](lineartime/gau.py)", ROOT) == []
+    for text in ("[`gau.py:GatedAttentionUnit.branch`](lineartime/mhsa.py)", "`nowhere.py:ROWS`",
+                 "[paper/rows.py](benchmarks/paper/results.py)", "`test_docs.py::test_of_nothing`"):
+        assert len(wrong_names(text, ROOT)) == 1
 
 
 def anchors(page: Path) -> set[str]:
@@ -99,24 +91,24 @@ def anchors(page: Path) -> set[str]:
 def test_links_lead_somewhere(page: Path) -> None:
     """`make docs` holds the site to the same."""
     text = page.read_text(encoding="utf-8")
-    used, given = set(re.findall(r"\]\[(\w+)\]", text)), dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
-    assert used == set(given)
-    targets = re.findall(r"\]\(([^)\s]+)\)", text) + list(given.values())
-    for target in targets:
-        if "://" in target:
-            continue
-        file, _, anchor = target.partition("#")
-        path = page.parent / file if file else page
-        assert path.exists(), target
-        assert not anchor or anchor in anchors(path), target
+    given = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(given)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *given.values()]:
+        if "://" not in target:
+            file, _, anchor = target.partition("#")
+            path = page.parent / file if file else page
+            assert path.exists() and (not anchor or anchor in anchors(path)), target
+
+
+def run_examples(text: str, names: dict[str, Any]) -> None:
+    """Run the Python of a page, from top to bottom."""
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(code, "page", "exec"), names)
 
 
 @every_page
 def test_examples_run(page: Path) -> None:
-    """The Python of a page, from top to bottom."""
-    names: dict[str, object] = {}
-    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(page), "exec"), names)
+    run_examples(page.read_text(encoding="utf-8"), {})
 
 
 def test_the_layer_of_the_guide_decodes_what_it_computes() -> None:
@@ -125,8 +117,7 @@ def test_the_layer_of_the_guide_decodes_what_it_computes() -> None:
     names: dict[str, Any] = {"torch": torch, "lineartime": lineartime}
     torch.set_default_dtype(torch.float64)
     try:
-        for code in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
-            exec(compile(code, "guide.md", "exec"), names)
+        run_examples(section, names)
     finally:
         torch.set_default_dtype(torch.float32)
     decoded_BTD, x_BTD = torch.cat(names["new"], dim=1), names["x"]
@@ -160,11 +151,9 @@ def test_every_module_is_in_the_reference() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     modules = set()
     for path in (ROOT / "lineartime").rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        source = path.read_text(encoding="utf-8")
+        parts, source = path.relative_to(ROOT).with_suffix("").parts, path.read_text(encoding="utf-8")
         defines = "__all__" in source if path.name == "__init__.py" else path.name != "__main__.py"
-        others = ("cli", "models")
-        if defines and parts[1] not in others and "@triton.jit" not in source:
+        if defines and parts[1] not in ("cli", "models") and "@triton.jit" not in source:
             modules.add(".".join(part for part in parts if part != "__init__"))
     assert set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)) == modules
 
@@ -174,22 +163,17 @@ def test_every_page_is_in_the_site() -> None:
     assert {page.relative_to(ROOT).as_posix() for page in PAGES} <= set(shown)
 
 
-def site(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """docs/site.py, which `make docs` calls before and after the site's builder."""
-    return subprocess.run([sys.executable, ROOT / "docs" / "site.py", verb, folder], capture_output=True, text=True)
-
-
-def test_a_linked_source_file_becomes_a_page(tmp_path: Path) -> None:
-    assert site("pages", tmp_path / "pages").returncode == 0
+def test_a_broken_link_of_the_site_is_an_error(tmp_path: Path) -> None:
+    """By docs/site.py, which `make docs` calls before and after the site's builder."""
+    command = [sys.executable, ROOT / "docs" / "site.py"]
+    assert subprocess.run([*command, "pages", tmp_path / "pages"]).returncode == 0
     assert "(../lineartime/config.py.md)" in (tmp_path / "pages/docs/guide.md").read_text(encoding="utf-8")
-    assert "class ModelConfig" in (tmp_path / "pages/lineartime/config.py.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("link", "broken"), [
-    ("b/", False), ("b/#here", False), ("#top", False), ("b/#there", True), ("c/", True), ("#bottom", True)])
-def test_a_broken_link_of_the_site_is_an_error(tmp_path: Path, link: str, broken: bool) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "index.html").write_text(f'<h1 id="top"></h1><a href="{link}">b</a>')
-    (tmp_path / "b" / "index.html").write_text('<h1 id="here"></h1>')
-    done = site("check", tmp_path)
-    assert (done.returncode == 1 and f"index.html: {link}" in done.stderr) if broken else done.returncode == 0
+    site = tmp_path / "site"
+    (site / "b").mkdir(parents=True)
+    (site / "b" / "index.html").write_text('<h1 id="here"></h1>')
+    for there in (("b/", "b/#here", "#top"), ("b/#there", "c/", "#bottom")):
+        (site / "index.html").write_text('<h1 id="top"></h1>' + "".join(f'<a href="{link}">b</a>' for link in there))
+        done = subprocess.run([*command, "check", site], capture_output=True, text=True)
+        if there[0] == "b/":
+            assert done.returncode == 0, done.stderr
+    assert done.returncode == 1 and all(f"index.html: {link}" in done.stderr for link in there)
