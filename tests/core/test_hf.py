@@ -102,10 +102,9 @@ def new_tokens(sequences_BT, prompt_width):
 
 
 def assert_same_weights(model, expected):
-    weights = dict(model.named_parameters())
-    assert weights.keys() == dict(expected.named_parameters()).keys()
-    assert all(torch.equal(weights[name], p) for name, p in expected.named_parameters())
-    assert not list(model.buffers())
+    weights, theirs = dict(model.named_parameters()), dict(expected.named_parameters())
+    assert weights.keys() == theirs.keys() and not list(model.buffers())
+    assert all(torch.equal(weights[name], theirs[name]) for name in weights)
 
 
 def test_every_weight_is_loaded_and_the_logits_are_the_same_bits(ours, folder, said):
@@ -174,16 +173,16 @@ def test_weights_that_a_checkpoint_lacks_are_refused_or_reported_and_initialised
 
 def test_padding_anywhere_changes_nothing(ours, hf64):
     """In the parallel form and in the cache's: left, right and in the middle."""
-    prompts = [[1, 2, EOD, 3, 4, 5, 6], [7, 8, 9, 10, 11, EOD, 12, 13, 14]]
-    place = [[2, 3, 4, 5, 6, 7, 8], [0, 1, 3, 4, 7, 8, 9, 10, 11]]
+    rows = (([1, 2, EOD, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7, 8]),
+            ([7, 8, 9, 10, 11, EOD, 12, 13, 14], [0, 1, 3, 4, 7, 8, 9, 10, 11]))
     ids_BT, mask_BT = torch.full((2, 12), 3), torch.zeros(2, 12, dtype=torch.long)
-    for row, (prompt, where) in enumerate(zip(prompts, place, strict=True)):
+    for row, (prompt, where) in enumerate(rows):
         ids_BT[row, where], mask_BT[row, where] = torch.tensor(prompt), 1
     with torch.no_grad():
         for use_cache in (False, True):
             output = hf64(ids_BT, attention_mask=mask_BT, use_cache=use_cache)
             assert isinstance(output.past_key_values, LineartimeCache) == use_cache
-            for row, (prompt, where) in enumerate(zip(prompts, place, strict=True)):
+            for row, (prompt, where) in enumerate(rows):
                 alone_TV = ours.double()(torch.tensor([prompt]))[0]
                 assert (output.logits[row, where] - alone_TV).abs().max() < 1e-11
     ours.float()
@@ -448,30 +447,6 @@ def test_an_assistant_and_the_prompt_propose_tokens(hf64, folder):
         assert (next_BV - hf64(sequences).logits[:, n]).abs().max() < 1e-11
 
 
-def test_a_cache_goes_back(hf64):
-    """To any column since recording began, over closed chunks and documents, with padding in between."""
-    ids_BT, mask_BT = packed_ids(), torch.ones(2, 30, dtype=torch.long)
-    mask_BT[0, 5] = mask_BT[1, 20:22] = 0
-    with torch.no_grad():
-        expected_BTV = hf64(ids_BT, attention_mask=mask_BT).logits
-        for kept in (7, 10, 11, 19, 23):
-            cache = LineartimeCache()
-            hf64(ids_BT[:, :7], attention_mask=mask_BT[:, :7], past_key_values=cache)
-            cache.activate_past_recording()
-            for a, b in ((7, 11), (11, 12), (12, 24)):
-                noise_BT = ids_BT[:, a:b].clone()
-                noise_BT[:, max(kept - a, 0) :] = 9  # what will be forgotten is something else
-                hf64(noise_BT, attention_mask=mask_BT[:, a:b], past_key_values=cache)
-            cache.crop(kept - 24)
-            assert cache.get_seq_length() == kept
-            logits = hf64(ids_BT[:, kept:], attention_mask=mask_BT[:, kept:], past_key_values=cache).logits
-            valid_BT = mask_BT[:, kept:].bool()
-            assert (logits - expected_BTV[:, kept:])[valid_BT].abs().max() < 1e-11
-            cache.crop(0)
-            with pytest.raises(UsageError, match="cannot forget"):
-                cache.crop(-1)
-
-
 def test_generation_stops_at_a_string(hf64, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
@@ -484,16 +459,14 @@ def test_generation_stops_at_a_string(hf64, folder):
 
 
 def test_what_trl_asks_of_a_model(hf):
-    """Its trainers take the trunk and the head apart."""
-    ids_BT = packed_ids()
-    forward = hf.forward
-    hf.forward = lambda *arguments, **more: forward(*arguments, **more)  # it calls the trunk from one of its own
+    """Its trainers take the trunk and the head apart, and call the trunk from a `forward` of their own."""
+    ids_BT, forward = packed_ids(), hf.forward
+    hf.forward = lambda *arguments, **more: forward(*arguments, **more)
     trunk, head = hf.base_model, hf.get_output_embeddings()
-    states = trunk(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False,
-                   output_router_logits=False).last_hidden_state
-    logits = torch.nn.functional.linear(states, head.weight, head.bias)
-    assert torch.equal(logits, hf(ids_BT).logits) and trunk.base_model is trunk.model
-    assert hf.training == trunk.training and type(hf) is LineartimeForCausalLM
+    states_BTD = trunk(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False,
+                       output_router_logits=False).last_hidden_state
+    logits_BTV = torch.nn.functional.linear(states_BTD, head.weight, head.bias)
+    assert torch.equal(logits_BTV, hf(ids_BT).logits) and trunk.base_model is trunk.model
 
 
 def test_serve_finds_the_class_in_transformers():
@@ -510,8 +483,8 @@ def test_labels_of_smoothing_are_shifted(hf):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_pt_utils import LabelSmoother
 
-    ids_BT = packed_ids()
     assert hf._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    ids_BT = packed_ids()
     smoothed = LabelSmoother(epsilon=0.0)(hf.train()(ids_BT), ids_BT, shift_labels=True)
     assert torch.allclose(smoothed, hf(ids_BT, labels=ids_BT).loss, rtol=1e-5)
 

@@ -85,16 +85,15 @@ def test_the_class_of_a_row_does_not_depend_on_its_batch(ours, folder, tmp_path)
     ("regression of one", [0.5, -1, -100], F.mse_loss)])
 def test_losses_of_rows(folder, kind, labels, loss):
     """Trainer gives the number of labels of all its micro-batches; labels `[B]` and `[B, 1]` are the same."""
-    one = kind == "regression of one"
+    one, labels = kind == "regression of one", torch.tensor(labels)
     how = {"num_labels": 1} if one else {"num_labels": 3, "problem_type": kind}
     hf = AutoModelForSequenceClassification.from_pretrained(folder, **how)
-    output, labels = hf(**padded(TEXTS, True), labels=torch.tensor(labels)), torch.tensor(labels)
-    classes = kind is None and not labels.is_floating_point()
-    labels = labels if classes else labels.float()
+    output = hf(**padded(TEXTS, True), labels=labels)
+    labels = labels if kind is None else labels.float()
     assert torch.allclose(output.loss, loss(output.logits[:, 0] if one else output.logits, labels))
     shared = hf(**padded(TEXTS, True), labels=labels, num_items_in_batch=torch.tensor(2 * labels.numel())).loss
     assert torch.allclose(shared, output.loss / 2)
-    if one or classes:
+    if one or kind is None:
         assert torch.equal(hf(**padded(TEXTS, True), labels=labels[:, None]).loss, output.loss)
     output.loss.backward()
     assert hf.score.weight.grad.abs().sum() > 0 and 0 < hf.score.weight.std() < 0.04

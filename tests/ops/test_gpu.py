@@ -49,21 +49,13 @@ def error(ours: Tensor, theirs: Tensor, least: float = 1.0) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp(min=least))
 
 
-def rows_with_documents(config: ModelConfig, length: int = 3 * CHUNK + 2) -> Tensor:
-    """Documents that begin and end inside chunks, at their ends and not at all; none where rows are one document."""
-    ids_BT = random_ids(4, length) % 12 + 1
-    if config.end_of_document is not None:
-        ids_BT[1, [3, 4, 9]] = END
-        ids_BT[2, [0, 4, 5, 8, 12]] = END
-    return ids_BT
-
-
 def output_and_gradients(model: LanguageModel, ids_BT: Tensor) -> dict[str, Tensor]:
     """The logits, and the gradient of a sum of them that weighs each differently."""
     logits_BTV = model(ids_BT)
     weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (logits_BTV * weights.to(logits_BTV.device, torch.promote_types(logits_BTV.dtype, torch.float32))).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)  # a model that changes its type leaves these as they are
     return {"logits": logits_BTV, **gradients}
 
 
@@ -71,7 +63,9 @@ def output_and_gradients(model: LanguageModel, ids_BT: Tensor) -> dict[str, Tens
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_and_backward_are_those_of_a_processor_in_float64(name: str, dtype: torch.dtype) -> None:
     config = with_end(MODELS[name], END)
-    ids_BT = rows_with_documents(config)
+    ids_BT = random_ids(4, 3 * CHUNK + 2) % 12 + 1
+    if config.end_of_document is not None:  # documents begin and end inside chunks, at their ends and not at all
+        ids_BT[1, [3, 4, 9]] = ids_BT[2, [0, 4, 5, 8]] = END
     expected = output_and_gradients(random_model(config), ids_BT)
     made = output_and_gradients(random_model(config).to(DEVICE, dtype), ids_BT.to(DEVICE))
     assert made.keys() == expected.keys() and made["logits"].device.type == DEVICE
@@ -125,7 +119,6 @@ def test_packed_documents_do_not_see_each_other(preset: str, dtype: torch.dtype)
     ids_1T[0, [0, 130, 131]] = END
 
     expected = output_and_gradients(model.double(), ids_1T)
-    model.zero_grad(set_to_none=True)
     model = model.to(DEVICE, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
         made = output_and_gradients(model, ids_1T.to(DEVICE))
@@ -163,9 +156,8 @@ def test_compiled_layers_are_the_eager_ones(preset: str, precision: str) -> None
 
 def test_linear_cross_entropy_does_not_hold_the_logits() -> None:
     n_tokens, vocab_size, width = 2**16, 32000, 256
-    x_ND = torch.randn(n_tokens, width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
-    weight_VD = (0.02 * torch.randn(vocab_size, width, device=DEVICE)).requires_grad_()
-    bias_V = torch.zeros(vocab_size, device=DEVICE, requires_grad=True)
+    x_ND, weight_VD, bias_V = (torch.randn(*shape, device=DEVICE, requires_grad=True)
+                               for shape in ((n_tokens, width), (vocab_size, width), (vocab_size,)))
     targets_N = torch.randint(vocab_size, (n_tokens,), device=DEVICE)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -176,8 +168,6 @@ def test_linear_cross_entropy_does_not_hold_the_logits() -> None:
 
 LENGTHS = (2051, 131)
 """Of rows for kernels: no multiples of anything, the second one shorter than most chunks."""
-WHOLE_LENGTH = 2048
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FLOOR = {torch.float32: 1e-6}
 """Where kernel and reference are both at the rounding of float32, twice is a matter of luck."""
@@ -201,18 +191,17 @@ def documents(n_rows: int, n_tokens: int) -> Tensor:
     return ids_BT.to(DEVICE)
 
 
-def attention(name: str, config: ModelConfig, segment_ids_BT: Tensor | None, kernel: bool) -> Callable[..., Tensor]:
-    """A gated attention of an op's inputs, by its kernel or by its reference."""
+def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) -> list[Callable[..., Tensor]]:
+    """A gated attention of an op's inputs, by its kernel and by its reference."""
     from lineartime.ops import mixed_chunk, quadratic, reference
 
-    if name == "gated_chunk_attention":
-        function = (mixed_chunk if kernel else reference).gated_chunk_attention
-        sizes = {"chunk_size": config.scale_len}
-    else:
-        function = (quadratic if kernel else reference).gated_quadratic_attention
-        sizes = {"scale_len": config.scale_len}
-    function = partial(function, causal=config.causal, segment_ids_BT=segment_ids_BT, **sizes)
-    return lambda uvz, gamma, beta, sin, cos, w: function(uvz, gamma, beta, sin, cos, w)
+    module, size = (mixed_chunk, "chunk_size") if name == "gated_chunk_attention" else (quadratic, "scale_len")
+    given = {"causal": config.causal, "segment_ids_BT": segment_ids_BT, size: config.scale_len}
+
+    def of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda uvz, gamma, beta, sin, cos, w: function(uvz, gamma, beta, sin, cos, w, **given)
+
+    return [of(getattr(each, name)) for each in (module, reference)]
 
 
 def op_inputs(name: str, config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -240,17 +229,16 @@ def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool,
     """With documents and padding. Memory that a kernel is given is full of NaN (see conftest)."""
     for n_tokens in LENGTHS:
         config = op_config(name, chunk, causal, n_tokens)
-        ids_BT = documents(3, n_tokens)
-        kernel, definition = (attention(name, config, ids_BT, each) for each in (True, False))
-        assert too_far(name, kernel, definition, op_inputs(name, config, 3, dtype), dtype) == {}
+        functions, inputs = attentions(name, config, documents(3, n_tokens)), op_inputs(name, config, 3, dtype)
+        assert too_far(name, *functions, inputs, dtype) == {}
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_are_held_to_float64_in_rows_of_one_document(name: str, chunk: int | None, causal: bool) -> None:
     """In whole chunks, and with inputs that are not contiguous."""
-    config = op_config(name, chunk, causal, WHOLE_LENGTH)
-    kernel, definition = (attention(name, config, None, each) for each in (True, False))
+    config = op_config(name, chunk, causal, 2048)
+    kernel, definition = attentions(name, config, None)
     inputs = op_inputs(name, config, 2, torch.bfloat16)
     assert too_far(name, kernel, definition, inputs, torch.bfloat16) == {}
     turned = {key: x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(x.requires_grad)
@@ -263,7 +251,7 @@ def test_kernels_are_held_to_float64_in_rows_of_one_document(name: str, chunk: i
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> None:
     config = op_config(name, chunk, False, LENGTHS[0])
-    kernel = attention(name, config, documents(2, LENGTHS[0]), True)
+    kernel, _ = attentions(name, config, documents(2, LENGTHS[0]))
     inputs = op_inputs(name, config, 2, torch.bfloat16)
     cotangents = [torch.randn_like(x) for x in outputs(kernel, inputs)]
     first, second = (value_and_gradients(kernel, inputs, cotangents) for _ in range(2))
@@ -281,7 +269,6 @@ def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
     ids_BT = random_ids(2, 700, vocab_size=63) + 1
     ids_BT[0, [0, 130, 131, 500]] = END
     expected = output_and_gradients(model, ids_BT)
-    model.zero_grad(set_to_none=True)
     model, ids_BT = model.to(DEVICE, torch.float32), ids_BT.to(DEVICE)
     model.set_impl("triton")
     made = output_and_gradients(model, ids_BT)
@@ -309,22 +296,21 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("two_levels", [True, False])
-def test_long_rows(two_levels: bool) -> None:
+@pytest.mark.parametrize(("n_rows", "n_tokens"), [(1, 24 * LENGTHS[0]), (12, 5 * LENGTHS[0])])
+def test_long_rows(n_rows: int, n_tokens: int) -> None:
     """Chunk states in two levels, which few rows of many chunks get, and in one."""
-    n_rows, n_tokens = (1, 24 * LENGTHS[0]) if two_levels else (12, 5 * LENGTHS[0])
-    config = op_config("gated_chunk_attention", 256, True, n_tokens)
+    name = "gated_chunk_attention"
+    config = op_config(name, 256, True, n_tokens)
     ids_BT = documents(n_rows, n_tokens) if n_rows > 1 else documents(2, n_tokens)[1:]
-    kernel, definition = (attention("gated_chunk_attention", config, ids_BT, each) for each in (True, False))
-    inputs = op_inputs("gated_chunk_attention", config, n_rows, torch.bfloat16)
-    assert too_far("gated_chunk_attention", kernel, definition, inputs, torch.bfloat16) == {}
+    inputs = op_inputs(name, config, n_rows, torch.bfloat16)
+    assert too_far(name, *attentions(name, config, ids_BT), inputs, torch.bfloat16) == {}
 
 
 @pytest.mark.usefixtures("alone")
 def test_more_numbers_than_32_bits_count() -> None:
     """The last of several long rows is what it is alone: uvz has 2.5e9 numbers."""
     config = op_config("gated_chunk_attention", 256, True, 2**18)
-    kernel = attention("gated_chunk_attention", config, None, True)
+    kernel, _ = attentions("gated_chunk_attention", config, None)
     inputs = op_inputs("gated_chunk_attention", config, 1, torch.bfloat16)
 
     def found(uvz: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,13 +339,10 @@ def test_the_norm_is_held_to_float64(dtype: torch.dtype, layer_norm: bool) -> No
         assert too_far("add_norm", *functions, inputs, dtype) == {}
 
 
-KERNEL_SIZED = {"n_layers": 3, "d_model": 256, "vocab_size": 512, "context": 700, "end_of_document": END}
-
-
-def with_kernels(preset: str, **fields: object) -> ModelConfig:
+def with_kernels(preset: str) -> ModelConfig:
     """A small model whose heads are of the width that kernels take."""
-    chunk = {"chunk_size": 128} if preset in ("flash", "flash+") else {}
-    return model_config(preset, **KERNEL_SIZED, **chunk, **fields)
+    chunk = {"chunk_size": 128} if preset != "flash-quad" else {}
+    return model_config(preset, n_layers=3, d_model=256, vocab_size=512, context=700, end_of_document=END, **chunk)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

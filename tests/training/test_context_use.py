@@ -28,8 +28,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
     for split in ("train", "validation"):
         (root / "text" / split).mkdir(parents=True)
         for i, length in enumerate(LENGTHS):
-            at = sum(LENGTHS[:i])
-            (root / "text" / split / f"{i}.txt").write_text((split[0] + letters[at : at + length])[:length])
+            (root / "text" / split / f"{i}.txt").write_text((split[0] + letters[sum(LENGTHS[:i]) :])[:length])
     prepare([root / "text"], root / "data", tokenizer="bytes")
     return open_split(root / "data", "validation")
 
@@ -93,8 +92,7 @@ def test_losses_gains_and_their_errors() -> None:
     assert "+0.7000 +- 0.1500" in "\n".join(describe(use))
     one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [10], [[20.0, 10.0]], [])
     assert one.gain_errors == [None, None] and "+1.0000" in "\n".join(describe(one))
-    parts = replace(use, document_D=[0], n_tokens_D=[40], nll_DL=[[110.0, 82.0]], stretch_S=use.n_tokens_D,
-                                nll_SL=use.nll_DL)
+    parts = ContextUse([8, 16], 8, [0], [40], [[110.0, 82.0]], use.n_tokens_D, use.nll_DL, [])
     assert parts.gain_errors == use.gain_errors and "over 2 stretches of one document" in "\n".join(describe(parts))
 
 
