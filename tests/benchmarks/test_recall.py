@@ -179,19 +179,6 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
     assert not (tmp_path / "rows").exists()
 
 
-def test_the_whole_study_measures_what_is_missing(tmp_path, monkeypatch, call: Call):
-    monkeypatch.setitem(study.STUDY, "models", {"flash": study.STUDY["models"]["flash"]})
-    monkeypatch.setitem(study.STUDY, "tasks", {"pairs": "all", "joint": "all", "text": "few"})
-    monkeypatch.setattr(study, "RATES", [1e-3])
-    monkeypatch.setattr(study, "SEEDS", 1)
-    monkeypatch.setattr(study, "measure", lambda *_, **__: {"curve": [[1, 2.0, 0.5]], "length": 128, "n_facts": [4],
-                                                            "passed": None, "accuracy": {"128": {"4": 0.5}}})
-    rows = tmp_path / "rows"
-    for _ in range(2):
-        code, _, err = call("recall", "--json", rows, app=app)
-        assert code == 0 and "pairs: flash (1 of 2)" in err and len(rows.read_text().splitlines()) == 2
-
-
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     data, out, rows = prepare_text(tmp_path), tmp_path / "run", tmp_path / "rows.jsonl"
     train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 2, "warmup_steps": 1})
