@@ -377,7 +377,7 @@ from lineartime.data.prepare import prepare
 prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3, shard_tokens=100_000, jobs=2,
         unit_characters=100_000)
 (own_kib,) = [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")]
-print(max(own_kib, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024)
+print((own_kib + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024)
 """
 
 
