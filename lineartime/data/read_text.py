@@ -369,7 +369,8 @@ def _parquet_rows(path: Path, names: Sequence[str], optional: Sequence[str], fir
             there = file.schema_arrow.names
             for name in names:
                 if there.count(name) != 1:
-                    raise DataError(f"no column {name!r}", path, f"its columns are {', '.join(there)}")
+                    columns_there = ", ".join(map(repr, there[:8]))
+                    raise DataError(f"no column {name!r}", path, f"it has {columns_there}{hint_of_option(name)}")
             columns = [*dict.fromkeys(names), *(name for name in optional if name in there)]
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             largest = max((group.total_byte_size for group in groups), default=0)
@@ -404,8 +405,13 @@ def text_field(record: Any, name: str, where: str) -> str:
         raise DataError("not a JSON object", where)
     if name not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f"no field {name!r}", where, f"it has {names}")
+        raise DataError(f"no field {name!r}", where, f"it has {names}{hint_of_option(name)}")
     return checked(record[name], f"field {name!r}", where)
+
+
+def hint_of_option(name: str) -> str:
+    """How to name another field; who has named one already knows."""
+    return "; name one with --text-field" if name == "text" else ""
 
 
 def parse_json(text: str, where: object, **hooks: Any) -> Any:

@@ -174,7 +174,7 @@ FAULTS = {
     "cut gzip": ("a.json.gz", gzip.compress(GOOD * 9)[:-9], "damaged .gz file: {}"),
     "no parquet": ("a.parquet", b"PAR1 and more", "cannot read as parquet: {}"),
     "no column": ("a.parquet", broken_parquet(["x"], lambda content: content.replace(b"text", b"body")),
-                  "no column 'text': {}; its columns are body"),
+                  "no column 'text': {}; it has 'body'; name one with --text-field"),
     "null in a column": ("a.parquet", broken_parquet(["x"] * 20 + [None]), "field 'text' is not a string: {}, row 21"),
     "invalid UTF-8 in a column": ("a.parquet", broken_parquet(["x", "QQQQ"], lambda c: c.replace(b"QQQQ", b"\xff" * 4)),
                                   "not valid UTF-8: {}, row 2"),
