@@ -1,9 +1,9 @@
 """Reading documents and labels from every kind of file, in order; wrong ones are refused with their place."""
 
 import gzip
-import io
 import json
 import sys
+from contextlib import ExitStack
 
 import pyarrow
 import pytest
@@ -135,15 +135,17 @@ def test_inputs_that_are_none(tmp_path):
         read(tmp_path / "x.txt", fields=Fields(pair="b"), labels=None)
 
 
-def test_the_hub_and_stdin(monkeypatch):
+def test_the_hub_and_stdin(tmp_path, monkeypatch):
     hub = Hub({"me/reviews": {"train": ROWS}})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert read("hub:me/reviews/train")[0] == ("one, two", None, "a")
     assert read("hub:me/reviews:plain/train") and hub.asked == [("me/reviews", None), ("me/reviews", "plain")]
 
-    def piped(text):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    def piped(text):  # a file of the system, which can be waited for
+        (tmp_path / "stdin").write_text(text, encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", open_files.enter_context((tmp_path / "stdin").open(encoding="utf-8")))
 
+    open_files = ExitStack()
     piped("\ufeffwhole\ntext")
     assert read("-", labels=None) == [("whole\ntext", None, None)]
     piped("".join(json.dumps(row) + "\n\n" for row in ROWS))
@@ -157,3 +159,4 @@ def test_the_hub_and_stdin(monkeypatch):
             read("-", labels=None, stdin=kind)
     with pytest.raises(UsageError, match=r"unknown kind of stdin.*jsonl"):
         read("-", labels=None, stdin="json")
+    open_files.close()
