@@ -174,5 +174,6 @@ def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
         wrong = [f"{each} is {weight.dtype}" for each, weight in stored.items() if not weight.is_floating_point()]
         if wrong:
             raise CheckpointError("weights of a wrong type", f"{folder / name}: {checkpoint.first_five(wrong)}")
-        weights |= {each: weight.float() for each, weight in stored.items()}
+        # Copies, as those of a run are: views of the file lie at any byte, and matmuls of them round otherwise.
+        weights |= {each: weight.to(torch.float32, copy=True) for each, weight in stored.items()}
     return weights
