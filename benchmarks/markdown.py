@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from benchmarks import Row
-from lineartime.markdown import code_span, in_markdown
+from lineartime.errors import escaped
+from lineartime.markdown import fence_of, in_markdown
 from lineartime.release.provenance import machine
 
 MACHINES, COMMANDS = 3, 3
@@ -38,6 +39,13 @@ def unique(texts: Iterable[str]) -> list[str]:
 
 def folded(summary: str, body: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
+
+
+def code_span(text: str) -> str:
+    """Text on one line of Markdown as code."""
+    shown = escaped(" ".join(text.split()))
+    fence, space = fence_of(shown, 1), " " * ("`" in shown)
+    return f"{fence}{space}{shown}{space}{fence}"
 
 
 def source_line(rows: Sequence[Row]) -> str:

@@ -12,13 +12,6 @@ def in_markdown(text: str) -> str:
     return re.sub(r"[\\`!\[\]|]", r"\\\g<0>", shown)
 
 
-def code_span(text: str) -> str:
-    """Text on one line of Markdown as code."""
-    shown = escaped(" ".join(text.split()))
-    fence, space = fence_of(shown, 1), " " * ("`" in shown)
-    return f"{fence}{space}{shown}{space}{fence}"
-
-
 def code_block(text: str, language: str = "") -> str:
     """Lines of code."""
     fence = fence_of(text, 3)

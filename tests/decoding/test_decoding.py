@@ -282,3 +282,18 @@ def test_the_end_of_a_table(name: str) -> None:
     x_BND = model.extend(ids_BT[:, :1], torch.tensor([0, 1]), state)
     alone_BT = torch.cat([ids_BT[1, :3], ids_BT[1, -1:], ids_BT[1, :1]])[None]
     assert difference(x_BND[1], model.hidden(alone_BT)[0, -1:]) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad key conv", "transformer++", "performer", "combiner"])
+@torch.no_grad()
+def test_a_snapshot_does_not_change(name: str) -> None:
+    """Whatever the state reads after it, in one piece and as a single token."""
+    model = random_model(with_documents(name))
+    ids_BT, n = random_ids(3, 3 * CHUNK + 2, vocab_size=6), CHUNK + 2
+    state = model.decoding_state(3)
+    model.extend(ids_BT[:, :n], torch.full((3,), n), state)
+    before = state.snapshot()
+    for other_BN in random_ids(3, CHUNK + 1, seed=1).split([CHUNK, 1], dim=1):
+        model.extend(other_BN, torch.full((3,), other_BN.shape[1]), state)
+    x_BND = model.extend(ids_BT[:, n:], torch.full((3,), ids_BT.shape[1] - n), before)
+    assert difference(x_BND, model.hidden(ids_BT)[:, n:]) <= 1e-12

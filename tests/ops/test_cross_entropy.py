@@ -240,3 +240,19 @@ def test_at_some_tokens_alone():
     targets_K = torch.tensor([1, 2, 3, 4])
     expected = -model(ids_BT).flatten(0, 1).log_softmax(-1)[at_K, targets_K]
     close(model(ids_BT, at_K=at_K, targets=targets_K), expected, 1e-13)
+
+
+def test_second_derivatives_are_those_of_the_plain_loss():
+    def second(loss_of):
+        generator = torch.Generator().manual_seed(0)
+        x_ND, weight_VD, bias_V = (torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+                                   for shape in ((6, 4), (5, 4), (5,)))
+        losses_N = loss_of(x_ND, weight_VD, bias_V, torch.arange(6) % 5)
+        first, = torch.autograd.grad(losses_N.sum(), x_ND, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), (x_ND, weight_VD, bias_V))
+
+    found = second(linear_cross_entropy)
+    expected = second(lambda x, weight, bias, targets: F.cross_entropy(F.linear(x, weight, bias), targets,
+                                                                       reduction="none"))
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours - plain).abs().max() < 1e-12
