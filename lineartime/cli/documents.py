@@ -170,7 +170,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
             description = description_of(model, tokenizer, files, {
                 "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
                 "precision": reading.precision})
-            with unfinished_rows(out, description, schema) as (n_done, counts.n_cut, add):
+            with unfinished_rows(out, description, schema) as (n_done, add):
                 if n_done:
                     note(f"going on behind the first {counted_documents(n_done)}")
                     del sizes[:n_done]
