@@ -110,7 +110,7 @@ ecosystem:
 	for library in $(or $(LIBRARIES),accelerate datasets peft torchao trl lm_eval onnx openai sentence_transformers); do \
 		$(PYTHON) -m venv --clear out/ecosystem/$$library && \
 		out/ecosystem/$$library/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
-			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest 'transformers[serving]' '.[onnx,documents]' && \
+			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest 'transformers[serving]' '.[onnx]' && \
 		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
 
 clean:

@@ -65,7 +65,6 @@ class FineTuning:
     labels: Annotated[Labels, "For classify, what a document has: one label, several (a list, or text with `;`), or a "
                       "number."] = "one"
     fields: Annotated[Fields, "The names of a record's fields."] = field(default_factory=Fields)
-    balance: Annotated[bool, "For classify: every class counts the same, however many documents it has."] = False
     patience: Annotated[int, "For classify and embed: end a run after so many scorings without a better score or a "
                         "lower loss."] = 3
     max_tokens: MaxTokens = None
@@ -100,8 +99,6 @@ class FineTuning:
                     f"it takes whole numbers from {least}")
         require(0 <= self.negatives <= 1, "negatives is a share", f"negatives = {self.negatives}",
                 "it lies between 0 and 1")
-        require(not (self.balance and self.labels == "number"), "numbers have no classes to balance", "balance",
-                "leave it out")
         self.check_settings()
 
     def check_settings(self) -> None:

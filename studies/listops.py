@@ -59,7 +59,7 @@ def train(name: str, rate: float, seed: int, steps: int, out: Path, callbacks: C
 
     def begin(ranks: Ranks) -> Setup:
         torch.manual_seed(seed)
-        return Setup(DocumentClassifier(config, head), Expressions(settings, head, *splits[:2], None, ranks), {})
+        return Setup(DocumentClassifier(config, head), Expressions(settings, head, *splits[:2], ranks), {})
 
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> Row:
         return {"accuracy": scores_of(model, splits[2])["accuracy"],

@@ -220,9 +220,10 @@ def notes(results: Results) -> list[str]:
     table, note = results.table, PAPER[results.table.name].get("note")
     words = [QUALITY] * bool(len(results.trained)) + [NOTES[name] for name in table.measures if name in NOTES]
     if results.table.name == "triviaqa" and len(results.finetuned):
-        overlap = listed(f"{row['word_overlap']['f1']:.1f}" for row in results.finetuned.record)
-        words.append(f"F1 of the span that shares most words with the question: {overlap}. Fine-tuning was not timed "
-                     "side by side.")
+        guessed = [f"{row['word_overlap']['f1']:.1f}" for row in results.finetuned.record if "word_overlap" in row]
+        if guessed:  # older rows have the score of that guess
+            words.append(f"F1 of the span that shares most words with the question: {listed(guessed)}.")
+        words.append("Fine-tuning was not timed side by side.")
     words += [note] if note else []
     left_out = [", ".join(name for name in every if name not in known) for every, known in (
         (table.columns, results.columns), (table.models, results.rows)) if len(known) < len(every)]

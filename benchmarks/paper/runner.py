@@ -241,7 +241,7 @@ def finetuned(folder: Path) -> Record:
     result = read_fine_tuning(folder)
     scores = result["learning_rates"][result["best"].removeprefix("lr-")]
     return {**{name: scores[name] for name in ("f1", "exact_match", "n_questions")},
-            **{name: result[name] for name in ("best", "learning_rates", "word_overlap")},
+            **{name: result[name] for name in ("best", "learning_rates")},
             **times_of(folder / result["best"])}
 
 

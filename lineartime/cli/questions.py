@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lineartime.cli.evaluate import EvaluateOptions
 
 FOR_QUESTIONS = ("--questions", "--evidence", "--negatives", "--stride", "--max-answer-tokens")
-FOR_LABELS = ("--labels", "--label-field", "--balance")
+FOR_LABELS = ("--labels", "--label-field")
 FOR_DOCUMENTS = ("--test", "--text-field", "--pair-field", "--patience", "--max-tokens")
 OTHERS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS, "embed": (*FOR_QUESTIONS, *FOR_LABELS)}
 """The options of `finetune` that a task does not take."""
@@ -72,13 +72,14 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     out = plan.out
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
-    words, baseline = {"questions": (in_words, "word_overlap"), "classify": (metrics.in_words, "without_reading"),
+    words, baseline = {"questions": (in_words, None), "classify": (metrics.in_words, "without_reading"),
                        "embed": (vectors.in_words, "without_training")}[plan.task]
     say("")
     for name, scores in result["learning_rates"].items():
         say(f"lr {name:<9} {words(scores.get('held_out', scores))}"
             + ("  <- best" if result["best"] == f"lr-{name}" else ""))
-    say(f"{baseline.replace('_', ' ')} {words(result[baseline])}")
+    if baseline is not None:
+        say(f"{baseline.replace('_', ' ')} {words(result[baseline])}")
     if "test" in result:
         say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
@@ -186,10 +187,9 @@ def evaluate_questions(run: Path | None, options: "EvaluateOptions") -> None:
         say(json.dumps(result))
         return
     if "f1" in result:
-        overlap, without = result["word_overlap"], result["questions_without_document"]
+        without = result["questions_without_document"]
         say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
             + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
             + (f"; {without:,} have no document" if without else ""))
-        say(f"EM {overlap['exact_match']:.2f}, F1 {overlap['f1']:.2f} by word overlap, without a model")
     if predictions is not None:
         say(f"answers  {predictions}")

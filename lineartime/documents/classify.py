@@ -95,29 +95,19 @@ def targets_of(head: Head, labels: Iterable[Label]) -> np.ndarray:
     return targets_NL
 
 
-def documents_of(head: Head, targets: np.ndarray) -> np.ndarray:
-    """The number of documents of each class, `[L]`; none for a number."""
-    if head.problem_type == NUMBER:
-        return np.zeros(1)
-    return np.bincount(targets, minlength=len(head.labels)) if head.problem_type == ONE else targets.sum(0)
-
-
 def classes_of(label: Label) -> tuple[str, ...]:
     """The classes of a label that is one or several."""
     return label if isinstance(label, tuple) else (str(label),)
 
 
-def label_losses(head: Head, logits_BL: Tensor, targets: Tensor, weight_L: Tensor | None = None) -> Tensor:
+def label_losses(head: Head, logits_BL: Tensor, targets: Tensor) -> Tensor:
     """A loss for each target: -ln p of the class, `[B]`, or of each class's being there or not, `[B, L]`; or of numbers
-    the squared error in standard deviations, `[B]`. weight_L: of the documents of each class, or of its being there.
-    """
+    the squared error in standard deviations, `[B]`."""
     if head.problem_type == NUMBER:
         return ((logits_BL[:, 0] - targets.to(logits_BL)) / head.label_std).square()
     if head.problem_type == SEVERAL:
-        return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), pos_weight=weight_L,
-                                                  reduction="none")
-    losses_B = F.cross_entropy(logits_BL, targets, reduction="none")
-    return losses_B if weight_L is None else losses_B * weight_L[targets]
+        return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), reduction="none")
+    return F.cross_entropy(logits_BL, targets, reduction="none")
 
 
 def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
@@ -167,15 +157,3 @@ def require_known(head: Head, documents: TokenizedTexts) -> None:
             if name not in head.labels:
                 raise DataError("a label that no training document has", f"{where}: {name!r:.40}",
                                 f"they have {', '.join(head.labels)[:200]}")
-
-
-def class_weights(head: Head, targets: np.ndarray) -> list[float]:
-    """Weights by which every class counts the same: of its documents, or of several classes of its being there. A
-    class that all documents have, or none, keeps 1."""
-    count_L = documents_of(head, targets)
-    # Of one class a document, each class gets the same sum of weights. Of several, a class's documents together weigh
-    # as much as those without it.
-    if head.problem_type == ONE:
-        return (len(targets) / (len(head.labels) * count_L)).tolist()
-    one_sided_L = (count_L == 0) | (count_L == len(targets))
-    return np.where(one_sided_L, 1.0, (len(targets) - count_L) / count_L.clip(min=1)).tolist()

@@ -1,23 +1,12 @@
-"""Scores of labels, by scikit-learn."""
+"""Scores of labels."""
 
-import importlib
 from typing import Any
 
 import numpy as np
 import torch
 
 from lineartime.config_json import Head
-from lineartime.documents.classify import NUMBER, ONE, documents_of, label_losses
-from lineartime.errors import UsageError
-
-
-def scikit() -> Any:
-    """The module `sklearn.metrics`. Raises UsageError if scikit-learn is not installed."""
-    try:
-        return importlib.import_module("sklearn.metrics")
-    except ImportError as e:
-        raise UsageError("a package is missing that scores labels", str(e), "pip install 'scikit-learn>=1.6'"
-                         ) from None
+from lineartime.documents.classify import NUMBER, ONE, label_losses
 
 
 def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
@@ -25,16 +14,14 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
 
     "loss" is the mean of `classify.label_losses`. Of classes there are "accuracy" (all classes of a document right) and
     "macro_f1", the mean over the classes that some document has or is said to have; of numbers "r2",
-    "mean_absolute_error" and "root_mean_squared_error". Raises UsageError as `scikit` does."""
-    metrics = scikit()
+    "mean_absolute_error" and "root_mean_squared_error"."""
     loss = label_losses(head, torch.from_numpy(logits_NL), torch.from_numpy(targets)).mean().item()
     if head.problem_type == NUMBER:
-        found_N = logits_NL[:, 0]
-        r2 = float(metrics.r2_score(targets, found_N)) if len(targets) > 1 else 0.0
-        return {"loss": loss, "score": r2, "r2": r2,
-                "mean_absolute_error": float(metrics.mean_absolute_error(targets, found_N)),
-                "root_mean_squared_error": float(metrics.root_mean_squared_error(targets, found_N)),
-                "n_documents": len(targets)}
+        errors_N = logits_NL[:, 0] - targets
+        variance = targets.var()  # 0 for one document, or equal ones: R^2 is not defined, and counts as 0
+        r2 = float(1 - np.square(errors_N).mean() / variance) if variance > 0 else 0.0
+        return {"loss": loss, "score": r2, "r2": r2, "mean_absolute_error": float(np.abs(errors_N).mean()),
+                "root_mean_squared_error": float(np.sqrt(np.square(errors_N).mean())), "n_documents": len(targets)}
     true_NL, said_NL = had_and_said(head, logits_NL, targets)
     seen_L = (true_NL | said_NL).any(0)  # a class that nobody has and that is never said would have an F1 of 0
     f1 = float(by_class(true_NL, said_NL)[2][seen_L].mean()) if seen_L.any() else 0.0
@@ -59,10 +46,10 @@ def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tupl
 
 
 def by_class(true_NL: np.ndarray, said_NL: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The precision, recall, F1 and number of documents of each class, `[L]` each."""
-    # scikit-learn reads a single column as two classes, 0 and 1, so an empty column stands beside the others.
-    true, said = (np.pad(each_NL, ((0, 0), (0, 1))) for each_NL in (true_NL, said_NL))
-    return scikit().precision_recall_fscore_support(true, said, labels=range(true_NL.shape[1]), zero_division=0)
+    """The precision, recall, F1 and number of documents of each class, `[L]` each; a score of no documents is 0."""
+    right_L, said_L, true_L = (each_NL.sum(0) for each_NL in (true_NL & said_NL, said_NL, true_NL))
+    return (right_L / said_L.clip(min=1), right_L / true_L.clip(min=1), 2 * right_L / (said_L + true_L).clip(min=1),
+            true_L)
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
@@ -70,7 +57,7 @@ def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, An
     if head.problem_type == NUMBER:
         logits_L = train.mean(keepdims=True)
     elif head.problem_type == ONE:
-        logits_L = np.log(documents_of(head, train) / len(train))
+        logits_L = np.log(np.bincount(train) / len(train))
     else:
         share_L = train.mean(0).clip(1e-6, 1 - 1e-6)
         logits_L = np.log(share_L / (1 - share_L))

@@ -1,31 +1,20 @@
-"""The report of a fine-tuning on documents: `report.md`, of labels with a picture and with `predictions.jsonl`, a line
-for each document."""
+"""The report of a fine-tuning on documents: `report.md`, and for labels `predictions.jsonl`, a line a document."""
 
 import json
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from lineartime.atomic_io import replaced, write_atomically
+from lineartime.atomic_io import write_atomically
 from lineartime.config_json import Head
 from lineartime.documents import metrics
-from lineartime.documents.classify import NUMBER, ONE, label_losses, prediction_of, targets_of
+from lineartime.documents.classify import label_losses, prediction_of, targets_of
 from lineartime.documents.texts import TokenizedTexts
 from lineartime.markdown import in_markdown, markdown
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 REPORT_FILE, PREDICTIONS_FILE = "report.md", "predictions.jsonl"
-CONFUSION_FILE, NUMBERS_FILE = "confusion.png", "numbers.png"
-PICTURES = (CONFUSION_FILE, NUMBERS_FILE, "calibration.png")
-"""What an export takes along; the last is of version 0.1."""
-MOST_CLASSES = 20
-"""Classes that a confusion picture has room for: the most frequent."""
 
 
 def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str, Any], baseline: str,
@@ -65,36 +54,10 @@ def write_predictions(out: Path, head: Head, texts: TokenizedTexts, logits_NL: n
     write_atomically(out / PREDICTIONS_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def label_lines(out: Path, head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
-    """Draw the picture of labels, by scikit-learn; returns the lines of the report about it and about each class."""
-    shown = metrics.scikit()
-    if head.problem_type == NUMBER:
-        draw(out / NUMBERS_FILE, 6, lambda axes: shown.PredictionErrorDisplay.from_predictions(
-            targets, y_pred=logits_NL[:, 0], kind="actual_vs_predicted", ax=axes))
-        return ["## Numbers", "", f"![numbers]({NUMBERS_FILE})"]
+def class_lines(head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
+    """The lines of the report about each class."""
     *scores, n_L = metrics.by_class(*metrics.had_and_said(head, logits_NL, targets))
     rows = [[in_markdown(name), *(f"{score:.3f}" for score in each), f"{n:,}"]
             for name, n, *each in zip(head.labels, n_L, *scores, strict=True)]
-    lines = ["## Classes", "", markdown(["class", "precision", "recall", "F1", "documents"], rows, 1), ""]
-    if head.problem_type != ONE:
-        return [*lines, "Accuracy is the share of documents with all classes right."]
-    most = np.sort(np.argsort(-n_L, kind="stable")[:MOST_CLASSES])
-    names = [" ".join(head.labels[i].split())[:24] for i in most]
-    draw(out / CONFUSION_FILE, 4 + 0.4 * len(most), lambda axes: shown.ConfusionMatrixDisplay.from_predictions(
-        targets, logits_NL.argmax(1), labels=most, display_labels=names, normalize="true", values_format=".2f",
-        xticks_rotation="vertical", ax=axes))
-    more = f" The {MOST_CLASSES} most frequent of {len(rows)} classes." if len(most) < len(rows) else ""
-    return [*lines, f"![confusion]({CONFUSION_FILE})", "",
-            f"Rows are the labels, columns what the model says, in shares of a row.{more}"]
-
-
-def draw(path: Path, size: float, paint: Callable[["Axes"], object]) -> None:
-    """Write a picture as PNG, whole or not at all. Raises ResourceError."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(), replaced(path) as file:
-        warnings.simplefilter("ignore")  # a box is drawn for a character that the font lacks
-        figure = Figure(figsize=(size, size), layout="constrained")
-        paint(figure.subplots())
-        figure.savefig(file, format="png", dpi=150)
+    return ["## Classes", "", markdown(["class", "precision", "recall", "F1", "documents"], rows, 1), "",
+            "Accuracy is the share of documents with all classes right."]

@@ -17,7 +17,7 @@ from lineartime.config_json import CLASSIFICATION, ENCODER, Head, model_config_j
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.documents import metrics, report, vectors
-from lineartime.documents.classify import class_weights, head_of, label_losses, logits_of, require_known, targets_of
+from lineartime.documents.classify import head_of, label_losses, logits_of, require_known, targets_of
 from lineartime.documents.examples import check_inputs, read_examples
 from lineartime.documents.pooling import Reading, padded, row_means
 from lineartime.documents.results import weights_sha256
@@ -48,10 +48,9 @@ class LabelObjective:
     """The objective of `fit` for labels of documents."""
 
     def __init__(self, config: RunConfig, head: Head, train: TokenizedTexts, validation: TokenizedTexts,
-                 weights: Sequence[float] | None, ranks: Ranks = ALONE):
+                 ranks: Ranks = ALONE):
         self.config, self.head, self.train, self.validation, self.ranks = config, head, train, validation, ranks
         self.targets = targets_of(head, train.labels)
-        self.weights = None if weights is None else torch.tensor(weights)
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids_BT, -1 for padding, and targets, see `epoch_rows`. The rows of a batch are sorted by length, so that
@@ -66,8 +65,7 @@ class LabelObjective:
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         ids_BT, targets = batch
         assert isinstance(model, DocumentClassifier)
-        weights = None if self.weights is None else self.weights.to(ids_BT.device)
-        return label_losses(self.head, model.label_logits(row_means(model, ids_BT)), targets, weights)
+        return label_losses(self.head, model.label_logits(row_means(model, ids_BT)), targets)
 
     def evaluate(self, model: LanguageModel, progress: Count | None = None) -> dict[str, Any]:
         """The scores of held-out documents, see `first_held_out`. Every rank reads all of them, for a share would be
@@ -129,8 +127,6 @@ class DocumentTask:
         self.plan, self.watch, self.learns_labels = plan, watch, plan.task == "classify"
         self.patience: int | None = plan.patience
         self.pretrained, self.tokenizer, _ = loaded
-        if self.learns_labels:
-            metrics.scikit()  # a missing library is said before documents are read
         for names in (plan.data, plan.validation, plan.test):
             check_inputs(names, plan.out)
         require(isinstance(self.pretrained, DocumentEncoder) or type(self.pretrained) is LanguageModel,
@@ -159,8 +155,7 @@ class DocumentTask:
             for texts in self.splits.values():
                 require_known(self.head, texts)
             self.targets = targets_of(self.head, self.train.labels)
-            self.weights = class_weights(self.head, self.targets) if plan.balance else None
-            self.facts |= {"balance": plan.balance, **self.head.fields()}
+            self.facts |= self.head.fields()
         else:
             self.facts |= {"temperature": TEMPERATURE}
         self.say_splits()
@@ -189,7 +184,7 @@ class DocumentTask:
 
     def objective(self, run: RunConfig, ranks: Ranks) -> LabelObjective | PairObjective:
         if self.learns_labels:
-            return LabelObjective(run, self.head, self.train, self.validation, self.weights, ranks)
+            return LabelObjective(run, self.head, self.train, self.validation, ranks)
         return PairObjective(run, self.train, self.validation, ranks)
 
     def files(self) -> dict[str, str]:
@@ -224,7 +219,8 @@ class DocumentTask:
             baseline, without = "without_reading", metrics.simplest(self.head, self.targets, targets)
             if ranks.is_first:
                 report.write_predictions(out, self.head, texts, logits_NL)
-                lines = report.label_lines(out, self.head, targets, logits_NL)
+                if self.plan.labels != "number":
+                    lines = report.class_lines(self.head, targets, logits_NL)
         else:
             scores, lines = score_texts(model, texts, reading, counted), [vectors.HOW]
             counted = self.watch("scoring without training", texts.n_tokens, ranks)

@@ -21,7 +21,7 @@ from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import DataError
 from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model import LanguageModel, SpanModel
-from lineartime.qa.metrics import in_words, score, score_by_overlap
+from lineartime.qa.metrics import in_words, score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import (
     WindowConfig,
@@ -145,8 +145,7 @@ class QuestionTask:
         return in_words(scores)
 
     def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
-        """Score the baseline of word overlap."""
-        return {"word_overlap": score_by_overlap(self.validation), "train_questions": self.train.counts}
+        return {"train_questions": self.train.counts}
 
 
 class SpanObjective:

@@ -1,6 +1,5 @@
-"""Answers as text: the official normalisations and scores, occurrences in a document, and a word-overlap baseline."""
+"""Answers as text: the official normalisations and scores, and occurrences in a document."""
 
-import math
 import re
 import string
 from collections import Counter
@@ -72,17 +71,10 @@ def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict
 
 
 def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> dict[str, Any]:
-    """The counts "questions" and "questions_without_document". If any question has an accepted answer, also those of
-    `score`, and under "word_overlap" those of `guess_by_overlap`."""
+    """The counts "questions" and "questions_without_document"; if any question has an accepted answer, also those of
+    `score`."""
     counts = {"questions": len(questions), "questions_without_document": sum(not q.documents for q in questions)}
-    if not any(question.accepted for question in questions):
-        return counts
-    return counts | score(questions, answers) | {"word_overlap": score_by_overlap(questions)}
-
-
-def score_by_overlap(questions: Sequence[Question]) -> dict[str, Any]:
-    """The scores of `guess_by_overlap`."""
-    return score(questions, {question.id: guess_by_overlap(question) for question in questions})
+    return counts | (score(questions, answers) if any(question.accepted for question in questions) else {})
 
 
 def in_words(scores: Mapping[str, float]) -> str:
@@ -135,53 +127,3 @@ def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int
             if tuple(each.text for each in part) == answer:
                 found.add((word.start, part[-1].stop))
     return sorted(found)
-
-
-SENTENCE = re.compile(r"[^\n]+?(?:[.!?]+[\"\u201d\u2019)\]]*(?=\s)|\n|$)", re.MULTILINE)
-CANDIDATE = re.compile(r"[^\W_](?:[^\W_]|[.,\u2019'&/-](?=[^\W_]))*", re.UNICODE)
-ASKS_FOR_A_NUMBER = re.compile(
-    r"\b(?:when|how (?:many|much|long|old|far|tall|big|large|high)|(?:what|which) (?:\w+ )?"
-    r"(?:year|date|day|century|decade|number|percentage|percent|age|amount|population))\b", re.IGNORECASE)
-
-
-def guess_by_overlap(question: Question) -> str:
-    """A baseline without a model: the best candidate of the sentence that shares most with the question.
-
-    Sentences rank by the sum of idf over the words shared with the question (idf = ln(sentences / sentences with the
-    word), over all the question's documents). Candidates are the longest runs of words that are capitalised or hold a
-    digit and are not in the question; if a sentence has none, its single words that are not in the question. If the
-    question asks for a number ("when", "how many", "which year", ...), candidates with a digit come first, otherwise
-    those without; then the highest sum of idf. The earliest wins among equals. A sentence without any candidate passes
-    to the next; "" if no sentence has one."""
-    sentences = [match[0] for document in question.documents for match in SENTENCE.finditer(document.text())
-                 if match[0].strip()]
-    words = [set(normalize(sentence, "triviaqa").split()) for sentence in sentences]
-    asked = set(normalize(question.text, "triviaqa").split())
-    counts = Counter(word for each in words for word in each)
-
-    def idf(of: set[str]) -> float:
-        return sum(math.log(len(sentences) / counts[word]) for word in sorted(of) if word in counts)
-
-    # The sentence that shares most with the question, and in it what is rarest.
-    number = bool(ASKS_FOR_A_NUMBER.search(question.text))
-    for i in sorted(range(len(sentences)), key=lambda i: (-idf(asked & words[i]), i)):
-        runs = _candidates(sentences[i], asked)
-        if runs:
-            fits = [any(c.isdigit() for c in run) == number for run in runs]
-            rarity = [idf(set(normalize(run, "triviaqa").split())) for run in runs]
-            return runs[max(range(len(runs)), key=lambda k: (fits[k], rarity[k], -k))]
-    return ""
-
-
-def _candidates(sentence: str, asked: set[str]) -> list[str]:
-    """The candidates of a sentence, see `guess_by_overlap`."""
-    new = [match for match in CANDIDATE.finditer(sentence)
-           if (words := set(normalize(match[0], "triviaqa").split())) and not asked & words]
-    runs: list[tuple[int, int]] = []
-    for match in new:
-        start, stop = match.span()
-        if match[0][0].isupper() or any(c.isdigit() for c in match[0]):
-            if runs and not sentence[runs[-1][1] : start].strip():  # it follows at once
-                start, _ = runs.pop()
-            runs.append((start, stop))
-    return [sentence[start:stop] for start, stop in runs] or [match[0] for match in new]

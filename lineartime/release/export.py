@@ -2,7 +2,6 @@
 model card. `load_model` and `transformers` open it, and of documents `sentence-transformers` too."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from lineartime.data.mixture import read_mixture
 from lineartime.data.run_settings import RUN_FILE
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
-from lineartime.documents.report import PICTURES, REPORT_FILE
+from lineartime.documents.report import REPORT_FILE
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
@@ -105,7 +104,6 @@ def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
     config_json = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
     does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
     try:
-        pictures = {name: read_bytes(folder / name) for name in PICTURES if os.path.lexists(folder / name)}
         report = read_bytes(folder / REPORT_FILE)
     except OSError as e:
         raise CheckpointError("cannot read", e.filename, e.strerror) from None
@@ -115,7 +113,7 @@ def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
     card = front_matter(model.config, does).encode() + report
     sentences = {name: text.encode() for name, text in sentence_files(model.config.d_model).items()}
     with new_folder(out, model, config_json, tokenizer, torch.float32) as (aside, n_bytes):
-        for name, content in {CARD_FILE: card, **pictures, **sentences}.items():
+        for name, content in {CARD_FILE: card, **sentences}.items():
             (aside / name).parent.mkdir(exist_ok=True)
             (aside / name).write_bytes(content)
     return n_bytes

@@ -19,7 +19,7 @@ from command_line import call as call  # a fixture
 from lineartime import finetuning
 from lineartime.config_json import Head
 from lineartime.documents import metrics, report, tasks
-from lineartime.documents.classify import class_weights, head_of, label_losses, prediction_of, targets_of
+from lineartime.documents.classify import head_of, label_losses, prediction_of, targets_of
 from lineartime.documents.tasks import LabelObjective
 from lineartime.documents.texts import TokenizedTexts, drawn_stretch
 from lineartime.errors import CheckpointError, DataError, Stopped, UsageError, escaped
@@ -43,14 +43,6 @@ RATES = ("lr-3e-02", "lr-1e-03")
 
 class Killed(BaseException):
     pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_pictures():
-    """test_guide.py draws them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw", lambda path, *drawn: path.write_text("drawn"))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +74,7 @@ def assert_same_outcome(out, done):
     for name in RATES:
         assert_same(out / name, what_is_left(done / name), but=["run.json"])
     assert os.readlink(out / "best") == os.readlink(done / "best")
-    for name in ("predictions.jsonl", "result.json", report.REPORT_FILE, report.CONFUSION_FILE):
+    for name in ("predictions.jsonl", "result.json", report.REPORT_FILE):
         assert (out / name).read_bytes() == (done / name).read_bytes()
 
 
@@ -126,7 +118,6 @@ def test_several_labels_and_numbers(folder, tmp_path, kind):
         # The mean in training is another one than that of the test.
         assert result["test"]["r2"] > 0.8 and -0.03 < result["without_reading"]["r2"] < -0.02
         assert all(90 < each.label < 130 and not each.scores for each in found)
-        assert (tmp_path / "out" / report.NUMBERS_FILE).exists()
     else:
         assert result["test"]["macro_f1"] > 0.8 and model.head.labels == ("odd", "sea", "town", "wood")
         assert any(len(each.label) == 2 for each in found)
@@ -136,7 +127,7 @@ def test_the_same_settings_are_complete_and_others_refused(folder, done):
     best = os.readlink(done / "best")
     (done / "best").unlink()  # a disk that failed at the link leaves none
     assert finetune(plan(folder, done), device=CPU)["already"] and os.readlink(done / "best") == best
-    for changes in ({"epochs": 6}, {"balance": True}, {"patience": 2}, {"max_tokens": 9}):
+    for changes in ({"epochs": 6}, {"patience": 2}, {"max_tokens": 9}):
         with pytest.raises(UsageError, match="another fine-tuning is here"):
             finetune(plan(folder, done, **changes), device=CPU)
 
@@ -208,11 +199,11 @@ def test_a_run_goes_on_while_the_loss_falls(tmp_path):
     assert since((0.5, 1.0), (0.5, 1.0), (0.5, 1.0)) == (2, 1)
 
 
-def objective_of(train, head, seed=0, weights=None, **fields):
+def objective_of(train, head, seed=0, **fields):
     how = FineTuning("", ("x",), ("x",), Path("x"), "classify",
                      settings={"seed": seed, "tokens_per_step": 4 * CONTEXT})
     config = lineartime.model_config("flash", context=CONTEXT, **fields)
-    return LabelObjective(runs_of(how, config, len(train), 9)["1e-03"], head, train, train, weights)
+    return LabelObjective(runs_of(how, config, len(train), 9)["1e-03"], head, train, train)
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -243,9 +234,7 @@ def test_windows_are_drawn_by_their_tokens():
 def test_losses():
     logits_BL = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     one = torch.tensor([0, 2, 1, 1, 0])
-    weight_L = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
-    expected = F.cross_entropy(logits_BL, one, weight_L, reduction="none")
-    assert torch.equal(label_losses(ONE, logits_BL, one, weight_L), expected)
+    assert torch.equal(label_losses(ONE, logits_BL, one).mean(), F.cross_entropy(logits_BL, one))
     several = torch.from_numpy(targets_of(SEVERAL, [("a",), (), ("b", "c"), ("c",), ("a", "b", "c")]))
     assert torch.equal(label_losses(SEVERAL, logits_BL, several).mean(),
                        F.binary_cross_entropy_with_logits(logits_BL, several))
@@ -258,24 +247,15 @@ def test_losses():
 def test_the_loss_of_a_row_does_not_depend_on_its_batch(causal):
     """Padding and neighbours count for nothing: each row is its document alone, as it is read when it is classified."""
     train = TokenizedTexts([np.arange(n, dtype=np.uint16) + 20 for n in (5, 32, 17, 1)], ["a", "b", "c", "a"])
-    task = objective_of(train, ONE, weights=[0.5, 2.0, 3.0], causal=causal, n_layers=1, d_model=16, vocab_size=259,
+    task = objective_of(train, ONE, causal=causal, n_layers=1, d_model=16, vocab_size=259,
                         query_key_dim=8, chunk_size=8, init_std=0.2)
     model = DocumentClassifier(task.config.model, ONE).double()
     ids_BT, targets_B = map(torch.from_numpy, task.batch(0))
     losses_B = task.losses(model, ids_BT, targets_B)
     for ids_T, target, loss in zip(ids_BT, targets_B, losses_B, strict=True):
         logits_1L = model.score(model.hidden(ids_T[ids_T >= 0][None])[0].mean(0, keepdim=True))
-        assert abs(loss - F.cross_entropy(logits_1L, target[None]) * task.weights[target]) < 1e-12
+        assert abs(loss - F.cross_entropy(logits_1L, target[None])) < 1e-12
     assert task.n_targets(ids_BT, targets_B) == 4
-
-
-def test_weights_make_every_class_count_the_same():
-    labels = ["a"] * 6 + ["b"] * 3 + ["c"]
-    weights = class_weights(ONE, targets_of(ONE, labels))
-    assert [weights[i] * n for i, n in enumerate((6, 3, 1))] == pytest.approx([10 / 3] * 3)
-    several = class_weights(SEVERAL, targets_of(SEVERAL, [("a", "b"), ("a",), ("a",), ("c",)]))
-    assert several == pytest.approx([1 / 3, 3, 3])
-    assert class_weights(SEVERAL, targets_of(SEVERAL, [("a", "b"), ("a",), ("a",)])) == pytest.approx([1, 2, 1])
 
 
 @pytest.mark.parametrize(("kind", "labels", "words"), [
@@ -308,9 +288,9 @@ def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
     rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
     report.write_report(tmp_path, "accuracy 0.5 on 9 documents", {
         "task": "classify", "best": "lr-1e-03", "learning_rates": rates, "without_reading": scores}, scores,
-        "without_reading", report.label_lines(tmp_path, head, targets, logits_NL))
+        "without_reading", report.class_lines(head, targets, logits_NL))
     words, more = rendered((tmp_path / report.REPORT_FILE).read_text())
-    assert more == [report.CONFUSION_FILE]
+    assert not more
     assert {escaped(" ".join(name.split())) for name in ODD} <= {*words.splitlines()}
 
 
@@ -332,7 +312,7 @@ def test_classify_writes_what_python_says(folder, done, tmp_path, call):
 def test_the_command_line_finetunes(folder, tmp_path, call):
     line = ["finetune", folder / "model", "--task", "classify", "--documents", folder / "train-one.jsonl",
             "--validation", folder / "dev-one.jsonl", "--out", tmp_path / "out", "--learning-rates", "1e-2",
-            "--epochs", 1, "--max-tokens", 20, "--balance"]
+            "--epochs", 1, "--max-tokens", 20]
     code, out, err = call(*line)
     assert code == 0 and "<- best" in out and "cut       " in out and "documents to 20 tokens" in out, err
     assert "report   " in out and "without reading accuracy" in out
@@ -365,7 +345,6 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
             ("--task", "classification", "unknown task"), ("--stride", 3, "for another task"),
             ("--patience", 0, "patience = 0"), ("--max-tokens", 0, "max_tokens = 0"), ("--context", 1, "context = 1")):
         refuse(2, words, more=[option, value])
-    refuse(2, "no classes to balance", more=["--labels", "number", "--balance"])
     (tmp_path / "taken").write_text("notes")
     refuse(2, "not a folder", "taken", more=["--out", tmp_path / "taken"])
     text = folder / "test-one.jsonl"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
 
@@ -64,11 +63,6 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     assert code == 0 and "sentence-transformers" in said, err
     assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output exists already")
     assert_refused(*call("export", out, "--out", tmp_path / "x", "--prompt", "x")[::2], 2, "leave out")
-    shutil.copytree(out, tmp_path / "odd", symlinks=True)
-    for picture in (tmp_path / "odd").glob("[cn]*.png"):
-        picture.unlink()
-        picture.symlink_to("/dev/zero")
-        assert_refused(*call("export", tmp_path / "odd", "--out", tmp_path / "x")[::2], 4, "cannot read", picture)
     ours, tokenizer, _ = lineartime.load_classifier(out)
     shared = lineartime.load_classifier(tmp_path / "shared")[0]
     assert lineartime.classify(shared, tokenizer, TEXTS) == lineartime.classify(ours, tokenizer, TEXTS)

@@ -62,7 +62,6 @@ def warm_up() -> None:
     import matplotlib.figure
     import pandas  # noqa: F401
     import pyarrow.parquet  # noqa: F401
-    import sklearn.metrics  # noqa: F401
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401

@@ -100,7 +100,7 @@ def test_the_folder_holds_the_best_run(folder, done, capsys):
     assert list(predictions) == [question.id for question in asked]
     assert all(predictions[question.id] in question.documents[0].text() for question in asked)
     assert score(asked, predictions)["f1"] == pytest.approx(rates[best]["f1"])
-    assert result["word_overlap"]["n_questions"] == 12 and result["train_questions"]["questions"] == 36
+    assert result["train_questions"]["questions"] == 36
     model, _, facts = lineartime.load_model(done)
     assert isinstance(model, SpanModel) and f"lr-{best}" in facts["checkpoint"]
     assert (model.config.chunk_size, model.config.cls_softmax, model.config.context) == (4, True, 48)
@@ -114,7 +114,7 @@ def test_the_folder_holds_the_best_run(folder, done, capsys):
     assert run_cli(["evaluate", done, "--questions", folder / "dev.json", "--max-answer-tokens", 6, "--json",
                     "--predictions", folder / "again.json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["f1"] == pytest.approx(rates[best]["f1"]) and again["word_overlap"] == result["word_overlap"]
+    assert again["f1"] == pytest.approx(rates[best]["f1"])
     assert json.loads((folder / "again.json").read_text()) == predictions
     assert run_cli(["evaluate", "--questions", folder / "dev.json", "--score", folder / "again.json"]) == 0
     assert f"F1 {again['f1']:.2f}" in capsys.readouterr().out

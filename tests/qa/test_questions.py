@@ -16,7 +16,6 @@ from lineartime.errors import DataError, UsageError
 from lineartime.qa.metrics import (
     exact_match,
     f1,
-    guess_by_overlap,
     normalize,
     occurrences,
     score,
@@ -211,17 +210,3 @@ def test_a_file_that_is_none(tmp_path, content, words):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(DataError, match=words):
         list(read_questions([tmp_path / "x.json"]))
-
-
-@pytest.mark.parametrize(("text", "expected"), [
-    ("Who wrote the first program?", "Ada Lovelace"), ("When was the first program written?", "1843"),
-    ("What was it for?", "Analytical Engine"), ("", "Ada Lovelace")])
-def test_the_guess_by_word_overlap(text, expected):
-    other = Document("other", "Nothing here.\n\nThe program was long.")
-    assert guess_by_overlap(question("1", text=text, documents=[Document("Ada", TEXT), other])) == expected
-
-
-def test_the_guess_takes_what_there_is():
-    for documents, expected in (("only small words", "only"), (" \n", ""), ("what?", "")):
-        assert guess_by_overlap(question("1", text="what", documents=[Document("", documents)])) == expected
-    assert guess_by_overlap(question("1", text="what")) == ""
