@@ -34,20 +34,6 @@ def tf_range(n: int) -> Tensor:
     return torch.arange(n, dtype=DTYPE)
 
 
-def get_scaledsin(embeddings: Tensor, var: Weights) -> Tensor:
-    """Code 2. ScaledSin absolute position embedding: embeddings [b, n, d] -> [n, d]."""
-    hidden_size = embeddings.shape[-1]
-    pos = tf_range(embeddings.shape[1])
-    half_d = hidden_size // 2
-    freq_seq = tf_range(half_d) / float(half_d)
-    inv_freq = 10000**-freq_seq
-    sinusoid = torch.einsum("s,d->sd", pos, inv_freq)
-    scaledsin = torch.cat([torch.sin(sinusoid), torch.cos(sinusoid)], dim=-1)
-    scalar = var["scaledsin_scalar"]
-    scaledsin = scaledsin * scalar
-    return scaledsin
-
-
 def rope(x: Tensor, axis: int | list[int]) -> Tensor:
     """Code 3. RoPE position embedding over one axis or several neighbouring ones, counted as one running position."""
     shape = list(x.shape)
