@@ -14,8 +14,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
 VERBS: dict[str, Callable[..., None]] = {
     "step": verbs.benchmark_step, "decode": verbs.benchmark_decode, "op": verbs.benchmark_op,
-    "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall, "recurrence": verbs.recurrence,
-    "report": verbs.report}
+    "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall, "report": verbs.report}
 EXAMPLES = {
     "step": ["step flash:compile transformer++ --contexts 512,2048,8192",
              "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"],
@@ -24,7 +23,6 @@ EXAMPLES = {
     "run": ["run bench --json out/bench.jsonl"],
     "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS"],
     "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
-    "recurrence": ["recurrence run --data data --split test"],
     "report": ["report lm_pg19", "report speed", "report --into page.md --images images"],
 }
 PROGRAM = "python -m benchmarks"

@@ -17,16 +17,12 @@ from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
-from benchmarks.recurrence import describe, measure_recurrence
 from benchmarks.speed import read_rows, speed_section, tables_of
-from lineartime.cli.evaluate import show_or_print
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
 from lineartime.data.pretrained import named_folder, shipped_models
-from lineartime.data.tokens import open_split
 from lineartime.errors import DataError, ResourceError
-from lineartime.evaluation import load_with_split
 from lineartime.runtime import pick_device
 from lineartime.settings import require, require_name
 from lineartime.training import StopSignal
@@ -199,25 +195,6 @@ def check_and_show(stop: StopSignal, terminal: Terminal, record: Row) -> None:
     """After a step: raise if somebody asked to stop, else show how far it is."""
     stop.check("what is measured is in the rows; the same command goes on")
     terminal.step(record)
-
-
-def recurrence(
-    run: Annotated[str, "A run, one of its checkpoints, an exported folder, or small.", "RUN"],
-    data: Annotated[Path, "Folder made by `lineartime prepare`."],
-    split: Annotated[str, "train, validation or test."] = "validation",
-    chunk: Annotated[int | None, "Tokens of a chunk; by default the model's."] = None,
-    context: Annotated[int | None, "Tokens in a row; by default as in training."] = None,
-    out: Annotated[Path | None, "JSON file for the scores."] = None,
-    device: Device = None,
-) -> None:
-    """Score a split by whether a token, or a pair of tokens, was in its row before: what does the model recall?"""
-    if out is not None and not out.parent.is_dir():
-        raise ResourceError("cannot write", out, "there is no such folder")
-    model, stream, facts = load_with_split(named_folder(run), data, split)
-    with Terminal() as terminal:
-        found = measure_recurrence(model.to(pick_device(device)), stream, open_split(data, "train"), chunk=chunk,
-                                   context=context, progress=terminal.count)
-    show_or_print({**facts, "split": split, **found.to_dict()}, describe(found), out, False)
 
 
 def report(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.append import append_json_lines
-from benchmarks.cells import BENCHMARKS, LINEARTIME, last_line, run
+from benchmarks.cells import LINEARTIME, last_line, run
 from benchmarks.measure import Setup, spread
 from benchmarks.paper.results import Record, by_key, read_records, records_of
 from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
@@ -193,8 +193,7 @@ def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | No
     for name, options in job.cell.table.evaluations.items():
         file = folder / f"{name}.json"
         if stop.number is None and not file.exists():
-            verb = "recurrence" if name == "recurrence" else "evaluate"
-            failed = call([verb, str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
+            failed = call(["evaluate", str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
                            "--device", place.device, "--out", str(file)],
                           f"{job.label}, {name}", folder / f"{name}.log", place, stop)
             if failed:
@@ -262,9 +261,8 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
     if stop.number is not None:
         return None
     place.tell(f"  {label}: starts")
-    code = run([*(BENCHMARKS if arguments[0] == "recurrence" else LINEARTIME), *arguments], log, save_s=SAVE_S,
-               stop=lambda: stop.number is not None, tell=lambda line: place.tell(f"  {label}: {line}"),
-               threads=place.threads)
+    code = run([*LINEARTIME, *arguments], log, save_s=SAVE_S, stop=lambda: stop.number is not None,
+               tell=lambda line: place.tell(f"  {label}: {line}"), threads=place.threads)
     if code == 0 or stop.number is not None:
         return None
     if code == -signal.SIGKILL:

@@ -123,31 +123,30 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
     place, _ = tiny
     monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(
         TABLES["speedup"], cells={"cpu": [("FLASH", "512")]}, evaluations={
-            "context_use": "--contexts 32,64", "recurrence": "--chunk 16 --context 128"}))
+            "context_use": "--contexts 32,64", "long": "--contexts 64,128"}))
     (cell,), (job, _) = cells_of("speedup", "cpu"), runner.missing_jobs(cells_of("speedup", "cpu"), {})
     runner.prepare(cell.text, place, StopSignal())
     folder = place.out / "runs" / job.folder
-    for stopped in ("context_use", "recurrence"):
+    for stopped in ("context_use", "long"):
         stop = StopSignal()
 
         def stop_there(line, stopped=stopped, stop=stop):
             stop.number = 15 if line.endswith(f", {stopped}: starts") else stop.number
 
         assert runner.run_job(job, {}, dataclasses.replace(place, tell=stop_there), stop) == []
-        assert (folder / "run" / "result.json").exists() and not (folder / "recurrence.json").exists()
-        assert (folder / "context_use.json").exists() == (stopped == "recurrence")
+        assert (folder / "run" / "result.json").exists() and not (folder / "long.json").exists()
+        assert (folder / "context_use.json").exists() == (stopped == "long")
     made = {path: path.stat().st_mtime_ns for path in [*folder.glob("*.json"), folder / "run" / "result.json"]}
     (row,) = runner.run_job(job, {}, place, StopSignal())
     assert made == {path: path.stat().st_mtime_ns for path in made} and len(made) == 2
     assert row["kind"] == "train" and row["context_use"]["contexts"] == [32, 64]
-    assert (row["recurrence"]["chunk"], row["recurrence"]["context"]) == (16, 128)
-    assert row["recurrence"]["n_tokens"] == row["held_out"]["n_tokens"]
+    assert row["long"]["contexts"] == [64, 128]
     place.rows.write_text(json.dumps(row) + "\n")
     assert str(place.out) not in place.rows.read_text()
     records = by_key(read_records(place.rows))
     assert [each.seed for each in runner.missing_jobs([cell], records)] == [1]
     # A row of the same run that another table made has no evaluations: only they are missing.
-    less = by_key([{name: value for name, value in row.items() if name != "recurrence"}])
+    less = by_key([{name: value for name, value in row.items() if name != "long"}])
     assert runner.missing_jobs([cell], less)[0] == job
     assert [row["kind"] for row in runner.run_job(job, less, place, StopSignal())] == ["train"]
 
