@@ -15,7 +15,7 @@ help:
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make wheel   build the source archive and the wheel, install it where nothing else is, and try it; in out/wheel"
 	@echo "make lowest  the tests with the oldest versions that are allowed, in an environment of its own"
-	@echo "make ecosystem  fine-tuning, quantisation, evaluation and serving by other libraries, each in an environment of its own"
+	@echo "make ecosystem  fine-tuning, quantisation and evaluation by other libraries, each in an environment of its own"
 	@echo "make env     make .venv, which the others do when it is missing or out of date"
 	@echo "make clean   remove environments and caches, not what was trained (out/)"
 
@@ -107,10 +107,10 @@ lowest:
 
 # What each library is asked is in tests/ecosystem; LIBRARIES='peft trl' picks some.
 ecosystem:
-	for library in $(or $(LIBRARIES),accelerate datasets peft torchao trl lm_eval onnx openai sentence_transformers); do \
+	for library in $(or $(LIBRARIES),accelerate datasets peft torchao trl lm_eval onnx sentence_transformers); do \
 		$(PYTHON) -m venv --clear out/ecosystem/$$library && \
 		out/ecosystem/$$library/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
-			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest 'transformers[serving]' '.[onnx]' && \
+			-c tests/ecosystem/constraints.txt $$library accelerate peft pytest '.[onnx]' && \
 		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
 
 clean:

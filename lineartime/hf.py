@@ -5,8 +5,6 @@
 
 import copy
 import dataclasses
-import sys
-import weakref
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +16,6 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig,
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -42,10 +39,15 @@ from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, 
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
-from lineartime.weights.device_map import run_methods_on_device
 from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
+
+SAID_AGAIN = {"tokenizer", "cache_position"}
+"""Arguments that tell the model nothing new: `generate` passes on the tokenizer of `stop_strings`, and older versions
+of transformers number the columns."""
+SAID_BY_POSITIONS = {"max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+"""What collators that pack documents give beside position_ids, which say the same."""
 
 
 class WithoutCopyOfCode:
@@ -148,29 +150,18 @@ class Reshaped(ConversionOps):
 
 
 class LineartimeCache(Cache):
-    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size.
+    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
 
-    After `activate_past_recording` it can forget its last tokens: it keeps a copy of the state and later inputs."""
-
-    is_croppable = False  # not without recording
+    is_croppable = False
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.is_recording = False
         self.reset()
 
     def reset(self) -> None:
         self.state: DecodingState | None = None
         self.n_columns = 0
         """Tokens given to each row, padding included; transformers calls this the sequence length."""
-        self.forget_past()
-
-    def forget_past(self) -> None:
-        self.state_before_inputs: DecodingState | None = None
-        self.inputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        """While recording: ids_BN, valid_BN and embeds_BND of the inputs so far, and the state before the first."""
-        self.model: Any = lambda: None
-        """A weak reference to the model: a copy of the cache is no copy of the model."""
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, embeds_BND: Tensor | None = None,
                collected: list[Tensor] | None = None) -> Tensor:
@@ -179,10 +170,6 @@ class LineartimeCache(Cache):
             self.state = model.decoding_state(len(ids_BN))
         require(len(self.state.seq_lens_B) == len(ids_BN), "the cache holds another batch",
                 f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
-        if self.is_recording:
-            if not self.inputs:
-                self.state_before_inputs, self.model = self.state.snapshot(), weakref.ref(model)
-            self.inputs.append((ids_BN, valid_BN, embeds_BND))
         # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state,
@@ -193,12 +180,8 @@ class LineartimeCache(Cache):
             collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
         return in_order(x_BND, back_BN)
 
-    def activate_past_recording(self) -> None:
-        self.is_recording = True
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order; a row may occur more than once."""
-        self.forget_past()
         if self.state is not None:
             self.state.select(indices)
 
@@ -216,24 +199,8 @@ class LineartimeCache(Cache):
         return -1
 
     def crop(self, max_length: int) -> None:
-        """Forget the last -`max_length` columns, or with a positive number all but the first `max_length`; then, and
-        with 0, forget how to go back further. Raises UsageError for columns from before recording."""
-        n_kept = self.n_columns + max_length if max_length <= 0 else min(max_length, self.n_columns)
-        n_before = self.n_columns - sum(ids_BN.shape[1] for ids_BN, _, _ in self.inputs)
-        require(n_kept >= n_before, "this cache cannot forget these tokens", f"crop({max_length})",
-                "call activate_past_recording before it reads them")
-        if n_kept < self.n_columns:
-            # A sum over tokens cannot be undone exactly, so read the kept columns again from the copy of the state.
-            model = self.model()
-            self.state, self.n_columns = self.state_before_inputs, n_before
-            recording, self.is_recording = self.is_recording, False
-            for ids_BN, valid_BN, embeds_BND in self.inputs:
-                n = min(n_kept - self.n_columns, ids_BN.shape[1])
-                if n > 0:
-                    self.extend(model, ids_BN[:, :n], valid_BN[:, :n],
-                                None if embeds_BND is None else embeds_BND[:, :n])
-            self.is_recording = recording
-        self.forget_past()
+        """Raises UsageError: a sum over tokens cannot forget some of them exactly."""
+        raise UsageError("this cache cannot forget tokens", f"crop({max_length})", "generate without an assistant")
 
 
 class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
@@ -246,7 +213,8 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _input_embed_layer = "embed"
-    _no_split_modules = ("GatedAttentionUnit", "AblatedGatedAttentionUnit", "MultiHeadAttention", "FeedForward")
+    _is_stateful = True  # `generate` then refuses an assistant, for which a cache would have to forget tokens
+    _no_split_modules = ("LanguageModel", "SpanModel")  # `device_map="auto"` puts all of it on one device
     _trunk: ClassVar[type[LanguageModel]] = LanguageModel
 
     def __init__(self, config: LineartimeConfig):
@@ -309,7 +277,10 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
         ids_BT = ids_BT.masked_fill((ids_BT == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
-        refuse_arguments(kwargs, n_past, n_new, position_ids)
+        known = SAID_AGAIN if position_ids is None else SAID_AGAIN | SAID_BY_POSITIONS
+        for name, value in kwargs.items():
+            require(value is None or value is False or name in known, "this model takes no such argument", name,
+                    "leave it out")
 
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         collected: list[Tensor] | None = [] if asked else None
@@ -318,7 +289,6 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                                       embeds_BTD=inputs_embeds, collected=collected)
         else:
             x_BTD = cache.extend(self.model, ids_BT, valid_BT, inputs_embeds, collected)
-        x_BTD = x_BTD.to(self.model.embed.weight.device)  # the head's, if layers are on several
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     @property
@@ -361,7 +331,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
         not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`; UsageError as `weights.device_map.run_methods_on_device` does."""
+        missing in `LanguageModel`; UsageError for a `device_map` of several devices."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -375,10 +345,11 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                       for name, stored, own in sorted(found["mismatched_keys"])]
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
-        if getattr(model, "hf_device_map", None):
-            run_methods_on_device(model.model)
-        readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor and not p.is_meta}
-        check_finite(readable, place)  # quantised and offloaded weights are not
+        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        require(len(places) < 2 and "disk" not in places, "a model is whole on one device",
+                f"device_map has {', '.join(sorted(places))}", 'name a device, such as device_map="cuda"')
+        readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor}
+        check_finite(readable, place)  # quantised weights are not
         return (model, found) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True,
@@ -469,18 +440,16 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
     def get_output_embeddings(self) -> Any:
         return Head(self.model.embed.weight, self.model.head_bias)
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
-                                      *args: Any, **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
+                                      **kwargs: Any) -> Any:
         """Give `generate` a `LineartimeCache` instead of its key-value cache."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             kind = generation_config.cache_implementation
             require(kind in (None, "dynamic"), "this model has a cache of its own", f"cache_implementation = {kind}",
                     "leave it out")
             generation_config.cache_implementation = None
-            cache = model_kwargs["past_key_values"] = LineartimeCache()
-            if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
-                cache.activate_past_recording()  # versions before 5.17 do not
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            model_kwargs["past_key_values"] = LineartimeCache()
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
         """Processors that never see the padding token: some look up the logits of each token of the prompt."""
@@ -565,6 +534,8 @@ class LineartimeForSequenceClassification(LineartimeModel):
     `config.problem_type` is that of transformers: by default a number for one label, else by the labels. A number that
     `lineartime finetune` has learned is the output times `config.label_std`, plus `config.label_mean`."""
 
+    accepts_loss_kwargs = False  # the mean over micro-batches is then taken by Trainer
+
     def __init__(self, config: LineartimeConfig):
         super().__init__(config)
         self.score = torch.nn.Linear(config.d_model, config.num_labels)
@@ -572,30 +543,19 @@ class LineartimeForSequenceClassification(LineartimeModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 inputs_embeds: Tensor | None = None, labels: Tensor | None = None, position_ids: Tensor | None = None,
-                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> SequenceClassifierOutput:
+                **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: classes or numbers `[B]`, or `[B, num_labels]`, 1 for each class of several, or numbers. Without
-        `problem_type` whole numbers are classes, and others several. The loss is the mean in nats, or of the squared
-        error, or the sum over `num_items_in_batch`."""
+        labels: classes or numbers `[B]`, or `[B, num_labels]`, 1.0 for each class of several, or numbers. Without
+        `problem_type` whole numbers are classes, and others several. The loss is that of transformers: the mean in
+        nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
         scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
         logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
         if labels is not None:
-            loss = self.loss_of_rows(at_least_float32(logits_BL), labels, num_items_in_batch)
+            loss = self.loss_function(labels, at_least_float32(logits_BL), self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
-
-    def loss_of_rows(self, logits_BL: Tensor, labels: Tensor, n_items: Tensor | int | None) -> Tensor:
-        """The loss that transformers takes: without a problem_type the labels' number and type decide which it is."""
-        kind = self.config.problem_type or (
-            "regression" if logits_BL.shape[1] == 1 else
-            "multi_label_classification" if labels.is_floating_point() else "single_label_classification")
-        if kind == "single_label_classification":
-            return class_loss(logits_BL, labels, n_items)
-        measure = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-        total = measure(logits_BL, labels.to(logits_BL.dtype).view_as(logits_BL), reduction="sum")
-        return mean_per_label(total, labels.numel(), n_items)
 
 
 class LineartimeForTokenClassification(LineartimeModel):
@@ -646,24 +606,6 @@ def mean_per_label(total: Tensor, n_labels: Tensor | int, n_items: Tensor | int 
     return total / torch.as_tensor(n_labels if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
-def refuse_arguments(arguments: dict[str, Any], n_past: int, n_new: int, position_ids: Tensor | None) -> None:
-    """Raise UsageError for an argument that this model would ignore, unless it says what the model knows already."""
-    given = {name: value for name, value in arguments.items() if value is not None and value is not False}
-    if not given:
-        return
-    # `generate` with stop_strings passes its tokenizer on. Older versions of transformers number the columns.
-    known = {"tokenizer": True, "cache_position": [*range(n_past, n_past + n_new)]}
-    # Collators that pack documents pass their bounds in several forms beside position_ids.
-    if position_ids is not None:
-        begins = position_ids == 0
-        bounds = [*begins.flatten().nonzero().flatten().tolist(), position_ids.numel()]
-        known |= {"max_length_q": True, "max_length_k": True, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
-                  "seq_idx": (begins.cumsum(1) - 1).tolist()}
-    for name, value in given.items():
-        require(name in known and (known[name] is True or value.tolist() == known[name]),
-                "this model takes no such argument", name, "leave it out")
-
-
 register_checkpoint_conversion_mapping(
     "lineartime", [WeightConverter("scalar", "scalar", operations=[Reshaped()])], overwrite=True)
 transformers.AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
@@ -672,8 +614,3 @@ for auto_class in CLASSES.keys() - {"AutoConfig"}:
     getattr(transformers, auto_class).register(LineartimeConfig, globals()[CLASSES[auto_class]], exist_ok=True)
 # Trainer shifts the labels of label smoothing for classes with these names only.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["lineartime"] = LineartimeForCausalLM.__name__
-# `transformers serve` looks for the class in transformers itself, as it was when the server imported it: transformers
-# puts another module in its own place when its processors are imported.
-serving = sys.modules.get("transformers.cli.serving.model_manager")
-for seen in (transformers, getattr(serving, "transformers", transformers)):
-    seen.LineartimeForCausalLM = LineartimeForCausalLM

@@ -128,12 +128,6 @@ class SequenceInfo:
     def ranks(self) -> Ranks:
         return self.shared_by or ALONE
 
-    def to(self, device: torch.device | str) -> "SequenceInfo":
-        """The same on a device."""
-        sin_cos = None if self.rotary is None else (self.rotary[0].to(device), self.rotary[1].to(device))
-        ids_BT = None if self.segment_ids_BT is None else self.segment_ids_BT.to(device)
-        return dataclasses.replace(self, rotary=sin_cos, segment_ids_BT=ids_BT)
-
     @property
     def exchange(self) -> Exchange | None:
         """What brings the states of the rows' other parts; None if the rows are whole."""
@@ -188,7 +182,7 @@ def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tupl
 
 def in_order(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
     """The vectors of each row in another order: place t has that of place order_BT[b, t]."""
-    return x_BTD.gather(1, order_BT.to(x_BTD.device)[..., None].expand_as(x_BTD))
+    return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
 
 
 def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:

@@ -3,7 +3,6 @@
 Rows of a batch may differ in length. As in training, attention does not cross documents.
 """
 
-import copy
 import dataclasses
 from typing import ClassVar
 
@@ -209,17 +208,6 @@ class DecodingState:
             if isinstance(cache, KeyValueCache):
                 cache.reserve(n_tokens)
 
-    def snapshot(self) -> "DecodingState":
-        """The state as it is now, to go back to. Keys and values are shared with this one, which must then be given up:
-        new tokens write only behind those of the snapshot."""
-        caches = [copy.copy(cache) for cache in self.caches]
-        for cache in caches:
-            if not isinstance(cache, KeyValueCache):
-                vars(cache).update({name: tensor.clone() for name, tensor in cache.tensors().items()})
-            elif cache.z_BKS is not None:
-                cache.z_BKS = cache.z_BKS.clone()
-        return DecodingState(caches, self.seq_lens_B, self.start_B)
-
     def select(self, rows_B: Tensor) -> None:
         """Keep the rows rows_B, in this order; a row may occur more than once."""
         rows_B = rows_B.to(self.seq_lens_B.device)
@@ -229,5 +217,5 @@ class DecodingState:
                 heads = torch.arange(cache.n_heads, device=rows_B.device)
                 entries_B = (rows_B[:, None] * cache.n_heads + heads).flatten()
             for name, tensor in cache.tensors().items():
-                setattr(cache, name, tensor.index_select(0, entries_B.to(tensor.device)))
+                setattr(cache, name, tensor.index_select(0, entries_B))
         self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)

@@ -1,6 +1,5 @@
 """The positions and documents of the next tokens of rows, which may differ in length: computed once for all layers."""
 
-import copy
 import dataclasses
 import itertools
 from functools import cached_property
@@ -60,7 +59,6 @@ class DecodeInputs:
             if len({*self.lengths}) == 1 and min(self.n_new) == len(index_N):
                 self.common_position = self.lengths[0]
         self.folded: DecodeInputs | None = None
-        self.moved: dict[torch.device, DecodeInputs] = {}
         self.cuts: dict[tuple[int, ...], Cut] = {}
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
@@ -73,18 +71,6 @@ class DecodeInputs:
                      for name in ("seq_lens_B", "start_B", "n_new_B", "begins_BN")}
             self.folded = dataclasses.replace(self, **parts)
         return self.folded
-
-    def to(self, device: torch.device | str) -> "DecodeInputs":
-        """The same on a device; computed once for all its layers."""
-        device = torch.device(device)
-        if device == self.begins_BN.device:
-            return self
-        if device not in self.moved:
-            there = self.moved[device] = copy.copy(self)  # not made anew, which would wait for the device
-            tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-            vars(there).update({name: tensor.to(device) for name, tensor in tensors.items()})
-            there.folded, there.moved, there.cuts, there.token_positions = None, {}, {}, {}
-        return self.moved[device]
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
         """Where to cut each row so that the first part or the second is whole chunks: behind the tokens that fill the

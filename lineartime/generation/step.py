@@ -62,13 +62,12 @@ class DecodeStep(nn.Module):
         return self.to_tensors(self.model.decoding_state(n_rows))
 
     def to_tensors(self, state: DecodingState) -> dict[str, Tensor]:
-        """A state, of `prefill` for example, as tensors. Raises UsageError for rows that fill the window."""
+        """A copy of a state, of `prefill` for example, as tensors. Raises UsageError for rows that fill the window."""
         longest = int(state.seq_lens_B.max()) if self.grows else 0
         require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
                 "make the step with a larger window")
-        state = state.snapshot()
         state.reserve(self.window)
-        return self.tensors_of(state)
+        return {name: tensor.clone() for name, tensor in self.tensors_of(state).items()}
 
     def tensors_of(self, state: DecodingState) -> dict[str, Tensor]:
         """The tensors of a state by name, those of layer 3 as "3.kv_BSE"."""

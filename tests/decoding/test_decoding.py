@@ -1,5 +1,6 @@
 """Decoding is the parallel forward: at every position, for every split, for rows of any lengths, in constant memory."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -44,7 +45,7 @@ def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor
 @torch.no_grad()
 def test_every_split(name: str) -> None:
     """After any number of tokens the others come at once, or one at a time. Documents begin and end inside chunks, at
-    their ends and not at all. What a state reads after a snapshot changes nothing for the snapshot."""
+    their ends and not at all."""
     model = random_model(with_documents(name))
     ids_BT = random_ids(4, 3 * CHUNK + 2) % 12 + 1
     ids_BT[1, [3, 4, 9]] = END
@@ -55,11 +56,8 @@ def test_every_split(name: str) -> None:
         state = model.decoding_state(4)
         if cut:
             assert difference(extend(model, ids_BT[:, :cut], state), x_BTD[:, :cut]) <= 1e-12, cut
-        before = state.snapshot()
-        for other_BN in random_ids(4, CHUNK + 1, seed=1).split([CHUNK, 1], dim=1):
-            extend(model, other_BN, state)
-        again = before.snapshot()
-        assert difference(extend(model, ids_BT[:, cut:], before), x_BTD[:, cut:]) <= 1e-12, cut
+        again = copy.deepcopy(state)
+        assert difference(extend(model, ids_BT[:, cut:], state), x_BTD[:, cut:]) <= 1e-12, cut
         for t in range(cut, ids_BT.shape[1]) if cut in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK) else ():
             assert difference(extend(model, ids_BT[:, t : t + 1], again)[:, 0], x_BTD[:, t]) <= 1e-12, (cut, t)
 
@@ -282,18 +280,3 @@ def test_the_end_of_a_table(name: str) -> None:
     x_BND = model.extend(ids_BT[:, :1], torch.tensor([0, 1]), state)
     alone_BT = torch.cat([ids_BT[1, :3], ids_BT[1, -1:], ids_BT[1, :1]])[None]
     assert difference(x_BND[1], model.hidden(alone_BT)[0, -1:]) <= 1e-12
-
-
-@pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad key conv", "transformer++", "performer", "combiner"])
-@torch.no_grad()
-def test_a_snapshot_does_not_change(name: str) -> None:
-    """Whatever the state reads after it, in one piece and as a single token."""
-    model = random_model(with_documents(name))
-    ids_BT, n = random_ids(3, 3 * CHUNK + 2, vocab_size=6), CHUNK + 2
-    state = model.decoding_state(3)
-    model.extend(ids_BT[:, :n], torch.full((3,), n), state)
-    before = state.snapshot()
-    for other_BN in random_ids(3, CHUNK + 1, seed=1).split([CHUNK, 1], dim=1):
-        model.extend(other_BN, torch.full((3,), other_BN.shape[1]), state)
-    x_BND = model.extend(ids_BT[:, n:], torch.full((3,), ids_BT.shape[1] - n), before)
-    assert difference(x_BND, model.hidden(ids_BT)[:, n:]) <= 1e-12
