@@ -36,10 +36,7 @@ DONE, LOCK = "done", "lock"
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device or a folder, which
     are not waited for."""
-    try:
-        file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except ValueError as e:  # a NUL in the path
-        raise OSError(errno.EINVAL, str(e), str(path)) from None
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -159,18 +156,14 @@ def write_atomically(path: Path, text: str) -> None:
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Replace a regular file atomically, or make a new one: yields the file to write, which is flushed to the disk.
 
-    A pipe and a device such as /dev/stdout are written in place. Raises ResourceError for a pipe that nobody reads, for
-    a folder, for a link to a regular file, and for errors of the system."""
+    Of a link the file that it points to is replaced. A pipe and a device such as /dev/stdout are written in place.
+    Raises ResourceError for errors of the system."""
     try:
-        if "\0" in str(path):
-            raise OSError(errno.EINVAL, "embedded null byte")
+        path = Path(os.path.realpath(path))
         if path.exists() and not path.is_file():
-            with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-                os.set_blocking(file.fileno(), True)
+            with open(path, "wb") as file:
                 yield file
             return
-        if path.is_symlink():
-            raise OSError(errno.EEXIST, "it is a link; name the file that it points to")
         # Whoever writes this file has its hidden one locked. A killed process may have left that.
         aside = _hidden(path, "tmp")
         with os.fdopen(locked(aside, wait=True), "r+b") as file:
@@ -188,8 +181,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
                 raise
         fsync(path.parent)
     except OSError as e:
-        why = "nobody reads this pipe" if e.errno == errno.ENXIO else e.strerror or str(e)
-        raise ResourceError("cannot write", path, why) from None
+        raise ResourceError("cannot write", path, e.strerror or str(e)) from None
 
 
 @contextlib.contextmanager
@@ -266,8 +258,6 @@ def _lock_folder(folder: Path, out: Path) -> int:
     """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked file."""
     while True:
         folder.mkdir(exist_ok=True)
-        if folder.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link", str(folder))
         try:
             return locked(folder / LOCK)
         except FileNotFoundError:  # another process has just removed the folder
@@ -278,14 +268,14 @@ def _lock_folder(folder: Path, out: Path) -> int:
 
 def locked(path: Path, *, wait: bool = False) -> int:
     """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock when the descriptor
-    is closed, and when the process ends. Raises OSError, also for a link; BlockingIOError, unless it is to `wait`, if
-    another process has the lock."""
+    is closed, and when the process ends. Raises OSError; BlockingIOError, unless it is to `wait`, if another process
+    has the lock."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             # The process that had the lock may have renamed or removed the file since it was opened.
-            if os.path.lexists(path) and os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -295,7 +285,7 @@ def locked(path: Path, *, wait: bool = False) -> int:
 
 def fsync(path: Path) -> None:
     """Flush a file, or a folder's entries, to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -30,10 +30,11 @@ from lineartime.errors import CheckpointError, ResourceError
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
-MAX_MANIFEST_BYTES = 1 << 20
-LEFTOVER = re.compile(r"\.(tmp|trash)-step-([0-9]{8,18}|link)-[0-9a-f]{16}")
 TENSORS = ".safetensors"
-FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
+"""The name of a checkpoint's folder: its step, of eight digits at least."""
+LEFTOVERS = (".tmp-step-", ".trash-step-")
+"""How the names begin of what a killed save or removal leaves."""
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -201,21 +202,14 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
 
 def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """A checkpoint, after its every byte, or every one of this rank's share, matched its manifest. Raises
-    CheckpointError for any damage, for missing files and for files that are not in the manifest."""
+    CheckpointError for any damage and for missing files."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
                               "give it its name back, such as step-00000042, or copy with `lineartime export`")
-    try:
-        present = os.listdir(path)
-    except OSError as error:
-        raise _damage(path, f"cannot be read ({_reason(error)})") from error
     manifest = _read_manifest(path)
-    if manifest.get("step") != step or not isinstance(manifest.get("run"), str):
+    if manifest.get("step") != step:
         raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {manifest.get('step')!a:.20}")
-    # Exactly the files of the manifest are in the folder, so none of them is elsewhere.
-    for name in sorted({*manifest["files"], MANIFEST} ^ {*present}):
-        raise _damage(path, f"{name!a:.100} is {'missing' if name in manifest['files'] else 'in no manifest'}")
     for name, entry in list(manifest["files"].items())[ranks.rank :: ranks.size]:
         _check_file(path / name, entry)
     return Checkpoint(path, step, manifest["run"], {})
@@ -223,8 +217,9 @@ def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 def read_whole(folder: Path, stem: str) -> dict[str, Tensor]:
     """All tensors `stem` of a checkpoint by name, on the CPU. Raises CheckpointError as `read_parts` does."""
-    flat = read_parts(folder, stem)
-    return {name: flat[name].view(entry["shape"]) for name, entry in _index(folder, stem).items()}
+    shapes = {name: entry["shape"] for name, entry in _index(folder, stem).items()}
+    flat = read_parts(folder, stem, {name: (shape, 0, math.prod(shape)) for name, shape in shapes.items()})
+    return {name: flat[name].view(shape) for name, shape in shapes.items()}
 
 
 def index_name(stem: str) -> str:
@@ -232,37 +227,37 @@ def index_name(stem: str) -> str:
     return f"{stem}.json"
 
 
-def read_parts(folder: Path, stem: str,
-               wanted: Mapping[str, tuple[Sequence[int], int, int]] | None = None) -> dict[str, Tensor]:
+def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
     """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU: no more is read than these.
 
-    wanted: the shape of the whole tensor, start and stop by name; by default every tensor whole. stem: the tensors are
-    in one file, `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each,
-    flattened, start and stop. Raises CheckpointError for tensors that are not as expected, or not finite."""
+    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one file,
+    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start
+    and stop. Raises CheckpointError for tensors that cannot be read, are not as expected, or not finite."""
     found = {}
-    try:
-        index = _index(folder, stem)
-        if wanted is None:
-            wanted = {name: (entry["shape"], 0, math.prod(entry["shape"])) for name, entry in index.items()}
-        # A shape of [] stands for [1], see `reshaped`.
-        wrong = [name for name, (shape, _, _) in wanted.items()
-                 if name not in index or (index[name]["shape"] or [1]) != (list(shape) or [1])]
-        if wrong:
-            raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
-        # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
-        with contextlib.ExitStack() as stack:
-            files = {name: stack.enter_context(safetensors.safe_open(folder / name, "pt"))
-                     for name in {part[0] for entry in index.values() for part in entry["parts"]}}
-            for name, (_, start, stop) in wanted.items():
-                pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
-                          for file, first, last in index[name]["parts"] if first < stop and start < last]
-                found[name] = torch.cat([torch.zeros(0), *pieces])  # a part may have no elements
-                if not all(piece.is_floating_point() for piece in pieces) or len(found[name]) != stop - start:
-                    raise _damage(folder, f"{name} of {stem} is {[(piece.dtype, len(piece)) for piece in pieces]}")
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, RuntimeError, safetensors.SafetensorError) as error:
-        raise _damage(folder, f"the tensors of {stem} cannot be read ({_reason(error)})") from error
+    index = _index(folder, stem)
+    # A shape of [] stands for [1], see `reshaped`.
+    wrong = [name for name, (shape, _, _) in wanted.items()
+             if name not in index or (index[name]["shape"] or [1]) != (list(shape) or [1])]
+    if wrong:
+        raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
+    # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(_open_tensors(folder / name))
+                 for name in {part[0] for entry in index.values() for part in entry["parts"]}}
+        for name, (_, start, stop) in wanted.items():
+            pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
+                      for file, first, last in index[name]["parts"] if first < stop and start < last]
+            found[name] = torch.cat([torch.zeros(0), *pieces])  # a part may have no elements
     check_finite(found, folder / f"{stem}{TENSORS}")
     return found
+
+
+def _open_tensors(path: Path) -> safetensors.safe_open:
+    """Open a safetensors file. Raises CheckpointError for one that is missing or damaged."""
+    try:
+        return safetensors.safe_open(path, "pt")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _damage(path, f"the tensors cannot be read ({error})") from error
 
 
 def _index(folder: Path, stem: str) -> dict[str, Any]:
@@ -270,7 +265,7 @@ def _index(folder: Path, stem: str) -> dict[str, Any]:
     if (folder / index_name(stem)).exists():
         return json.loads((folder / index_name(stem)).read_bytes())
     index = {}
-    with safetensors.safe_open(folder / f"{stem}{TENSORS}", "pt") as file:
+    with _open_tensors(folder / f"{stem}{TENSORS}") as file:
         for name in file.keys():
             shape = file.get_slice(name).get_shape()
             index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
@@ -316,11 +311,6 @@ def first_five(wrong: list[str]) -> str:
 # Manifests
 
 
-def has_manifest(folder: Path) -> bool:
-    """Whether a folder has a manifest, be it a link that leads nowhere."""
-    return os.path.lexists(folder / MANIFEST)
-
-
 def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
     """The manifest of a folder for sharing, from the contents of its files by name, and from the entries of those that
     `write_tensors` has written."""
@@ -350,17 +340,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """The content of a manifest, of a checkpoint or of a folder for sharing, without its own hash."""
     path = folder / MANIFEST
     try:
-        raw = read_bytes(path, MAX_MANIFEST_BYTES)
+        raw = read_bytes(path)
         content = json.loads(raw)
         del content["sha256"]
-        is_whole, version = raw == _manifest(content), content["format"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise _damage(path, f"cannot be read ({_reason(error)})") from error
-    if is_whole and type(version) is int and version > FORMAT:
+    if raw != _manifest(content):
+        raise _damage(path, "does not match its own sha256")
+    if (version := content["format"]) != FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "
                               f"{FORMAT}", f"install a version that reads format {version}")
-    if not is_whole or version != FORMAT or not isinstance(content.get("files"), dict):
-        raise _damage(path, "does not match its own sha256")
     return content
 
 
@@ -401,9 +390,8 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def _step_of(name: str) -> int | None:
-    digits = name.removeprefix("step-")
-    is_step = re.fullmatch("[0-9]{8,18}", digits) and name == f"step-{int(digits):08d}"
-    return int(digits) if is_step else None
+    found = STEP.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def point(link: Path, target: Path | str) -> None:
@@ -438,7 +426,7 @@ def _trash(path: Path) -> Path:
 
 def _remove_leftovers(run_dir: Path) -> None:
     for name in os.listdir(run_dir):
-        if LEFTOVER.fullmatch(name):
+        if name.startswith(LEFTOVERS):
             _remove_tree(run_dir / name)
 
 
@@ -466,21 +454,17 @@ def lock(run_dir: Path) -> Iterator[None]:
     try:
         _make_dirs(path.parent)
         descriptor = locked(path)
-        os.ftruncate(descriptor, 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode(), 0)
-    except BlockingIOError as error:
-        holder = ""
-        with contextlib.suppress(OSError):
-            holder = "".join(c for c in read_bytes(path).decode(errors="replace")[:200] if c.isprintable())
-        raise ResourceError("the run is in use", f"{run_dir}: in use by {holder or 'another process'}",
-                            "wait until it ends, or choose another folder") from error
+    except BlockingIOError:
+        holder = path.read_text(errors="replace").strip() or "another process"
+        raise ResourceError("the run is in use", f"{run_dir}: in use by {holder}",
+                            "wait until it ends, or choose another folder") from None
     except OSError as error:
         raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
-    try:
+    with os.fdopen(descriptor, "r+") as file:
+        file.truncate()
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        print(f"pid {os.getpid()} on host {socket.gethostname()} since {since}", file=file, flush=True)
         yield
-    finally:
-        os.close(descriptor)
 
 
 # A save changes the disk by these names and `hashed_file`, so that a test can end the process at each change.

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.checkpoint import MANIFEST, check_finite, first_five, has_manifest, reshaped
+from lineartime.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
@@ -361,7 +361,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / CODE_FILE).write_text(CODE)  # before `push_to_hub` uploads the folder
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own_names, **kwargs)
-        if is_main_process and has_manifest(folder) and not has_optimizer(folder):
+        if is_main_process and (folder / MANIFEST).exists() and not has_optimizer(folder):
             (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lineartime import checkpoint
-from lineartime.atomic_io import open_regular, read_bytes, read_json
+from lineartime.atomic_io import read_bytes, read_json
+from lineartime.checkpoint import MANIFEST
 from lineartime.config_json import (
     CLASSIFICATION,
     QUESTION_ANSWERING,
@@ -22,9 +23,9 @@ from lineartime.config_json import (
 from lineartime.data.pretrained import named_folder
 from lineartime.data.run_settings import RUN_FILE
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from lineartime.errors import CheckpointError, ResourceError, UsageError
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
-from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, read_run
+from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
 
 SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
 """What `save_pretrained` writes beside weights in several files: the file of each tensor."""
@@ -49,7 +50,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
         weights = read_exported(folder, names)
     else:
-        found = checkpoint.check(folder) if checkpoint.has_manifest(path) else newest_checkpoint(path, strict=strict)
+        found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path, strict=strict)
         folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
     files = read_texts(folder)
     facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
@@ -110,7 +111,7 @@ def load_classifier(run: Path | str, *,
 
 def is_exported(path: Path) -> bool:
     """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
-    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE)) or checkpoint.has_manifest(path)
+    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
     return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
 
 
@@ -128,24 +129,20 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     if (folder / checkpoint.index_name(WEIGHTS)).exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
-    if checkpoint.has_manifest(folder):
+    if (folder / MANIFEST).exists():
         return checkpoint.check_files(folder, names)
     if has_optimizer(folder):
-        raise CheckpointError("damaged checkpoint", f"{folder}: {checkpoint.MANIFEST} is missing")
+        raise CheckpointError("damaged checkpoint", f"{folder}: {MANIFEST} is missing")
     return None
 
 
 def weight_files(folder: Path) -> list[str]:
     """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
-    CheckpointError for a list of them that is none."""
-    # `save_pretrained` names the file of each tensor; only names of this folder are taken.
+    CheckpointError for a damaged list of them."""
     if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
         return [WEIGHTS_FILE]
-    places = read_json(folder / SHARDS_FILE).get("weight_map")
-    if not isinstance(places, dict) or not all(
-            isinstance(name, str) and checkpoint.FILE_NAME.fullmatch(name) for name in places.values()):
-        raise CheckpointError("damaged", folder / SHARDS_FILE, "it has no file of each tensor")
-    return sorted({*places.values()})
+    with damaged(folder / SHARDS_FILE):
+        return sorted({str(name) for name in read_json(folder / SHARDS_FILE)["weight_map"].values()})
 
 
 def read_texts(folder: Path) -> dict[str, str]:
@@ -160,20 +157,13 @@ def read_texts(folder: Path) -> dict[str, str]:
 
 
 def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """The weights in these files of an exported folder, converted to float32. Raises CheckpointError, and ResourceError
-    for weights that do not fit into memory."""
+    """The weights in these files of an exported folder, converted to float32. Raises CheckpointError."""
     weights: dict[str, Tensor] = {}
     for name in names:
         try:
-            open_regular(folder / name).close()  # the library would wait for a pipe
             stored = safetensors.torch.load_file(folder / name)
-        except (OSError, ValueError, safetensors.SafetensorError) as e:
+        except (OSError, safetensors.SafetensorError) as e:
             raise CheckpointError("damaged", folder / name, str(e)) from None
-        except MemoryError:
-            raise ResourceError("out of memory", folder / name) from None
-        wrong = [f"{each} is {weight.dtype}" for each, weight in stored.items() if not weight.is_floating_point()]
-        if wrong:
-            raise CheckpointError("weights of a wrong type", f"{folder / name}: {checkpoint.first_five(wrong)}")
         # Copies, as those of a run are: views of the file lie at any byte, and matmuls of them round otherwise.
         weights |= {each: weight.to(torch.float32, copy=True) for each, weight in stored.items()}
     return weights

@@ -35,7 +35,7 @@ def find_weights(source: Source) -> tuple[Path, dict[str, Any]]:
             str(folder), "save them in one: save_pretrained(..., max_shard_size='1TB')")
     if is_exported(folder):
         check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
-    elif checkpoint.has_manifest(folder):
+    elif (folder / checkpoint.MANIFEST).exists():
         checkpoint.check(folder)
     else:
         folder = newest_checkpoint(folder).path

@@ -6,8 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-from lineartime.atomic_io import _hidden
-
 DEEP = 100_000
 ESCAPE = "\x1b[31mred\x1b[0m"
 
@@ -95,7 +93,7 @@ def models(made: Path, odd: Path) -> None:
         (odd / f"model_{name}" / "config.json").write_text(json.dumps(good | change))
 
 
-def place(made: Path, box: Path, names: set[str], canary: Path) -> None:
+def place(made: Path, box: Path, names: set[str]) -> None:
     """Put into `box` those of the things with these names that there are."""
     for name in sorted(names):
         path = box / name
@@ -119,24 +117,3 @@ def place(made: Path, box: Path, names: set[str], canary: Path) -> None:
         elif name == "link_to_fifo":
             os.mkfifo(box / "a_fifo")
             path.symlink_to("a_fifo")
-    for trap in TRAPS & names:
-        with_trap(box, trap, canary)
-
-
-TRAPS = {"trap_folder", "trap_file"}
-"""Outputs beside which something lies that leads out of the box, under the names of what a killed run leaves."""
-
-
-def with_trap(box: Path, name: str, canary: Path) -> None:
-    for left in (f".{name}.partial", f".{name}.source"):
-        (box / left).symlink_to(canary)
-    (box / f".tmp-{name}").symlink_to(canary / "file")
-    _hidden(box / name, "unfinished").symlink_to(canary)
-    _hidden(box / name, "tmp").symlink_to(canary / "lock")
-    if name == "trap_folder":
-        (box / name).mkdir()
-        for left in (".tmp-step-00000002", ".trash-step-00000001", ".tmp-latest"):
-            (box / name / left).symlink_to(canary)
-            (box / name / f"{left}-0123456789abcdef").symlink_to(canary)
-        for left in (".tmp-run.json", ".tmp-result.json", ".tmp-metrics.jsonl", ".tmp-loss.png", ".tmp-sample.txt"):
-            (box / name / left).symlink_to(canary / "file")

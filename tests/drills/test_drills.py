@@ -126,8 +126,6 @@ def test_a_reader_that_believes_a_damaged_file_is_seen(tmp_path):
         return child.as_verb(lambda: (out / "rows").write_bytes(it.read_bytes()))
 
     (tmp_path / "made/parts").mkdir(parents=True)
-    (tmp_path / "canary").mkdir()
-    (tmp_path / "canary/file").touch()
     (tmp_path / "made/parts/rows.part").write_text("".join(f"row {number}\n" for number in range(20)))
     pair = corruptions.Subject("parts/rows.part", "parts/rows.part", {"copy": careless}), "copy"
     assert seen({"ok", "silent"}, lambda random: corruptions.trial(
