@@ -16,7 +16,7 @@ from lineartime.cli.terminal import (
     say_stopping,
     summary,
 )
-from lineartime.cli.tracking import TRACKERS, Tracker, require_tracker
+from lineartime.cli.tracking import Tracker, require_tracker
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.run_config import SIZES, RunConfig
@@ -64,8 +64,7 @@ class RunOptions:
 def train(
     options: RunOptions,
     *,
-    log: Annotated[str | None, f"Also write the metrics for one of these libraries: {', '.join(TRACKERS)}. Nothing is "
-                   "sent.", TRACKERS] = None,
+    log: Annotated[str | None, "tensorboard: also write the metrics for TensorBoard."] = None,
     settings: Setting,
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
@@ -85,7 +84,7 @@ def train(
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, size_words, device)
-    tracker = closing(Tracker(log, config)) if log is not None and launched().is_first else nullcontext()
+    tracker = closing(Tracker(f"{config.out}/tensorboard")) if log is not None and launched().is_first else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
         def on_step(record: dict[str, Any]) -> None:
             terminal.step(record)
