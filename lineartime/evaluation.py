@@ -84,13 +84,13 @@ class Evaluation:
                 "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
 
 
-def load_with_split(run: Path, data: Path, split: str = "validation", *,
-                    strict: bool = False) -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
+def load_with_split(run: Path, data: Path,
+                    split: str = "validation") -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
     """A run's model, the split to score it on, and the facts that `load_model` returns.
 
     Raises UsageError for a model that answers questions and for data of another tokenizer, and as `load_model` and
     `open_split` do."""
-    model, tokenizer, facts = load_model(run, strict=strict)
+    model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
     if isinstance(model, DocumentClassifier | DocumentEncoder):

@@ -74,8 +74,6 @@ class FineTuning:
     settings: Annotated[dict[str, Any], "Set any field of the training, for questions also some of the model; "
                         "`lineartime config` lists them. May be given again.", "--set NAME=VALUE"
                         ] = field(default_factory=dict)
-    strict: Annotated[bool, "Stop if the newest checkpoint of the run is damaged; without this the one before it is "
-                      "used, with a warning."] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.run, str) and self.run in shipped_models():

@@ -64,7 +64,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
     require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
     picked = device if is_picked(device) else pick_device(device, tell=True)
-    loaded = load_model(plan.run, strict=plan.strict)
+    loaded = load_model(plan.run)
 
     def watch(what: str, total: int | None = None, ranks: Ranks = ALONE) -> Callable[[int], None]:
         saved = "what is trained is saved" if out.exists() else "nothing is trained yet"

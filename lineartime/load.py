@@ -33,15 +33,15 @@ SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
 logger = logging.getLogger(__name__)
 
 
-def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
 
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
     `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
-    the package, "small". strict: whether a damaged newer
-    checkpoint of a run is an error; by default it is a warning. A fine-tuned model is a `SpanModel`, a
-    `DocumentClassifier` or a `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises
-    UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run or not finite."""
+    the package, "small". If a run's newest checkpoint is damaged, a warning says so and an older one is read;
+    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`, a `DocumentClassifier` or a
+    `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
+    CheckpointError for a checkpoint that is damaged, of another run or not finite."""
     # The texts and the weights: of an exported folder, or of a checkpoint, of a run the newest.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
@@ -50,7 +50,7 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
         step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
         weights = read_exported(folder, names)
     else:
-        found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path, strict=strict)
+        found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path)
         folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
     files = read_texts(folder)
     facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
@@ -75,16 +75,12 @@ def load_model(path: Path | str, *, strict: bool = False) -> tuple[LanguageModel
     return model.eval(), tokenizer, facts
 
 
-def newest_checkpoint(run: Path, *, strict: bool = False) -> checkpoint.Checkpoint:
-    """A run's newest valid checkpoint, with a warning if a newer one is damaged, which with `strict` is an error.
-    Raises UsageError for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
-    another run."""
+def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
+    """A run's newest valid checkpoint, with a warning if a newer one is damaged. Raises UsageError for another
+    folder and without a checkpoint, CheckpointError for damage and for a checkpoint of another run."""
     id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
     if newest is None:
         raise UsageError("no checkpoint yet", run, "let the training save one")
-    if newest.damaged and strict:
-        raise CheckpointError("newer checkpoints are damaged", newest.reasons(),
-                              f"step {newest.step} is whole: name {newest.path}, or do not ask for strict")
     if newest.damaged:
         logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
     if newest.run != id_of_run:
@@ -92,18 +88,17 @@ def newest_checkpoint(run: Path, *, strict: bool = False) -> checkpoint.Checkpoi
     return newest
 
 
-def load_span_model(run: Path | str, *, strict: bool = False) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
     """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run, strict=strict)
+    model, tokenizer, facts = load_model(run)
     if not isinstance(model, SpanModel):
         raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
     return model, tokenizer, facts
 
 
-def load_classifier(run: Path | str, *,
-                    strict: bool = False) -> tuple[DocumentClassifier, Tokenizer, dict[str, Any]]:
+def load_classifier(run: Path | str) -> tuple[DocumentClassifier, Tokenizer, dict[str, Any]]:
     """`load_model` for a model fine-tuned on labels. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run, strict=strict)
+    model, tokenizer, facts = load_model(run)
     if not isinstance(model, DocumentClassifier):
         raise UsageError("this model was not fine-tuned on labels", run, "see `lineartime finetune --task classify`")
     return model, tokenizer, facts

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.cli.options import Device, Precision, Strict
+from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import (
     Terminal,
     counted_documents,
@@ -45,7 +45,6 @@ class ReadOptions:
     max_tokens: MaxTokens = None
     batch_rows: Annotated[int, "Rows read at once; changes only rounding, speed and memory."] = 8
     precision: Precision = "float32"
-    strict: Strict = False
     device: Device = None
 
 
@@ -63,7 +62,7 @@ def embed(
         from lineartime.documents.embed import embedded_row, embedded_schema
         from lineartime.load import load_model
 
-    loaded, tokenizer, _ = load_model(folder, strict=options.strict)
+    loaded, tokenizer, _ = load_model(folder)
     write_results("embed", loaded, tokenizer, options, embedded_row, embedded_schema)
 
 
@@ -80,7 +79,7 @@ def classify(
         from lineartime.documents.classify import labelled_row, labelled_schema
         from lineartime.load import load_classifier
 
-    loaded, tokenizer, _ = load_classifier(folder, strict=options.strict)
+    loaded, tokenizer, _ = load_classifier(folder)
     if loaded.head.pairs and options.pair_field is None:
         raise UsageError("this model learned from pairs of texts", folder, "name the second text with --pair-field")
     trained = loaded.head.max_tokens

@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.cli.options import Device, Precision, ShippedModel, Strict, given_options
+from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.questions import evaluate_questions
 from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.data.pretrained import model_folder, named_folder
+from lineartime.data.pretrained import named_folder
 from lineartime.distributed.ranks import connected, launched
-from lineartime.errors import ResourceError, UsageError
+from lineartime.errors import ResourceError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.settings import require, require_precision
 
 GO_WITH = {"--contexts": ("--document-tokens", "--out"),
-           "--questions": ("--score", "--predictions", "--evidence", "--stride")}
+           "--questions": ("--predictions", "--evidence", "--stride")}
 """Options that need another one."""
-EXCLUDED = {"--contexts": ("--questions", "--context", "--batch-rows"), "--questions": ("--data",), "RUN": ("--model",),
-            "--score": ("RUN", "--model", "--predictions", "--context", "--stride", "--batch-rows")}
+EXCLUDED = {"--contexts": ("--questions", "--context", "--batch-rows"), "--questions": ("--data",)}
 """Options that another one excludes."""
 
 
@@ -26,8 +25,7 @@ EXCLUDED = {"--contexts": ("--questions", "--context", "--batch-rows"), "--quest
 class EvaluateOptions:
     """What `lineartime evaluate` takes. Raises UsageError for options that do not go together."""
 
-    run: Annotated[str | None, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "RUN"
-                   ] = None
+    run: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "RUN"]
     data: Annotated[Path | None, "Folder made by `lineartime prepare`."] = None
     split: Annotated[str, "Which part of the text: train, validation or test."] = "validation"
     context: Annotated[int | None, "Tokens in a row; by default as in training."] = None
@@ -46,9 +44,6 @@ class EvaluateOptions:
     stride: Stride = None
     max_answer_tokens: MaxAnswerTokens = 30
     predictions: Annotated[Path | None, "With --questions: file for the answers, {question id: answer}."] = None
-    score: Annotated[Path | None, "With --questions: score the answers in this file; no run is needed."] = None
-    shipped: ShippedModel = None
-    strict: Strict = False
     device: Device = None
 
     def __post_init__(self) -> None:
@@ -74,17 +69,13 @@ def evaluate(options: EvaluateOptions) -> None:
     """Score a model on prepared text, or on questions.
     On text every token is scored exactly once; of a model that is not causal, the masked tokens. On questions the
     answers of a fine-tuned model are scored by exact match and F1."""
-    folder = (named_folder(options.run) if options.run is not None else
-              model_folder(options.shipped) if options.shipped is not None else None)
+    folder = named_folder(options.run)
     if options.questions:
-        require(folder is not None or options.score is not None, "--questions scores either a run or a file of answers",
-                "evaluate", "give RUN, or --score FILE")
         evaluate_questions(folder, options)
-    elif folder is None or options.data is None:
-        raise UsageError("evaluate needs a run and prepared text", "evaluate",
-                         "give RUN --data DATA, or for a fine-tuned run --questions FILE")
-    else:
-        (evaluate_text if options.contexts is None else evaluate_contexts)(folder, options.data, options)
+        return
+    require(options.data is not None, "evaluate needs prepared text", "evaluate",
+            "give --data DATA, or for a fine-tuned run --questions FILE")
+    (evaluate_text if options.contexts is None else evaluate_contexts)(folder, options.data, options)
 
 
 def evaluate_text(run: Path, data: Path, options: EvaluateOptions) -> None:
@@ -92,7 +83,7 @@ def evaluate_text(run: Path, data: Path, options: EvaluateOptions) -> None:
     from lineartime.evaluation import evaluate, load_with_split
     from lineartime.runtime import pick_device
 
-    model, stream, facts = load_with_split(run, data, options.split, strict=options.strict)
+    model, stream, facts = load_with_split(run, data, options.split)
     picked = pick_device(options.device)
     with connected(picked.type) as ranks, Terminal() as terminal:
         result = evaluate(model.to(picked), stream, context=options.context, batch_rows=options.batch_rows,
@@ -112,7 +103,7 @@ def evaluate_contexts(run: Path, data: Path, options: EvaluateOptions) -> None:
     from lineartime.evaluation import load_with_split
     from lineartime.runtime import pick_device
 
-    model, stream, facts = load_with_split(run, data, options.split, strict=options.strict)
+    model, stream, facts = load_with_split(run, data, options.split)
     picked, out = pick_device(options.device), options.out
     with connected(picked.type) as ranks, Terminal() as terminal:
         use = measure_context_use(model.to(picked), stream, options.contexts or (), ranks=ranks,

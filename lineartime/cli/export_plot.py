@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lineartime.atomic_io import read_json
-from lineartime.cli.options import Device, Strict
+from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
@@ -17,7 +17,6 @@ def export(
                     "on."] = None,
     about: Annotated[Path | None, "Markdown file with which the model card begins."] = None,
     prompt: Annotated[str, "Prompt of the sample in the card; by default the sample begins a document."] = "",
-    strict: Strict = False,
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing.
@@ -34,7 +33,7 @@ def export(
                              "its report is the card: leave out --data, --about and --prompt")
         from lineartime.release.export import export_documents
 
-        n_bytes = export_documents(folder, out, strict=strict)
+        n_bytes = export_documents(folder, out)
         say(f"weights  {out / 'model.safetensors'} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
             "transformers or sentence-transformers)")
         return
@@ -45,7 +44,7 @@ def export(
     text = read_utf8(about) if about is not None else ""
     with Terminal() as terminal:
         made = export(folder, out, data=data, about=text, prompt=prompt, device=pick_device(device),
-                      strict=strict, progress=terminal.count)
+                      progress=terminal.count)
     for split, evaluation in made.scores.items():
         say(summary(split, evaluation.to_dict(), made.task))
     say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "

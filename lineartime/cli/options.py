@@ -27,11 +27,7 @@ Setting = Annotated[dict[str, Any], "Set any field of the model or of its traini
                     "May be given again; `none` switches a field off.", "--set NAME=VALUE"]
 Device = Annotated[str | None, "cpu or cuda; by default cuda if there is one."]
 Precision = Annotated[str, "float32 or bfloat16, which is faster and less exact."]
-Strict = Annotated[bool, "Stop if the newest checkpoint of a run is damaged; without this the one before it is used, "
-                   "with a warning."]
 RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it has not answered for so many seconds."]
-ShippedModel = Annotated[str | None, "", "--model NAME"]
-"""The older way to name a model that ships with the package; its name now stands wherever a run does."""
 
 
 class Option(NamedTuple):

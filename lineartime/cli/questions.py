@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.generate import read_prompts
-from lineartime.cli.options import Device, RankTimeout, Strict, given_options
+from lineartime.cli.options import Device, RankTimeout, given_options
 from lineartime.cli.terminal import (
     Terminal,
     counted_documents,
@@ -105,7 +105,6 @@ class AnswerOptions:
     max_answer_tokens: MaxAnswerTokens = 30
     batch_rows: Annotated[int, "Windows read at once; changes only speed and memory."] = 4
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
-    strict: Strict = False
     device: Device = None
 
     def __post_init__(self) -> None:
@@ -130,7 +129,7 @@ def answer(options: AnswerOptions) -> None:
     from lineartime.qa.spans import WindowConfig, predict
     from lineartime.runtime import pick_device
 
-    model, tokenizer, facts = load_span_model(folder, strict=options.strict)
+    model, tokenizer, facts = load_span_model(folder)
     context = model.config.context if options.context is None else options.context
     windows = WindowConfig(context, options.stride, options.max_answer_tokens)
     model.check_length(context)
@@ -154,11 +153,13 @@ def answer(options: AnswerOptions) -> None:
     say(f"         ... {before} [{answer}] {after} ...")
 
 
-def evaluate_questions(run: Path | None, options: "EvaluateOptions") -> None:
-    """Score the answers of a fine-tuned run, or of a file, by the official rules, and print the scores."""
+def evaluate_questions(run: Path, options: "EvaluateOptions") -> None:
+    """Score the answers of a fine-tuned run by the official rules, and print the scores."""
     from lineartime.atomic_io import write_json
-    from lineartime.qa.metrics import check_predictions, score_answers
-    from lineartime.qa.questions import read_json, read_questions
+    from lineartime.load import load_span_model
+    from lineartime.qa.questions import read_questions
+    from lineartime.qa.spans import evaluate_questions
+    from lineartime.runtime import pick_device
 
     predictions = options.predictions
     require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
@@ -166,30 +167,21 @@ def evaluate_questions(run: Path | None, options: "EvaluateOptions") -> None:
     require(predictions is not None or any(question.accepted for question in asked),
             "no question has an answer to compare with", ", ".join(map(str, options.questions)),
             "--predictions FILE writes answers without scoring them")
-    if options.score is not None:
-        result = score_answers(asked, check_predictions(read_json(options.score), str(options.score)))
-    else:
-        from lineartime.load import load_span_model
-        from lineartime.qa.spans import evaluate_questions
-        from lineartime.runtime import pick_device
-
-        assert run is not None
-        model, tokenizer, facts = load_span_model(run, strict=options.strict)
-        with Terminal() as terminal:
-            scores, answers = evaluate_questions(
-                model.to(pick_device(options.device)), tokenizer, asked, context=options.context, stride=options.stride,
-                max_answer_tokens=options.max_answer_tokens, batch_rows=options.batch_rows or 8,
-                precision=options.precision, progress=terminal.counting("answering", len(asked)))
-        result = facts | scores
-        if predictions is not None:
-            write_json(predictions, answers, ascii_only=False)
+    model, tokenizer, facts = load_span_model(run)
+    with Terminal() as terminal:
+        scores, answers = evaluate_questions(
+            model.to(pick_device(options.device)), tokenizer, asked, context=options.context, stride=options.stride,
+            max_answer_tokens=options.max_answer_tokens, batch_rows=options.batch_rows or 8,
+            precision=options.precision, progress=terminal.counting("answering", len(asked)))
+    result = facts | scores
+    if predictions is not None:
+        write_json(predictions, answers, ascii_only=False)
     if options.as_json:
         say(json.dumps(result))
         return
     if "f1" in result:
         without = result["questions_without_document"]
         say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
-            + (f", {result['n_missing']:,} of them without a prediction" if result["n_missing"] else "")
             + (f"; {without:,} have no document" if without else ""))
     if predictions is not None:
         say(f"answers  {predictions}")

@@ -84,7 +84,8 @@ def train(
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, size_words, device)
-    tracker = closing(Tracker(f"{config.out}/tensorboard")) if log is not None and launched().is_first else nullcontext()
+    is_logged = log is not None and launched().is_first
+    tracker = closing(Tracker(f"{config.out}/tensorboard")) if is_logged else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
         def on_step(record: dict[str, Any]) -> None:
             terminal.step(record)

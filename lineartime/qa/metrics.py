@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lineartime.data.read_text import check_text
 from lineartime.errors import DataError
 from lineartime.qa.questions import Question, Rules
 
@@ -80,17 +79,6 @@ def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> 
 def in_words(scores: Mapping[str, float]) -> str:
     """The most important scores, in words."""
     return f"EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
-
-
-def check_predictions(content: object, where: str) -> dict[str, str]:
-    """The content of a predictions file. Raises DataError unless it is `{"question id": "answer", ...}`."""
-    if not isinstance(content, dict):
-        raise DataError("not a JSON object", where, 'predictions are {"question id": "answer", ...}')
-    for id, answer in content.items():
-        if not isinstance(answer, str):
-            raise DataError("a prediction is not a string", f"{where}, {id!r:.60}")
-        check_text(answer, f"the answer of {id!r:.60}", where)
-    return content
 
 
 class Word(NamedTuple):

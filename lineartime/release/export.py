@@ -48,19 +48,19 @@ class Exported(NamedTuple):
 
 
 def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
-           strict: bool = False, progress: Progress | None = None) -> Exported:
+           progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, what `transformers`
     reads, and a card with the scores of these rounded weights.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
-    Markdown. prompt: the prompt of the card's sample. strict: see `load_model`. progress counts scored tokens. Raises
+    Markdown. prompt: the prompt of the card's sample. progress counts scored tokens. Raises
     UsageError if `out` exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
     damage, ResourceError for the disk."""
     remove_leftovers(out)
     require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)
-    model, tokenizer, facts = load_model(run, strict=strict)
+    model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
     if isinstance(model, DocumentClassifier | DocumentEncoder):
@@ -94,13 +94,13 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     return Exported(scores, task, n_bytes)
 
 
-def export_documents(folder: Path, out: Path, *, strict: bool = False) -> int:
+def export_documents(folder: Path, out: Path) -> int:
     """Write the best model of a folder of `lineartime finetune --task classify` or `embed` to the new folder `out`:
     weights in float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the
     bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
     remove_leftovers(out)
     require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
-    model, tokenizer, facts = load_model(folder, strict=strict)
+    model, tokenizer, facts = load_model(folder)
     config_json = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
     does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
     try:

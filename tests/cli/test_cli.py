@@ -122,16 +122,6 @@ def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: C
     assert seen == ["torch.bfloat16"]
 
 
-def test_generate_ends_before_a_stop_text(run: Path, call: Call) -> None:
-    """For one prompt, which streams, and for two, which do not."""
-    how = ["--seed", 1, "--max-new-tokens", 30]
-    free = call("generate", run, "The", *how)[1].rstrip("\n")
-    stop = next(free[i:i + 3] for i in range(8, 60) if "\\" not in free[i - 4:i + 3])  # an escape is not in the text
-    cut = free[: free.index(stop, 3)]
-    assert call("generate", run, "The", *how, "--stop", stop)[1].rstrip("\n") == cut
-    assert call("generate", run, "The", "Once", *how, "--stop", stop)[1].startswith(f"== 1\n{cut}\n== 2")
-
-
 def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
     scores = tmp_path / "contexts.json"
     code, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--out", scores)

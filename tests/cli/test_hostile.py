@@ -111,16 +111,16 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
     for path in sorted(tmp_path.glob("*.toml")):
         code, _, err = call("train", path)
         assert_refused(code, err, 2, "cannot read the configuration", path)
-        code, _, err = call("generate", "--model", "small", "--prompt-file", path)
+        code, _, err = call("generate", "small", "--prompt-file", path)
         assert_refused(code, err, 2, "cannot read the prompt", path)
         code, _, err = call("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", path)
         assert_refused(code, err, 2, "cannot read the tokenizer", path)
-        code, _, err = call("evaluate", "--score", path, "--questions", path)
+        code, _, err = call("evaluate", "small", "--questions", path)
         assert_refused(code, err, 3, path)
 
 
 def test_an_endless_stdin_is_refused_and_so_is_a_closed_one(tmp_path: Path, warm_command: list[str]) -> None:
-    done = shell("lineartime generate --model small - < /dev/zero", warm_command)
+    done = shell("lineartime generate small - < /dev/zero", warm_command)
     assert_refused(done.returncode, done.stderr, 2, "the prompt is too long: stdin")
     done = shell(f"lineartime prepare - --out {tmp_path / 'out'} <&-")
     assert_refused(done.returncode, done.stderr, 3, "no text: stdin")
@@ -144,8 +144,8 @@ def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:
     long = "x" * 6000
     (tmp_path / "nul.toml").write_text('model = "flash"\ndata = "a\\u0000b"\nout = "c"\n')
     for arguments, expected, words in (
-            (["generate", "--model", "small", "--temperature", "1e-320", "hello"], 2, "temperature is too small"),
-            (["generate", "--model", "small", "a\udcffb"], 2, "the prompt is not UTF-8"),
+            (["generate", "small", "--temperature", "1e-320", "hello"], 2, "temperature is too small"),
+            (["generate", "small", "a\udcffb"], 2, "the prompt is not UTF-8"),
             (["evaluate", long, "--data", long], 6, "File name too long"),
             (["train", tmp_path / "nul.toml"], 2, "wrong value: data = 'a\\x00b'"),
             (["info", "na\x1b[31mve\u202e"], 2, "na\\x1b[31mve\\u202e"),
@@ -180,7 +180,7 @@ def test_what_a_terminal_lacks_is_written_as_an_escape(tmp_path: Path, warm_comm
     (markup / "a.txt").write_text("text")
     done = shell(f"lineartime prepare '{markup}/a.txt' --tokenizer bytes --out '{markup}/out'", warm_command)
     assert done.returncode == 0 and str(markup) in done.stdout
-    done = shell("lineartime generate --model small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'", warm_command)
+    done = shell("lineartime generate small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'", warm_command)
     assert "\x1b" not in done.stdout and done.stdout.startswith("a\\x1b]0;title\\x07b")
 
 

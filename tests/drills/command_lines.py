@@ -28,7 +28,7 @@ ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "loop",
            "new.png", "new.json", "unfinished"]
 FIELDS = [*(field.name for kind in (ModelConfig, TrainConfig) for field in dataclasses.fields(kind)), "no_such_field",
           "", "size", "from"]
-NAMED = ("model", "models", "shipped", "size", "log", "task", "split", "precision", "scale", "table", "shape", "only",
+NAMED = ("model", "models", "size", "log", "task", "split", "precision", "scale", "table", "shape", "only",
          "device")
 """Options that take a name."""
 NAMES = [*PRESETS, "tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
@@ -55,8 +55,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--contexts", "8,16", "--out", "new.json"],
                  ["exported", "--data", "data", "--json", "--batch-rows", "3"],
                  ["finetuned", "--questions", "dev.json", "--context", "48", "--max-answer-tokens", "6",
-                  "--predictions", "new.json"],
-                 ["--questions", "dev.json", "--score", "predictions.json"]],
+                  "--predictions", "new.json"]],
     "finetune": [folders.finetune(Path("."), "new")[1:]],
     "answer": [["finetuned", "--question", "Town 3?", "--document", "text.txt", "--context", "48",
                 "--max-answer-tokens", "6"]],
@@ -66,8 +65,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "classify": [["finetuned", "text.txt"]],
     "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
-                 ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],
-                 ["--model", "small", "I", "--max-new-tokens", "2"]],
+                 ["unfinished", "a", "b", "--max-new-tokens", "3"], ["small", "I", "--max-new-tokens", "2"]],
     "export": [["run", "--out", "new", "--prompt", "Reader"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "models": [[]],
@@ -88,7 +86,7 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
     return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
 
 
-FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "data": (".json",), "score": (".json",),
+FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "data": (".json",),
            "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
            "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "rows": (".jsonl",),

@@ -272,12 +272,7 @@ def test_a_damaged_newest_checkpoint_is_said_or_refused(run: Path, data: Path, t
         assert line.startswith("warning: using step 5 of ") and f"(step {SAVED}: " in line
         assert "model.safetensors: its " in line
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        assert_refused(*call(*arguments, "--strict")[::2], 4, "newer checkpoints are damaged", f"step {SAVED}: ",
-                       "step 5 is whole")
-        assert not (tmp_path / "out").exists()
-    assert call("evaluate", run, "--data", data, "--strict") == call("evaluate", run, "--data", data)
-    with pytest.raises(CheckpointError, match="newer checkpoints are damaged"):
-        lineartime.load_model(damaged, strict=True)
+    assert_refused(*call("evaluate", damaged / "latest", "--data", data)[::2], 4, "model.safetensors: its ")
 
 
 def copy_of(folder: Path, out: Path) -> Path:
