@@ -36,8 +36,8 @@ class ReadOptions:
 
     files: Annotated[tuple[str, ...], "What to read: text files, files of records (.csv, .jsonl, .parquet), folders, "
                      "hub:NAME/SPLIT, or `-` for stdin.", "FILES"]
-    out: Annotated[Path | None, "File for the results: .jsonl, .parquet, or for vectors also .npy; by default they are "
-                   "printed as JSON lines."] = None
+    out: Annotated[Path | None, "File for the results: .jsonl, or for vectors also .npy; by default they are printed "
+                   "as JSON lines."] = None
     text_field: TextField = "text"
     pair_field: PairField = None
     stdin: Annotated[Literal["text", "jsonl"], "What `-` reads: text (one document), or jsonl (one in each line)."
@@ -57,13 +57,13 @@ def embed(
     Each document is read whole; its vector is the mean of its tokens' last states. If it was cut off, the same command
     goes on with the file."""
     folder = named_folder(model)
-    check_paths(options, (".jsonl", ".parquet", ".npy"))
+    check_paths(options, (".jsonl", ".npy"))
     with interrupted_at_once():
-        from lineartime.documents.embed import embedded_row, embedded_schema
+        from lineartime.documents.embed import embedded_row
         from lineartime.load import load_model
 
     loaded, tokenizer, _ = load_model(folder)
-    write_results("embed", loaded, tokenizer, options, embedded_row, embedded_schema)
+    write_results("embed", loaded, tokenizer, options, embedded_row)
 
 
 def classify(
@@ -74,9 +74,9 @@ def classify(
     Each document is read whole; its labels are written with their probabilities. If it was cut off, the same command
     goes on with the file."""
     folder = named_folder(model)
-    check_paths(options, (".jsonl", ".parquet"))
+    check_paths(options, (".jsonl",))
     with interrupted_at_once():
-        from lineartime.documents.classify import labelled_row, labelled_schema
+        from lineartime.documents.classify import labelled_row
         from lineartime.load import load_classifier
 
     loaded, tokenizer, _ = load_classifier(folder)
@@ -85,17 +85,14 @@ def classify(
     trained = loaded.head.max_tokens
     if trained is not None and (options.max_tokens is None or options.max_tokens > trained):
         note(f"in training documents were cut to {trained:,} tokens; --max-tokens {trained} reads them so")
-    write_results("classify", loaded, tokenizer, options, partial(labelled_row, loaded),
-                  partial(labelled_schema, loaded.head))
+    write_results("classify", loaded, tokenizer, options, partial(labelled_row, loaded))
 
 
 def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
-    """Raise UsageError as `check_inputs` and `check_out` do, and without a file."""
-    from lineartime.documents.examples import check_inputs
+    """Raise UsageError as `check_out` does, and without a file."""
     from lineartime.documents.results import check_out
 
     require(bool(options.files), "nothing to read", "no file is named", "name files or folders, or - for stdin")
-    check_inputs(options.files, options.out)
     if options.out is not None:
         check_out(options.out, endings)
 
@@ -121,9 +118,9 @@ class ReadCounts:
 
 
 def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", options: ReadOptions,
-                  row_of: "Callable[[Example, Mean], dict[str, Any]]", schema: Callable[[], Any]) -> None:
+                  row_of: "Callable[[Example, Mean], dict[str, Any]]") -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
-    same verb, fields and reading. schema: gives the columns of a `.parquet`."""
+    same verb, fields and reading."""
     from lineartime.documents.examples import read_examples, read_stdin
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
@@ -169,7 +166,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
             description = description_of(model, tokenizer, files, {
                 "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
                 "precision": reading.precision})
-            with unfinished_rows(out, description, schema) as (n_done, add):
+            with unfinished_rows(out, description) as (n_done, add):
                 if n_done:
                     note(f"going on behind the first {counted_documents(n_done)}")
                     del sizes[:n_done]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,15 +13,12 @@ from lineartime.config_json import PROBLEMS, Head
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
-from lineartime.documents.results import result_row, result_schema
+from lineartime.documents.results import result_row
 from lineartime.documents.texts import TokenizedTexts
 from lineartime.errors import DataError
 from lineartime.finetune_config import Labels
 from lineartime.model import DocumentClassifier
 from lineartime.settings import require
-
-if TYPE_CHECKING:
-    import pyarrow
 
 ONE, SEVERAL, NUMBER = PROBLEMS["one"], PROBLEMS["several"], PROBLEMS["number"]
 
@@ -115,16 +112,6 @@ def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dic
     found = prediction_of(model.head, logits_of(model, mean.vector_D))
     label = list(found.label) if isinstance(found.label, tuple) else found.label
     return result_row(example, mean, label=label, **({"scores": found.scores} if found.scores else {}))
-
-
-def labelled_schema(head: Head) -> "pyarrow.Schema":
-    """The columns of these rows."""
-    import pyarrow
-
-    if head.problem_type == NUMBER:
-        return result_schema(label=pyarrow.float64())
-    label = pyarrow.string() if head.problem_type == ONE else pyarrow.list_(pyarrow.string())
-    return result_schema(label=label, scores=pyarrow.struct([(name, pyarrow.float64()) for name in head.labels]))
 
 
 def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:

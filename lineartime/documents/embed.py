@@ -1,7 +1,7 @@
 """Embeddings: a vector for a document of any length, the mean of its last hidden states."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,11 +9,8 @@ import torch
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
-from lineartime.documents.results import VECTOR, result_row, result_schema
+from lineartime.documents.results import VECTOR, result_row
 from lineartime.model import LanguageModel
-
-if TYPE_CHECKING:
-    import pyarrow
 
 
 def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str | tuple[str, str]], *,
@@ -34,10 +31,3 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str | tupl
 def embedded_row(example: Example, mean: Mean) -> dict[str, Any]:
     """What `lineartime embed` writes of a document, its vector in float32."""
     return result_row(example, mean, **{VECTOR: mean.vector_D.astype(np.float32).tolist()})
-
-
-def embedded_schema() -> "pyarrow.Schema":
-    """The columns of these rows."""
-    import pyarrow
-
-    return result_schema(**{VECTOR: pyarrow.list_(pyarrow.float32())})

@@ -6,8 +6,6 @@ set of the hub."""
 
 import io
 import math
-import os
-import select
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from lineartime.data.read_text import (
     READS,
     Piece,
     Row,
+    check_text,
     checked,
     cut,
     ending_of,
@@ -38,8 +37,6 @@ from lineartime.settings import require, require_name
 Label = str | tuple[str, ...] | float
 StdinKind = Literal["text", "jsonl"]
 ON_HUB = "hub:"
-MAX_STDIN = 256 << 20
-"""Bytes, which are held in memory."""
 
 
 class Example(NamedTuple):
@@ -64,21 +61,12 @@ class Piped(NamedTuple):
 
 
 def read_stdin(kind: StdinKind) -> Piped:
-    """All of stdin, which is waited for. Raises UsageError for an unknown kind, DataError for nothing or too much."""
+    """All of stdin, which is waited for. Raises UsageError for an unknown kind, DataError for nothing."""
     require_name("kind of stdin", kind, get_args(StdinKind))
-    content = bytearray()
-    while sys.stdin is not None and len(content) <= MAX_STDIN:
-        # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
-        if select.select([sys.stdin], [], [], 0.2)[0]:
-            block = os.read(sys.stdin.fileno(), 1 << 20)
-            if not block:
-                break
-            content += block
+    content = sys.stdin.buffer.read() if sys.stdin is not None else b""
     if not content:
         raise DataError("nothing on stdin", todo="pipe documents into it")
-    if len(content) > MAX_STDIN:
-        raise DataError("too much on stdin", f"more than {MAX_STDIN:,} bytes", "put it into a file")
-    return Piped(bytes(content), kind)
+    return Piped(content, kind)
 
 
 def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
@@ -167,13 +155,9 @@ def files_of(name: Path | str) -> list[Path]:
 def require_readable(path: Path) -> None:
     """Raise DataError for what is no regular file and for a name that results could not hold, UsageError for a file of
     an unknown kind."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise DataError("a file whose name is not valid UTF-8", ascii(str(path)), "rename it") from None
-    if not os.path.isfile(path):
-        raise DataError("cannot read the input", path,
-                        "it is not a regular file" if os.path.lexists(path) else "there is no such file")
+    check_text(str(path), "its name", ascii(str(path)))
+    if not path.is_file():
+        raise DataError("cannot read the input", path, "there is no such file, or it is not a regular one")
     require(ending_of(path.name) != "", "unknown kind of file", str(path), READS)
 
 
@@ -202,21 +186,6 @@ def not_blank(pieces: Iterable[str], where: str) -> Iterator[str]:
         yield piece
     if blank:
         raise DataError("an empty document", where, "take it out")
-
-
-def check_inputs(names: Iterable[Path | str], out: Path | None = None) -> None:
-    """Raise UsageError for a file that is read twice, for a wrong name on the hub, and for an output in an input
-    folder, which the next run would read. Raises DataError as `files_of` does."""
-    seen: set[str] = set()
-    for name in map(str, names):
-        if name.startswith(ON_HUB):
-            on_hub(name)
-        files = {os.path.realpath(path) for path in files_of(name)} or {name}
-        require(not seen & files, "the same input twice", name, "name it once")
-        seen |= files
-        if out is not None and Path(name).is_dir():
-            require(Path(name).resolve() not in (out.resolve(), *out.resolve().parents),
-                    "the output is inside an input folder", str(out), "choose another place for it")
 
 
 def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:

@@ -5,7 +5,6 @@ its checksum and its JSON."""
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -23,8 +22,6 @@ from lineartime.errors import ResourceError, UsageError
 from lineartime.settings import require
 
 if TYPE_CHECKING:
-    import pyarrow
-
     from lineartime.data.tokenizer import Tokenizer
     from lineartime.documents.examples import Example
     from lineartime.documents.pooling import Mean
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROWS_AT_ONCE = 1024
 BEGINS = b'{"lineartime_rows": "'
 N_CHECKSUM = 16
 """Bytes of a checksum."""
@@ -43,14 +39,6 @@ VECTOR = "embedding"
 def result_row(example: "Example", mean: "Mean", **found: Any) -> dict[str, Any]:
     """A row: the place of a document, the tokens that were read, and what was found."""
     return {"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut, **found}
-
-
-def result_schema(**found: "pyarrow.DataType") -> "pyarrow.Schema":
-    """The columns of these rows."""
-    import pyarrow
-
-    return pyarrow.schema({"file": pyarrow.string(), "number": pyarrow.int64(), "tokens": pyarrow.int64(),
-                           "cut": pyarrow.bool_(), **found})
 
 
 def check_out(out: Path, endings: tuple[str, ...]) -> None:
@@ -90,13 +78,12 @@ def part_of(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def unfinished_rows(out: Path, description: dict[str, Any], schema: Callable[[], "pyarrow.Schema"]
-                    ) -> Iterator[tuple[int, Callable[[dict[str, Any]], None]]]:
+def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[int, Callable[[dict[str, Any]], None]]]:
     """Yields the number of rows that are there already, and a function that adds a row; at the end of the block the
     rows become `out`. After an error they stay.
 
-    description: what the rows are made from. schema: the columns of a `.parquet`. Raises UsageError for a file of
-    other rows, ResourceError for the disk and a file that another process writes."""
+    description: what the rows are made from. Raises UsageError for a file of other rows, ResourceError for the disk and
+    a file that another process writes."""
     path = part_of(out)
     first = BEGINS + hashlib.sha256(json.dumps(description).encode()).hexdigest().encode() + b'"}\n'
     n_rows = 0
@@ -123,7 +110,7 @@ def unfinished_rows(out: Path, description: dict[str, Any], schema: Callable[[],
             with replaced(out) as whole:  # the output is whole under its name before the rows go
                 # `strict`: fewer rows are read than were written only if another process has changed the file.
                 rows = (row for _, row in zip(range(n_rows), sound_rows(file, first), strict=True))
-                write_rows(rows, whole, out.suffix, schema)
+                write_rows(rows, whole, out.suffix)
             path.unlink(missing_ok=True)
     except BlockingIOError:
         raise ResourceError("another process is writing this file", path, "wait for it") from None
@@ -162,17 +149,9 @@ def sound_rows(file: IO[bytes], first: bytes) -> Iterator[bytes]:
         yield row
 
 
-def write_rows(rows: Iterator[bytes], file: IO[bytes], ending: str, schema: Callable[[], "pyarrow.Schema"]) -> None:
-    """Write rows of JSON to a file of any kind."""
-    if ending == ".jsonl":
-        file.writelines(rows)
-    elif ending == ".npy":
+def write_rows(rows: Iterable[bytes], file: IO[bytes], ending: str) -> None:
+    """Write rows of JSON to a `.jsonl`, or the vectors in them to a `.npy`."""
+    if ending == ".npy":
         np.save(file, np.stack([np.array(json.loads(row)[VECTOR], "<f4") for row in rows]))
     else:
-        import pyarrow
-        from pyarrow import parquet
-
-        columns = schema()
-        with parquet.ParquetWriter(file, columns) as writer:
-            while batch := [json.loads(row) for row in itertools.islice(rows, ROWS_AT_ONCE)]:
-                writer.write_table(pyarrow.Table.from_pylist(batch, schema=columns))
+        file.writelines(rows)

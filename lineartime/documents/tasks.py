@@ -18,7 +18,7 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.documents import metrics, report, vectors
 from lineartime.documents.classify import head_of, label_losses, logits_of, require_known, targets_of
-from lineartime.documents.examples import check_inputs, read_examples
+from lineartime.documents.examples import read_examples
 from lineartime.documents.pooling import Reading, padded, row_means
 from lineartime.documents.results import weights_sha256
 from lineartime.documents.texts import (
@@ -123,12 +123,10 @@ class DocumentTask:
 
     def __init__(self, plan: FineTuning, loaded: tuple[LanguageModel, Tokenizer, dict[str, Any]],
                  watch: Callable[..., Count]):
-        """Raises UsageError for files that are named twice, and for a pretrained model that labels or answers."""
+        """Raises UsageError for a pretrained model that labels or answers."""
         self.plan, self.watch, self.learns_labels = plan, watch, plan.task == "classify"
         self.patience: int | None = plan.patience
         self.pretrained, self.tokenizer, _ = loaded
-        for names in (plan.data, plan.validation, plan.test):
-            check_inputs(names, plan.out)
         require(isinstance(self.pretrained, DocumentEncoder) or type(self.pretrained) is LanguageModel,
                 "this model has a head already", str(plan.run), "begin with a language model")
         self.config = with_context(self.pretrained, plan.context or self.pretrained.config.context, {})

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from fake_hub import Hub
-from lineartime.documents.examples import Fields, check_inputs, read_examples, read_stdin
+from lineartime.documents.examples import Fields, read_examples, read_stdin
 from lineartime.errors import DataError, UsageError
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": 'a "word"\nof it', "label": "b"}, {"text": "é", "label": "a"}]
@@ -103,21 +103,6 @@ def test_a_csv_whose_last_line_has_no_end_is_a_warning(tmp_path, caplog):
     (tmp_path / "cut.csv").write_text("text,label\na,b\nc,d")
     assert read(tmp_path / "cut.csv")[0] == ("a", None, "b")
     assert caplog.messages == [f"the last line has no end, so the file may be cut: {tmp_path}/cut.csv:3: 'c,d'"]
-
-
-def test_inputs_are_named_once_and_do_not_hold_the_output(tmp_path):
-    (tmp_path / "in").mkdir()
-    for name in ("in/a.txt", "in/b.txt"):
-        (tmp_path / name).write_text("x")
-    first, folder = tmp_path / "in" / "a.txt", tmp_path / "in"
-    for names in ([first, f"{folder}/./a.txt"], [folder, first], ["-", "-"], ["hub:a/b", first, "hub:a/b"]):
-        with pytest.raises(UsageError, match=r"the same input twice: .*; name it once"):
-            check_inputs(names)
-    check_inputs([first, folder / "b.txt", "-", "hub:a/b"], folder / "out.jsonl")
-    check_inputs([folder], tmp_path / "out.jsonl")
-    for out in (folder / "out.jsonl", folder / "new" / "out.jsonl", folder):
-        with pytest.raises(UsageError, match="the output is inside an input folder"):
-            check_inputs([folder], out)
 
 
 def test_inputs_that_are_none(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lineartime.documents.embed import embedded_schema
 from lineartime.documents.results import part_of, unfinished_rows
 from lineartime.errors import ResourceError, UsageError
 
@@ -48,7 +47,7 @@ ROWS = [{"file": f"é{i % 2}.jsonl", "number": i, "tokens": 10 * i, "cut": i % 3
 
 def go_on(out: Path, stop: int = len(ROWS)) -> int:
     """Add the rows that are missing before `stop`; fewer than all are those of a process that was killed then."""
-    with unfinished_rows(out, MADE_OF, embedded_schema) as (n_done, add):
+    with unfinished_rows(out, MADE_OF) as (n_done, add):
         for row in ROWS[n_done:stop]:
             add(row)
         if stop < len(ROWS):
@@ -120,7 +119,7 @@ def test_only_a_regular_file_is_written(tmp_path, kind):
 
 
 def test_one_process_at_a_time(tmp_path):
-    with unfinished_rows(tmp_path / "v.jsonl", MADE_OF, embedded_schema) as (_, add):
+    with unfinished_rows(tmp_path / "v.jsonl", MADE_OF) as (_, add):
         add(ROWS[0])
         with pytest.raises(ResourceError, match="another process is writing this file"):
             go_on(tmp_path / "v.jsonl")

@@ -61,7 +61,7 @@ RECIPES: dict[str, list[list[str]]] = {
                 "--max-answer-tokens", "6"]],
     "embed": [["run", "text.txt", "--out", "new.npy"], ["exported", "text.jsonl.gz", "--max-tokens", "50"],
               ["small", "-", "--max-tokens", "20"],
-              ["masked", "text.txt", "--out", "new.parquet", "--batch-rows", "2"]],
+              ["masked", "text.txt", "--out", "new.jsonl", "--batch-rows", "2"]],
     "classify": [["finetuned", "text.txt"]],
     "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],

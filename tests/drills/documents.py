@@ -9,7 +9,7 @@ from drills.corruptions import Subject, in_python
 from drills.folders import MADE, verb
 from drills.kills import THERE, Scenario
 
-RESULTS = ["vectors.npy", "vectors.jsonl", "vectors.parquet", "labels.jsonl", "labels.parquet"]
+RESULTS = ["vectors.npy", "vectors.jsonl", "labels.jsonl"]
 SCENARIOS = {
     **{f"{name} of documents": Scenario(verb(*folders.read_documents(MADE, Path("{out}") / name)), when_done=THERE)
        for name in RESULTS},

@@ -99,7 +99,7 @@ def make_documents(made: Path) -> None:
     command(made, finetune_documents(made, "embed", made / "vectors"))
     cut_off(made, finetune_documents(made, "classify", made / "unfinished-labels"), made / "unfinished-labels", 150)
     (made / "parts").mkdir()
-    for name in ("vectors.npy", "vectors.jsonl", "vectors.parquet", "labels.jsonl", "labels.parquet"):
+    for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl"):
         cut_off(made, read_documents(made, made / "parts" / name), made / "parts", 16)
     command(made, add_tokens(made, made / "extended"))
     for k in (1, 2):
