@@ -1,6 +1,5 @@
 """On which devices kernels run, with which tiles, and what is too large for them; no GPU is needed."""
 
-import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -70,17 +69,6 @@ def test_tiles_are_those_of_the_shared_memory(major, kib, kind, monkeypatch):
     assert dispatch.tile_class(torch.device("cpu")) == "large"
 
 
-@pytest.mark.parametrize("kind", ["small", "hopper", "large"])
-def test_tiles_are_copied_while_others_are_multiplied_and_no_product_is_made_twice(kind):
-    """With two stages Triton waits for every copy, and a warp has 16 rows: `test_kernel_resources` sees both in the
-    compiled kernels."""
-    for dtype, causal in itertools.product((torch.bfloat16, torch.float16), (True, False)):
-        parts = [mixed_chunk.attention_tiles(dtype, causal, of, kind) for of in ("out", "queries", "keys")]
-        for tiles in (mixed_chunk.state_tiles(dtype, kind), *parts):
-            assert tiles.n_stages >= 3
-            assert 16 * tiles.n_warps <= tiles.rows or (kind == "small" and not causal)
-
-
 def test_rocm_runs_the_reference(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert dispatch.unsupported_device(torch.device("cuda"), torch.float32) == "kernels are for CUDA, not for ROCm"
@@ -112,16 +100,3 @@ def test_what_is_too_large_for_kernels_or_of_another_width():
             (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
             (64, torch.float16, "fixed", 'sums of chunk_pooling "fixed" do not fit float16')):
         assert dispatch.unsupported_heads(empty(2, 300, 2 * 64, dtype=dtype), s, 256, pooling) == words
-
-
-@pytest.mark.parametrize(("n_chunks", "n_rows", "whole"), [(8, 1, True), (9, 1, False), (32, 1, False), (32, 11, True)])
-def test_few_long_rows_are_walked_by_many_programs(n_chunks, n_rows, whole, monkeypatch):
-    """In two levels where a row of chunks would be walked by few programs, one chunk after another."""
-    grids = []
-    monkeypatch.setattr(GridExecutor, "__call__",
-                        lambda self, *args, **kwargs: grids.append((self.fn.__name__, self.grid)))
-    uvz, documents = torch.zeros(n_rows, n_chunks * 128, 2 * 1536 + S), SimpleNamespace(
-        scales_RBG=torch.ones(1, n_rows, n_chunks), begins_BT=None, ends_BT=None)
-    mixed_chunk.make_states(uvz, uvz[..., 1536:3072], torch.zeros(4, 1, 1, S), documents, 128, backward=False)
-    assert [name for name, _ in grids] == ["walk_states"] + ["scan_states"] * (not whole)
-    assert grids[0][1][0] == 48 * n_rows * (1 if whole else n_chunks)

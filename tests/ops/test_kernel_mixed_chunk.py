@@ -27,23 +27,20 @@ assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention,
     (torch.bfloat16, True, True), (torch.bfloat16, False, True), (torch.float32, True, False),
     (torch.float16, False, True), *rest((torch.float32, False, True), (torch.float16, True, False))])
 def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool) -> None:
-    """Two chunks and part of a third in an odd number of rows, or one row; in float32 one and a part."""
-    odd = with_documents and not causal and dtype == torch.bfloat16
-    n_rows, n_tokens = (1, 133) if dtype == torch.float32 else (3, 261) if odd else (1, 261)
-    assert_held(make_inputs(n_rows, n_tokens, dtype), chunk_size=128, causal=causal,
-                segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
+    """Two chunks and part of a third, in float32 one and a part."""
+    n_tokens = 133 if dtype == torch.float32 else 261
+    assert_held(make_inputs(1, n_tokens, dtype), chunk_size=128, causal=causal,
+                segment_ids_BT=documents(1, n_tokens) if with_documents else None)
 
 
-@pytest.mark.parametrize(("chunk", "causal"), [(256, True), *rest((256, False), (512, True), (512, False))])
-def test_larger_chunks_are_attended_in_rounds(chunk: int, causal: bool) -> None:
-    n_tokens = chunk + 21
-    assert_held(make_inputs(1, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
-                segment_ids_BT=documents(1, n_tokens))
-
-
-def test_sums_in_place_of_means() -> None:
-    assert_held(make_inputs(1, 267, torch.bfloat16), chunk_size=128, causal=True, pooling="sum",
-                segment_ids_BT=documents(1, 267))
+@pytest.mark.parametrize(("n_rows", "n_tokens", "chunk", "causal", "pooling"), [
+    (3, 40, 128, True, "mean"), (1, 1, 128, True, "mean"), (1, 267, 128, True, "sum"), (1, 277, 256, True, "mean"),
+    *rest((1, 277, 256, False, "mean"), (1, 533, 512, True, "mean"), (1, 533, 512, False, "mean"))])
+def test_other_rows_chunks_and_sums_are_held_to_float64(n_rows: int, n_tokens: int, chunk: int, causal: bool,
+                                                        pooling: str) -> None:
+    """Short rows, an odd number of them; sums in place of means; chunks that are attended in rounds."""
+    assert_held(make_inputs(n_rows, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
+                pooling=pooling, segment_ids_BT=documents(n_rows, n_tokens))
 
 
 @pytest.mark.rest
@@ -54,11 +51,6 @@ def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, m
     monkeypatch.setattr(mixed_chunk, "tile_class", lambda device: kind)
     assert_held(make_inputs(1, 140, torch.bfloat16, d_inner=192, chunk=256, parameters=None), chunk_size=256,
                 causal=causal)
-
-
-@pytest.mark.parametrize(("n_tokens", "dtype"), [(1, torch.float32), (40, torch.bfloat16)])
-def test_short_rows(n_tokens: int, dtype: torch.dtype) -> None:
-    assert_held(make_inputs(2, n_tokens, dtype), chunk_size=128, causal=True)
 
 
 @pytest.mark.parametrize("causal", [True, *rest(False)])

@@ -1,13 +1,34 @@
-"""Kernels compiled without a GPU, for six architectures: they fit, nothing spills, and they use the tensor cores."""
+"""Kernels compiled without a GPU, for six architectures: they fit, nothing spills, and they use the tensor cores.
 
+A process of its own compiles them, because tests have Triton interpret kernels: `python test_kernel_resources.py
+ROWS.jsonl few 90 80` calls the ops, forward and backward, on tensors in main memory. Each kernel is compiled as that
+call would have it compiled, for the architectures named, and is not launched. Nothing is computed. ROWS.jsonl gets a
+line for each program. With `everything` in place of `few` more cases are compiled."""
+
+import contextlib
+import itertools
 import json
+import os
+import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "kernel_resources.py"
+from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+from lineartime.ops.dispatch import MUCH_SHARED_KIB
+
 SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
 """Shared memory that one program can have, by architecture: NVIDIA's table of compute capabilities."""
 PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",
@@ -19,15 +40,160 @@ KNOWN_SPILLS = {("attend_queries", 90, 512): 112, ("differentiate_keys", 80, 128
 OTHERS = {"add_norm_rows", "add_norm_rows_backward", "base_gradient_kernel", "decode_columns", "make_heads_kernel"}
 
 
+D_INNER, S = 1536, 128
+LONG_ROW = 2**14
+"""Tokens of a row whose chunk states take two levels."""
+
+
+class Case(NamedTuple):
+    """One call of an op, forward and backward."""
+
+    op: str
+    dtype: str = "bfloat16"
+    chunk: int | None = 256
+    """Tokens in a chunk, where the op has them."""
+    causal: bool = True
+    n_tokens: int = 1024
+    """In a row."""
+
+
+Program = dict[str, Any]
+"""A kernel compiled for one architecture: `kernel`, `arch`, `tile_rows`; `registers` and `spilled` bytes of a thread,
+`shared` bytes of a program, `tensor_cores`, the instructions that use them; and what `pipeline_of` reads."""
+
+
+@contextlib.contextmanager
+def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[list[Program]]:
+    """The programs of the launches inside, in place of making them, for an architecture. known: gets each program by
+    what was compiled, which is compiled once."""
+    launches: list[Program] = []
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        # As in JITFunction.run, for a device that is not here.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*args, debug=False, instrumentation_mode="", **kwargs)
+        key = (arch, kernel.cache_key, str(specialization), str(options))
+        if key not in known:
+            known[key] = compiled(kernel, arch, *kernel._pack_args(backend, options, bound, specialization, options))
+        if known[key] not in launches:
+            launches.append(known[key])
+
+    kind = "small" if SHARED_KIB[arch] < MUCH_SHARED_KIB else "hopper" if arch == 90 else "large"
+    with patch.object(JITFunction, "run", record), patch.object(mixed_chunk, "tile_class", lambda device: kind):
+        yield launches
+
+
+def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, str], constants: dict[Any, Any],
+             attributes: dict[Any, Any]) -> Program:
+    """Compile for an architecture and read what the assembler made of it."""
+    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32),
+                          options=options.__dict__)
+    names = list(signature)
+    named = {names[path[0]]: value for path, value in constants.items() if signature[names[path[0]]] == "constexpr"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(made.asm["cubin"])
+        listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file],
+                                 capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    return {"kernel": kernel.__name__, "arch": arch, "tile_rows": named.get("BM"), "registers": used["REG"],
+            "spilled": used["STACK"] + used["LOCAL"], "shared": made.metadata.shared,
+            "tensor_cores": len(re.findall(r"\b(?:UTC)?HG?MMA\b", listing)), **pipeline_of(made.asm["ttgir"])}
+
+
+def pipeline_of(code: str) -> dict[str, int]:
+    """How a program overlaps copies and products, from its code before registers are given out: `in_flight`, the most
+    copies that a loop lets go on while it multiplies, and `rows_of_warps`, the rows that its warps cover at once."""
+    waits = re.findall(r"async_wait\b.*num = (\d+)", code)
+    warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+)", code)
+    return {"in_flight": max(map(int, waits), default=0), "rows_of_warps": 16 * max(map(int, warps), default=0)}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+
+def gated_attention(case: Case) -> Tensor:
+    """By chunks where the case has them; parameters and angles in float32 as in training."""
+    t, n_rows, n_heads = case.n_tokens, 1 if case.n_tokens == LONG_ROW else 2, 4 if case.chunk else 2
+    inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), numbers(n_heads, S),
+              numbers(n_heads, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2),
+              numbers(2 * (case.chunk or t) - 1))
+    mask = {"causal": case.causal, "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long)}
+    if case.chunk:
+        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, **mask)
+    return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
+
+
+def add_norm(case: Case) -> Tensor:
+    """LayerNorm as in training, where what layers add is `dtype` and the residual stream float32; or ScaleNorm, all in
+    one type."""
+    dtype, one_type = getattr(torch, case.dtype), case.op == "add_norm, one type"
+    x, delta = numbers(2, 512, 768, dtype=dtype if one_type else torch.float32), numbers(2, 512, 768, dtype=dtype)
+    weights = (numbers(1, dtype=dtype), None) if one_type else (numbers(768), numbers(768))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not one_type):
+        total, normed = norm.add_norm(x, delta, *weights)
+    return total.sum() + normed.sum()
+
+
+def one_token(case: Case) -> Tensor:
+    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with heads that are made
+    in the kernel, or before it."""
+    n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
+    place = torch.zeros(n, dtype=torch.long)
+    rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
+            torch.zeros(n, S, D_INNER), place, place, torch.zeros(n))
+    uvz_BF, heads_4BS = torch.zeros(n, 2 * D_INNER + S, dtype=kind), torch.zeros(4, n, S, dtype=kind)
+    if case.op == "chunk_decode_step, made heads":
+        return decode_step.chunk_decode_step(uvz_BF[:, : 2 * D_INNER], heads_4BS, *rest)
+    scale_4S, angle_BR = torch.zeros(4, S, dtype=kind), torch.zeros(n, S // 2, dtype=kind)
+    return decode_step.chunk_decode_step(uvz_BF, (scale_4S, scale_4S, angle_BR, angle_BR), *rest)
+
+
+OPS: dict[str, Callable[[Case], Tensor]] = {
+    "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention, "add_norm": add_norm,
+    "add_norm, one type": add_norm, "chunk_decode_step": one_token, "chunk_decode_step, made heads": one_token}
+
+
+def cases_for(arch: int, everything: bool) -> list[Case]:
+    """What a training run has, for a Hopper, and for a GPU with little shared memory what has other tiles there. With
+    `everything` this for all architectures, and for these two also other types, chunks, masks, and long rows."""
+    usual = [Case(op, chunk=None if op.startswith(("add_norm", "gated_quadratic")) else 256) for op in OPS]
+    if not everything:
+        return usual if arch == 90 else usual[:1]
+    if arch not in (80, 90):
+        return usual
+    made = [usual[0]._replace(chunk=chunk, causal=causal)
+            for chunk, causal in itertools.product((256, 128, 512), (True, False))]
+    # Chunks of 128 alone in float32: larger ones take many rounds of the same code, and minutes of the assembler.
+    made += [usual[0]._replace(n_tokens=LONG_ROW), usual[0]._replace(dtype="float16"),
+             usual[0]._replace(dtype="float32", chunk=128), usual[1]._replace(causal=False)]
+    return made + [case._replace(dtype=dtype) for case in usual[1:] for dtype in ("bfloat16", "float16", "float32")]
+
+
+def main(path: Path, everything: bool, archs: list[int]) -> None:
+    known: dict[tuple[object, ...], Program] = {}
+    with path.open("w", encoding="utf-8") as file, tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        for arch in archs:
+            for case in cases_for(arch, everything):
+                with recording(arch, known) as launches:
+                    out = OPS[case.op](case)
+                    if out.requires_grad:
+                        out.sum().backward()
+                file.writelines(json.dumps({**case._asdict(), **program}) + "\n" for program in launches)
+
+
 @pytest.fixture(scope="module", params=[
     pytest.param((90, 80), marks=pytest.mark.rest),
     *(pytest.param((arch,), marks=pytest.mark.campaign) for arch in SHARED_KIB)], ids=str)
 def rows(request, tmp_path_factory):
-    """Every program of the selected cases, from a process of its own: others here interpret kernels. `make
-    test-all` has few cases for two architectures, the campaign all for each one."""
+    """Every program of the selected cases. `make test-all` has few cases for two architectures, the campaign all for
+    each one."""
     path = tmp_path_factory.mktemp("resources") / "rows.jsonl"
     selection = "everything" if len(request.param) == 1 else "few"
-    done = subprocess.run([sys.executable, SCRIPT, path, selection, *map(str, request.param)], capture_output=True,
+    done = subprocess.run([sys.executable, __file__, path, selection, *map(str, request.param)], capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -56,3 +222,7 @@ def test_products_are_made_once_by_tensor_cores_while_copies_are_in_flight(rows)
             assert row["in_flight"] > 0 or not short, row
             if row["causal"] or row["arch"] in (90, 100):
                 assert row["rows_of_warps"] <= (row["tile_rows"] or 128), row
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "everything", [int(arch) for arch in sys.argv[3:]])
