@@ -108,8 +108,9 @@ class FineTuning:
         for name, off in (("context_parallel", 1), ("window_tokens", None)):
             require(given.get(name) in (None, off), f"{name} is for language modelling", f"{name} = {given.get(name)}",
                     "leave it out")
-        for name in given:
-            if self.task != "questions":  # those of questions depend on the model
+        if self.task != "questions":  # those of questions depend on the model
+            require("eval_tokens" not in given, "all held-out documents are scored", "eval_tokens", "leave it out")
+            for name in given:
                 require_name("setting of training", name, TRAIN_FIELDS)
 
     @property
@@ -117,11 +118,10 @@ class FineTuning:
         """The learning rates to try."""
         return LEARNING_RATES[self.task] if self.learning_rates is None else self.learning_rates
 
-    def train_config(self, rate: float, context: int, n_rows: int, n_held_out: int, clip: float | None) -> TrainConfig:
+    def train_config(self, rate: float, context: int, n_rows: int, clip: float | None) -> TrainConfig:
         """The training at one learning rate, in rows of `context` tokens: the fields of TrainConfig in `settings`, then
         batches of 32 rows, a tenth of the steps for warm-up, a save after each tenth and at least each 500 steps, and
-        `clip`. n_rows: rows to train on. n_held_out: tokens of the held-out documents. Raises UsageError for wrong
-        values."""
+        `clip`. n_rows: rows to train on. Raises UsageError for wrong values."""
         given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
         tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
         require(tokens_per_step >= context and tokens_per_step % context == 0,
@@ -139,10 +139,10 @@ class FineTuning:
         if self.task == "questions":
             steps = given.get("steps", steps)
             own["eval_every"] = max(steps // N_SCORINGS[self.task], 1)
-        else:  # the last step is scored too, and on all documents, so that the best can be chosen
+        else:  # the last step is scored too, so that the best can be chosen
             every = given.get("eval_every", -(-given.get("steps", steps) // N_SCORINGS[self.task]))
             steps = given.get("steps", -(-steps // max(every, 1)) * max(every, 1))
-            own |= {"eval_every": every, "eval_tokens": n_held_out}
+            own["eval_every"] = every
         own |= {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
                 "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1,
                 "save_every": min(max(steps // 10, 1), 500)}

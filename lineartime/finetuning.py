@@ -37,8 +37,8 @@ TASKS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
 """What a model can learn. A task has
 
 - `config` of the new model, `new_model(seed)` with the pretrained weights and a drawn head, and its `files()`;
-- `read()`, which reads the data and returns the numbers of rows to train on and of held-out tokens; after that `facts`,
-  what a run depends on beside the configurations, and `result_facts`, what the result depends on too;
+- `read()`, which reads the data and returns the number of rows to train on; after that `facts`, what a run depends on
+  beside the configurations, and `result_facts`, what the result depends on too;
 - `objective(run, ranks)`: what `fit` trains on and scores by, an `objectives.Objective`;
 - `patience`: a run ends after so many held-out scorings without a better score or loss, and its best step counts; None:
   it goes on to its last step, which counts;
@@ -71,8 +71,8 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         return stop.watch(f"{saved}; the same command goes on", progress, what, total, ranks)
 
     task = TASKS[plan.task](plan, loaded, watch)
-    runs_of(plan, task.config, 1 << 40, 1)  # wrong settings are refused before the data are read
-    runs = runs_of(plan, task.config, *task.read())
+    runs_of(plan, task.config, 1 << 40)  # wrong settings are refused before the data are read
+    runs = runs_of(plan, task.config, task.read())
     settings = {**task.facts, **task.result_facts, "model": to_dict(task.config),
                 "train": {name: to_dict(run.train) for name, run in runs.items()}}
     # One process at a time has the folder. A complete one is only compared; else its runs begin, or go on, in order.
@@ -101,12 +101,12 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     return result
 
 
-def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int, n_held_out: int) -> dict[str, RunConfig]:
-    """The runs by the names of their learning rates. FLASH is not clipped, as in the paper's fine-tuning (Section 4.3).
-    n_rows, n_held_out: see `FineTuning.train_config`."""
+def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, RunConfig]:
+    """The runs by the names of their learning rates, to train on `n_rows` rows. FLASH is not clipped, as in the paper's
+    fine-tuning (Section 4.3)."""
     clip = None if is_flash(config) else TrainConfig().clip
     data = ", ".join(map(str, plan.data))
-    return {name_of(rate): RunConfig(config, plan.train_config(rate, config.context, n_rows, n_held_out, clip),
+    return {name_of(rate): RunConfig(config, plan.train_config(rate, config.context, n_rows, clip),
                                      "fine-tuned", plan.task, data, str(plan.out / f"lr-{name_of(rate)}"))
             for rate in plan.rates}
 

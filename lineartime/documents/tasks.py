@@ -21,14 +21,7 @@ from lineartime.documents.classify import head_of, label_losses, logits_of, requ
 from lineartime.documents.examples import read_examples
 from lineartime.documents.pooling import Reading, padded, row_means
 from lineartime.documents.results import weights_sha256
-from lineartime.documents.texts import (
-    TokenizedTexts,
-    epoch_rows,
-    first_held_out,
-    read_texts,
-    read_vectors,
-    reading_of,
-)
+from lineartime.documents.texts import TokenizedTexts, epoch_rows, read_texts, read_vectors, reading_of
 from lineartime.documents.vectors import TEMPERATURE, contrastive_losses, same_texts, score_texts
 from lineartime.finetune_config import FineTuning
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
@@ -68,14 +61,10 @@ class LabelObjective:
         return label_losses(self.head, model.label_logits(row_means(model, ids_BT)), targets)
 
     def evaluate(self, model: LanguageModel, progress: Count | None = None) -> dict[str, Any]:
-        """The scores of held-out documents, see `first_held_out`. Every rank reads all of them, for a share would be
-        batched, and rounded, in another way."""
-        return self.score(model, first_held_out(self.validation, self.config), progress)
-
-    def score(self, model: LanguageModel, texts: TokenizedTexts, progress: Count | None = None) -> dict[str, Any]:
-        """The scores of documents that are read whole."""
-        logits_NL = read_logits(model, texts.ids, reading_of(self.config), progress)
-        return metrics.score_labels(self.head, logits_NL, targets_of(self.head, texts.labels))
+        """The scores of the held-out documents, which are read whole. Every rank reads all of them, for a share would
+        be batched, and rounded, in another way."""
+        logits_NL = read_logits(model, self.validation.ids, reading_of(self.config), progress)
+        return metrics.score_labels(self.head, logits_NL, targets_of(self.head, self.validation.labels))
 
 
 def read_logits(model: nn.Module, ids: Sequence[np.ndarray], reading: Reading,
@@ -109,12 +98,8 @@ class PairObjective:
         return contrastive_losses(row_means(model, first_BT), row_means(model, second_BT), same_B2)
 
     def evaluate(self, model: LanguageModel, progress: Count | None = None) -> dict[str, Any]:
-        """The scores of held-out pairs; every rank reads all of them, as of labels."""
-        return self.score(model, first_held_out(self.validation, self.config, least=2), progress)
-
-    def score(self, model: LanguageModel, texts: TokenizedTexts, progress: Count | None = None) -> dict[str, Any]:
-        """The scores of pairs that are read whole."""
-        return score_texts(model, texts, reading_of(self.config), progress)
+        """The scores of the held-out pairs; every rank reads all of them, as of labels."""
+        return score_texts(model, self.validation, reading_of(self.config), progress)
 
 
 class DocumentTask:
@@ -131,7 +116,7 @@ class DocumentTask:
                 "this model has a head already", str(plan.run), "begin with a language model")
         self.config = with_context(self.pretrained, plan.context or self.pretrained.config.context, {})
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> int:
         """Read what is trained on, chosen on and perhaps tested on, and say how much it is."""
         plan, self.splits = self.plan, dict[str, TokenizedTexts]()
         self.unit = "documents" if self.learns_labels else "pairs"
@@ -157,7 +142,7 @@ class DocumentTask:
         else:
             self.facts |= {"temperature": TEMPERATURE}
         self.say_splits()
-        return len(self.train), self.validation.n_tokens
+        return len(self.train)
 
     def say_splits(self) -> None:
         """Log how many documents there are, and what is not read of them."""
@@ -193,7 +178,7 @@ class DocumentTask:
     def score(self, run: RunConfig, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
         """The scores of all held-out documents."""
         counted = self.watch("scoring", self.validation.n_tokens, ranks)
-        return self.objective(run, ranks).score(model, self.validation, counted)
+        return self.objective(run, ranks).evaluate(model, counted)
 
     def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
         return scores["score"], -scores["held_out"]["loss"]

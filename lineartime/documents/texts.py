@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import epoch_order, places_of_step
+from lineartime.data.tokens import places_of_step
 from lineartime.documents.examples import Example, Label
 from lineartime.documents.pooling import Reading, document_ids, read_means, token_pieces
 from lineartime.errors import DataError
@@ -114,17 +114,6 @@ def drawn_stretch(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> 
     key = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
     first = int.from_bytes(key[:8], "little") % n_tokens // size * size
     return slice(first, min(first + size, n_tokens))
-
-
-def first_held_out(texts: TokenizedTexts, config: RunConfig, least: int = 1) -> TokenizedTexts:
-    """Held-out texts in a drawn order, up to `eval_tokens` tokens, at least so many."""
-    order = epoch_order(config.train.seed, 0, len(texts))
-    rows = texts.rows
-    before = np.cumsum([0, *(sum(map(len, rows[i])) for i in order)])[:-1]
-    chosen = order[: max(int((before < config.train.eval_tokens).sum()), least)]
-    ids, labels, second_ids = ([column[i] for i in chosen] if column else []
-                               for column in (texts.ids, texts.labels, texts.second_ids))
-    return TokenizedTexts(ids, labels, second_ids=second_ids)
 
 
 def read_vectors(model: LanguageModel, ids: Iterable[np.ndarray], reading: Reading,

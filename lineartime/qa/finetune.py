@@ -95,7 +95,7 @@ class QuestionTask:
         self.config = span_config(self.pretrained, context, changes)
         self.new_model(0)  # raises for weights that do not fit before questions are read
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> int:
         plan, paths = self.plan, [Path(name) for name in self.plan.data]
         self.validation = list(read_questions(map(Path, plan.validation), plan.evidence))
         if not any(question.accepted for question in self.validation):
@@ -118,7 +118,7 @@ class QuestionTask:
             "rows_sha256": self.train.sha256(), "tokenizer_sha256": self.tokenizer.sha256,
             "validation_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
             **dataclasses.asdict(self.windows)}
-        return len(self.train), 0
+        return len(self.train)
 
     def new_model(self, seed: int) -> SpanModel:
         return span_model(self.pretrained, self.config, seed)

@@ -167,7 +167,7 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     steps = [0]
 
     def evaluate(self, model, progress=None):
-        return dict(zip(("score", "loss"), scores[steps[-1]], strict=True))
+        return {**dict(zip(("score", "loss"), scores[steps[-1]], strict=True)), "accuracy": 0.0, "macro_f1": 0.0}
 
     def at(record):
         if "loss" in record:
@@ -202,7 +202,7 @@ def objective_of(train, head, seed=0, **fields):
     how = FineTuning("", ("x",), ("x",), Path("x"), "classify",
                      settings={"seed": seed, "tokens_per_step": 4 * CONTEXT})
     config = lineartime.model_config("flash", context=CONTEXT, **fields)
-    return LabelObjective(runs_of(how, config, len(train), 9)["1e-03"], head, train, train)
+    return LabelObjective(runs_of(how, config, len(train))["1e-03"], head, train, train)
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -340,6 +340,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     refuse(3, "a label that is no number", more=["--labels", "number"])
     for option, value, words in (
             ("--labels", "many", "unknown kind of labels"), ("--set", "chunk_size=8", "unknown setting of training"),
+            ("--set", "eval_tokens=9", "all held-out documents are scored"),
             ("--task", "classification", "unknown task"), ("--stride", 3, "for another task"),
             ("--patience", 0, "patience = 0"), ("--max-tokens", 0, "max_tokens = 0"), ("--context", 1, "context = 1")):
         refuse(2, words, more=[option, value])

@@ -108,16 +108,6 @@ def test_without_rows_nothing_stays(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["a link", "a pipe"])
-def test_only_a_regular_file_is_written(tmp_path, kind):
-    notes, part = tmp_path / "notes", part_of(tmp_path / "v.jsonl")
-    notes.touch()
-    {"a link": part.symlink_to, "a pipe": lambda _: os.mkfifo(part)}[kind](notes)
-    with pytest.raises(ResourceError, match="cannot write"):
-        go_on(tmp_path / "v.jsonl")
-    assert not notes.read_bytes() and not (tmp_path / "v.jsonl").exists()
-
-
 def test_one_process_at_a_time(tmp_path):
     with unfinished_rows(tmp_path / "v.jsonl", MADE_OF) as (_, add):
         add(ROWS[0])
