@@ -4,21 +4,19 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 
-from lineartime.config import ModelConfig, to_dict
+from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
-from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
 from lineartime.markdown import code_block, in_markdown, markdown
 from lineartime.release.provenance import machine
-from lineartime.run_config import SIZES, nearest_preset, run_config
+from lineartime.run_config import nearest_preset, run_config
 from lineartime.settings import replace_fields
 
 
@@ -121,42 +119,23 @@ def minute(seconds: float) -> str:
 
 
 def train_command(card: Card) -> str:
-    """The command that trains such a model: the size that is nearest, and every setting that differs from it."""
-    shares = ",".join(f"DATA{i}:{weight}" for i, (_, weight) in enumerate(card.text, 1))
-    settings = {"data": "DATA" if len(card.text) == 1 else shares, "out": "RUN"}
-    source = None
-    if "from" in card.description:
-        source = replace_fields(ModelConfig(), card.description["from_model"])
-        settings["from"] = source_of(card)
+    """The command that trains such a model: the paper's size, and every setting that differs from it."""
+    run, shares = card.description, ",".join(f"DATA{i}:{weight}" for i, (_, weight) in enumerate(card.text, 1))
+    settings = {"size": "paper", "data": "DATA" if len(card.text) == 1 else shares, "out": "RUN"}
+    if "from" in run:
+        first, source = {"from": source_of(card)}, replace_fields(ModelConfig(), run["from_model"])
     else:
-        settings |= {name: card.description["preset" if name == "model" else name] for name in ("model", "task")}
-    wanted, by_size = to_dict(card.config) | card.description["train"], {}
-    for size in SIZES:
-        with suppress(UsageError):  # a size that these settings do not go with
-            by_size[size] = changed_settings(settings | {"size": size}, wanted, source)
-    settings["size"] = size = min(by_size, key=lambda each: len(by_size[each]))
-    words = ["lineartime", "train", *([settings["model"]] if source is None else [])]
-    for name in ("from", "size", "task", "data", "out"):
-        words += [f"--{name}", settings[name]] if name in settings else []
-    for name, value in by_size[size].items():
-        words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
+        first, source = {"model": run["preset"], "task": run["task"]}, None
+    wanted = to_dict(card.config) | run["train"]
+    paper = run_config(first | settings | {"steps": wanted["steps"]}, source)  # the steps decide the warm-up
+    usual = to_dict(paper.model) | to_dict(paper.train) | {"steps": TrainConfig.steps}
+    words = ["lineartime", "train"]
+    for name, value in (first | settings).items():
+        words += [value] if name == "model" else [f"--{name}", value]
+    for name, value in wanted.items():
+        if value != usual[name] and name not in ("vocab_size", "end_of_document"):
+            words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
     return shlex.join(words)
-
-
-def changed_settings(settings: dict[str, Any], wanted: dict[str, Any], source: ModelConfig | None) -> dict[str, Any]:
-    """What is to be set beside `settings` for a run with the fields that are wanted, but those of its data.
-
-    A size fits other fields to the steps, the context and the width, so these are set first."""
-    changed: dict[str, Any] = {}
-    fitted_to = ("steps",) if settings["size"] == "paper" else ("steps", "context", "d_model")
-    while True:
-        made = run_config(settings | changed, source)
-        fields = to_dict(made.model) | to_dict(made.train)
-        other = {name: value for name, value in wanted.items()
-                 if value != fields[name] and name not in ("vocab_size", "end_of_document")}
-        if not other:
-            return {name: changed[name] for name in wanted if name in changed}
-        changed |= {name: other[name] for name in fitted_to if name in other} or other
 
 
 def source_of(card: Card) -> str:
