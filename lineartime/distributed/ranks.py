@@ -1,7 +1,7 @@
 """The processes that `torchrun` starts for one task. A process on its own is rank 0 of 1, and communicates with nobody.
 
 A rank that ends with an error says so in one line, and is the only one that speaks: the others lose their connection to
-it, and end without a word. The store of `torchrun` counts who has spoken, and holds a sign of life of each rank."""
+it, and end without a word. The store of `torchrun` counts who has spoken."""
 
 import datetime
 import json
@@ -26,10 +26,8 @@ WITH_RANKS = ("train", "finetune", "evaluate")
 """The verbs whose work `torchrun` divides; `python -m benchmarks step` measures it."""
 TIMEOUT_S, MOST_SECONDS = 300, 10**7
 """Seconds after which a rank that does not answer is lost, and the most that may be asked for."""
-SIGN_OF_LIFE_S = 0.5
-"""Seconds between two signs of life of a rank."""
-SILENCE_S = 3.0
-"""Seconds without a sign of life after which a rank is named as lost."""
+HEAD_START_S = 3.0
+"""Seconds in which a rank that has failed may say so before the ranks that have lost it speak."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 
     n_in_row: ranks that share each row, see `in_rows`. between is called often until all are connected, and may raise.
     Inside a block that is open already no connection is made, and in a process on its own nothing happens. Raises
-    RankError, with the ranks that were lost, when another rank ends or does not answer for `timeout_s` seconds;
-    ResourceError for a port that cannot be opened; and as `in_rows`."""
+    RankError when another rank ends or does not answer for `timeout_s` seconds; ResourceError for a port that cannot be
+    opened; and as `in_rows`."""
     import torch.distributed as dist
 
     require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",
@@ -128,33 +126,25 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     if dist.is_initialized():
         yield with_groups(in_rows(Ranks(dist.get_rank(), dist.get_world_size()), n_in_row), timeout)
         return
-    # A thread joins the group, while this one can still hear a signal or that another rank has failed.
-    end, spoken = threading.Event(), threading.Event()
 
     def join() -> Ranks:
         """In a thread of its own, see `within`: PyTorch may wait here for as long as others do not come."""
-        store = open_store()
-        threading.Thread(target=live, args=(ranks, store, end, spoken), daemon=True).start()
-        own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
+        own = open_store().clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
         own.set_timeout(timeout)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout, store=own,
                                 rank=ranks.rank, world_size=ranks.size)
         return with_groups(ranks, timeout)
 
-    def check() -> None:
-        between()
-        if spoken.is_set():
-            raise RankError("a rank ended before it met the others", todo="see its own output")
-
     try:
-        yield within(timeout_s + 1, join, check)  # a second more, for `join` can say which rank did not come
+        yield within(timeout_s, join, between)
     except RuntimeError as e:
         if not is_lost_connection(e):
             raise
-        raise RankError("a rank was lost", lost_ranks(ranks),
-                        "see its own output; the same command goes on from the last checkpoint") from e
+        time.sleep(HEAD_START_S)
+        where = "rank {RANK} of {WORLD_SIZE} has lost another, MASTER_ADDR = {MASTER_ADDR}, MASTER_PORT = {MASTER_PORT}"
+        raise RankError("a rank was lost", where.format_map(os.environ),
+                        "see torchrun's report; the same command goes on from the last checkpoint") from e
     finally:
-        end.set()
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -197,33 +187,6 @@ def open_store() -> "Store":
     except DistError as e:
         raise ResourceError("the ranks cannot meet", f"MASTER_PORT = {env['MASTER_PORT']}", "choose a free port") from e
     return PrefixStore(f"lineartime/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def live(ranks: Ranks, store: "Store", end: threading.Event, spoken: threading.Event) -> None:
-    """Give signs of life of this rank until `end`. Sets `spoken` when a rank has spoken of an error."""
-    with suppress(RuntimeError):
-        while not end.is_set():
-            store.add(f"life/{ranks.rank}", 1)
-            if store.add("spoken", 0):
-                spoken.set()
-            end.wait(SIGN_OF_LIFE_S)
-
-
-def lost_ranks(ranks: Ranks) -> str:
-    """The ranks that gave no sign of life for some seconds, in words."""
-    # Each rank counts up a number of its own in the store, see `live`. Which stand still?
-    def signs() -> list[int]:
-        return [open_store().add(f"life/{rank}", 0) for rank in range(ranks.size)]
-
-    # Without an answer of the store nobody knows: it is on rank 0's machine.
-    with suppress(RuntimeError):
-        if open_store.cache_info().currsize:  # it has answered before
-            before = within(SILENCE_S, signs)
-            time.sleep(SILENCE_S)
-            after = within(SILENCE_S, signs)
-            lost = [str(rank) for rank in range(ranks.size) if before[rank] == after[rank] and rank != ranks.rank]
-            return f"rank{'s' * (len(lost) > 1)} {', '.join(lost)} of {ranks.size}" if lost else "it is not known which"
-    return "rank 0 or its machine, MASTER_ADDR = {MASTER_ADDR}, MASTER_PORT = {MASTER_PORT}".format_map(os.environ)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
