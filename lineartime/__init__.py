@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
     from lineartime.context_use import measure_context_use
     from lineartime.data.prepare import prepare
-    from lineartime.data.pretrained import model_folder
     from lineartime.data.tokens import open_split
     from lineartime.documents.classify import classify
     from lineartime.documents.embed import embed
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from lineartime.model import LanguageModel
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
+    from lineartime.run_config import model_folder
     from lineartime.training import train
 
     __version__: str
@@ -39,7 +39,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
          "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
-         "evaluate_questions": "qa.spans", "model_folder": "data.pretrained", "embed": "documents.embed",
+         "evaluate_questions": "qa.spans", "model_folder": "run_config", "embed": "documents.embed",
          "classify": "documents.classify", "load_classifier": "load"}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
-from lineartime.data.pretrained import named_folder, shipped_models
+from lineartime.run_config import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
 
 TaskName = Literal["questions", "classify", "embed"]

@@ -16,7 +16,6 @@ import torch
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
 from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
-from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.documents.tasks import DocumentTask
 from lineartime.errors import UsageError
@@ -25,7 +24,7 @@ from lineartime.load import load_model
 from lineartime.model import LanguageModel
 from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
 from lineartime.run import Run, different, read_fine_tuning, result_or_none
-from lineartime.run_config import RunConfig
+from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require
 from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once

@@ -20,12 +20,11 @@ from lineartime.config_json import (
     is_encoder,
     model_config_from_json,
 )
-from lineartime.data.pretrained import named_folder
-from lineartime.data.run_settings import RUN_FILE
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
+from lineartime.run_config import RUN_FILE, named_folder
 
 SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
 """What `save_pretrained` writes beside weights in several files: the file of each tensor."""

@@ -11,10 +11,10 @@ import numpy as np
 
 from lineartime.atomic_io import read_bytes, replaced
 from lineartime.config import ModelConfig
-from lineartime.data.run_settings import RESULT_FILE
 from lineartime.errors import CheckpointError, DataError, UsageError
 from lineartime.info import describe, millions
 from lineartime.run import METRICS_FILE, read_metrics, read_result, read_run
+from lineartime.run_config import RESULT_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

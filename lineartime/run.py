@@ -18,12 +18,11 @@ from lineartime import checkpoint
 from lineartime.atomic_io import open_regular, read_json, read_json_lines, write_atomically, write_json
 from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.config_json import model_config_json
-from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 from lineartime.distributed.ordered import ParameterPart, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel
-from lineartime.run_config import RunConfig
+from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
 from lineartime.settings import replace_fields
 
 METRICS_FILE = "metrics.jsonl"

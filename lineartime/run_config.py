@@ -1,10 +1,16 @@
 """One training run: the settings of the command line and of files, resolved to a model, its hyperparameters and its
-folders."""
+folders; and what the data, the weights and the run that is in its folder already give to it. Nothing here imports
+torch, so that wrong settings are refused at once."""
 
+import logging
 import typing
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lineartime.atomic_io import read_bytes, read_json
 from lineartime.config import (
     MODEL_FIELDS,
     PRESETS,
@@ -14,9 +20,22 @@ from lineartime.config import (
     check_context_parallel,
     model_config,
 )
+from lineartime.config_json import (
+    CLASSIFICATION,
+    QUESTION_ANSWERING,
+    architecture_of,
+    is_encoder,
+    model_config_from_json,
+)
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.settings import parse_field, replace_fields, require, require_name
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
+RUN_FILE, RESULT_FILE = "run.json", "result.json"
+MODELS = Path(__file__).parent / "models"
+"""The models that ship with the package, each in a folder of its name."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,10 +107,7 @@ HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
 """Presets that take half of a size's learning rate, by the search at "tiny" in docs/results.md."""
 PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
 """What suits pairs of attention and FFN better than the paper's values, by the same search."""
-SHAPE_FIELDS = ("n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "chunk_size")
-"""Fields that say how large a model is."""
-RECIPE_FIELDS = ("learning_rate", "warmup_steps", "clip", "clip_scope", "adam_beta2", "init_std")
-"""Fields in which the sizes of another version may differ: a run that is there keeps its own."""
+DEFAULT_SIZE = "tiny"
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -202,3 +218,128 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name, value.strip()
     kind = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)[name]
     return name, parse_field(name, value.strip(), kind)
+
+
+# What data, weights and the run in the folder give to a run
+
+
+def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
+    """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The prepared data give the
+    vocabulary's size and the end-of-document token if the settings do not. With `from` the weights give the model;
+    their tokenizer must be the data's, which may have more tokens. A run that is saved in the folder keeps its warm-up
+    if the settings name none, and knows its weights' model, so that they need not be there.
+
+    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of several tokenizers or
+    of another than the weights', and for data without [MASK] if the model is not causal; UsageError and DataError as
+    `read_manifest` does."""
+    from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
+
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    given = {"size": DEFAULT_SIZE, **given}
+    check_names(given)
+    there = saved_run(Path(given["out"]))
+    source = None
+    if "from" in given:
+        has_begun = there.get("from") == given["from"]
+        source = replace_fields(ModelConfig(), there["from_model"]) if has_begun else read_source(given["from"])
+    asked = run_config(given, source).train  # wrong settings are refused before the data are looked for
+    if there and there["train"]["warmup_steps"] <= asked.steps:
+        given = {"warmup_steps": there["train"]["warmup_steps"], **given}
+    manifest = read_manifests(given["data"])[0]
+    if source is None:
+        given = {"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document, **given}
+    else:
+        if not has_begun:
+            require_same_tokens(given["from"], given["data"])
+        vocab_size = max(source.vocab_size, manifest.vocab_size)
+        require(given.get("vocab_size", vocab_size) == vocab_size, "the vocabulary is that of the weights and the data",
+                f"vocab_size = {given.get('vocab_size')}, not {vocab_size}", "leave it out")
+        given["vocab_size"] = vocab_size
+    config = run_config(given, source)
+    require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
+            f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
+    if not config.model.causal:
+        require_mask(manifest.tokenizer.get("mask"), given["data"])
+    return config
+
+
+def saved_run(out: Path) -> dict[str, Any]:
+    """The description of the run that a folder holds; empty without one, and for one that has saved nothing yet or is
+    damaged, of which `Run` speaks."""
+    if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
+        with suppress(CheckpointError):
+            return read_json(out / RUN_FILE)
+    return {}
+
+
+def read_source(name: str) -> ModelConfig:
+    """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where there are none, and
+    for a model with another head; CheckpointError for files that cannot be read."""
+    config, text = read_config(weights_folder(name))
+    for head, does in ((QUESTION_ANSWERING, "answers questions"), (CLASSIFICATION, "labels documents")):
+        require(architecture_of(text) != head, f"this model {does}", name, "begin with a language model")
+    require(not is_encoder(text), "this model gives documents vectors", name, "begin with a language model")
+    return config
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, str]:
+    """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if it cannot be read,
+    UsageError if it is no model's."""
+    try:
+        text = read_bytes(folder / "config.json").decode()
+    except (OSError, UnicodeDecodeError) as e:
+        raise CheckpointError("cannot read", folder / "config.json", getattr(e, "strerror", None) or str(e)) from None
+    try:
+        return model_config_from_json(text), text
+    except UsageError as e:
+        raise UsageError(e.what, folder / "config.json", e.todo) from None
+
+
+def require_same_tokens(weights: str, data: str) -> None:
+    """Raise UsageError unless the data's tokenizer is that of the weights, or has further tokens besides."""
+    from lineartime.data.mixture import read_mixture
+    from lineartime.data.tokenizer import TOKENIZER_FILE, added_tokens, load_tokenizer
+
+    old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)
+    new = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE)
+    require(old.sha256 == new.sha256 or added_tokens(old, new) is not None,
+            "the weights and the data have different tokenizers",
+            f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
+            f"prepare the data with --tokenizer {weights}")
+
+
+# Models by the name that a person gives: one that ships with the package, or a folder
+
+
+def shipped_models() -> list[str]:
+    """The names of the models that ship with the package."""
+    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model that ships with the package. Raises UsageError for an unknown name."""
+    require_name("shipped model", name, shipped_models())
+    return MODELS / name
+
+
+def named_folder(name: str | Path) -> Path:
+    """The folder of a shipped model by its name, a str; or any other folder by its path. A shipped model comes before a
+    folder of its name, with a warning. Raises UsageError if there is none."""
+    is_shipped = name in shipped_models()
+    folder = MODELS / name if is_shipped else Path(name)
+    if is_shipped and Path(name).is_dir():
+        logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
+    require(folder.is_dir(), "no weights here", str(name),
+            f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
+    return folder
+
+
+def weights_folder(name: str) -> Path:
+    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
+    newest checkpoint that has a configuration. Raises UsageError if there is none."""
+    folder = named_folder(name)
+    saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    for each in (folder, *saved):
+        if (each / "config.json").is_file():
+            return each
+    raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")

@@ -24,11 +24,11 @@ from benchmarks import Row
 from benchmarks.append import append_json_lines, rows_in
 from benchmarks.paper.memory import difference_text, differences
 from benchmarks.recall.report import spread_text
-from lineartime.data.pretrained import named_folder
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.markdown import markdown
 from lineartime.model import LanguageModel
 from lineartime.release.provenance import provenance
+from lineartime.run_config import named_folder
 from studies import named_models, run
 from studies.document_scores import INTERVAL
 from studies.labelled_texts import books

@@ -10,8 +10,7 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, source_of
-from lineartime.data.pretrained import shipped_models, weights_folder
-from lineartime.run_config import SIZES, run_config
+from lineartime.run_config import SIZES, read_config, run_config, shipped_models, weights_folder
 from lineartime.settings import describe_kind, replace_fields, require
 
 MODELS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -87,7 +86,6 @@ def info(
     is_trained = model in shipped_models() or any((Path(model) / name).is_file() for name in (
         "run.json", "config.json"))
     if model not in PRESETS and is_trained and not verify and plan is None:
-        from lineartime.data.run_settings import read_config
         from lineartime.info import print_description
 
         print_description(replace_fields(read_config(weights_folder(model))[0], settings), model)

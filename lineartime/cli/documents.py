@@ -18,9 +18,9 @@ from lineartime.cli.terminal import (
     results_are_files,
     say_stopping,
 )
-from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Fields, MaxTokens, PairField, TextField
+from lineartime.run_config import named_folder
 from lineartime.settings import require
 
 if TYPE_CHECKING:

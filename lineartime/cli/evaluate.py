@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.questions import evaluate_questions
 from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.data.pretrained import named_folder
 from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
+from lineartime.run_config import named_folder
 from lineartime.settings import require, require_precision
 
 GO_WITH = {"--contexts": ("--document-tokens", "--out"),

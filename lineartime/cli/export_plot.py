@@ -6,8 +6,8 @@ from typing import Annotated
 from lineartime.atomic_io import read_json
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
-from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
+from lineartime.run_config import RESULT_FILE, RUN_FILE, named_folder
 
 
 def export(
@@ -23,7 +23,6 @@ def export(
     It holds weights in bfloat16 and a model card with held-out scores; of a model that labels documents or gives them
     vectors, weights in float32 and the report of its fine-tuning as the card."""
     results_are_files()
-    from lineartime.data.run_settings import RESULT_FILE, RUN_FILE
 
     folder = named_folder(run)
     result = folder / RESULT_FILE

@@ -9,8 +9,8 @@ from typing import Annotated
 from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal
-from lineartime.data.pretrained import named_folder
 from lineartime.errors import UsageError
+from lineartime.run_config import named_folder
 from lineartime.settings import require, require_precision
 
 LONG_PROMPT = 20_000

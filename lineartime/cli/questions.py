@@ -15,10 +15,10 @@ from lineartime.cli.terminal import (
     say,
     say_stopping,
 )
-from lineartime.data.pretrained import named_folder
 from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.errors import DataError, UsageError
 from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
+from lineartime.run_config import named_folder
 from lineartime.settings import require
 
 if TYPE_CHECKING:

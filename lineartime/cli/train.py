@@ -19,7 +19,7 @@ from lineartime.cli.terminal import (
 from lineartime.cli.tracking import Tracker, require_tracker
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
-from lineartime.run_config import SIZES, RunConfig
+from lineartime.run_config import DEFAULT_SIZE, RESULT_FILE, SIZES, RunConfig, config_for_data
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
@@ -42,8 +42,8 @@ class RunOptions:
     weights: Annotated[str | None, "Begin with the weights of a run, a checkpoint, an exported folder, or `small`.",
                        "--from RUN"] = None
     out: Annotated[str | None, "Folder for the run; an unfinished run there is continued."] = None
-    size: Annotated[str | None, f"How large the model and its training are: {', '.join(SIZES)}. By default what fits "
-                    "the machine; paper for a file that sets layers, width, batch and steps.", SIZES] = None
+    size: Annotated[str | None, f"How large the model and its training are: {', '.join(SIZES)}. By default "
+                    f"{DEFAULT_SIZE}; paper for a file that sets layers, width, batch and steps.", SIZES] = None
     task: Annotated[str | None, "Take the model as the paper has it for c4, wiki40b or pg19.", TASKS] = None
     context: Annotated[int | None, "Tokens in a row."] = None
     tokens_per_step: Annotated[int | None, "Tokens in a batch."] = None
@@ -76,14 +76,12 @@ def train(
         require_tracker(log)
     given = options.settings() | settings
     with interrupted_at_once():  # the imports take seconds
-        from lineartime.data.run_settings import sized_config
-
-        config, size_words = sized_config(given, device)
+        config = config_for_data(given)
         from lineartime.data.tokens import read_manifests
         from lineartime.training import StopSignal, train
 
     manifests = read_manifests(config.data)
-    say_plan(config, manifests, size_words, device)
+    say_plan(config, manifests, given.get("size"), device)
     is_logged = log is not None and launched().is_first
     tracker = closing(Tracker(f"{config.out}/tensorboard")) if is_logged else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
@@ -102,9 +100,8 @@ def train(
     say_trained(done)
 
 
-def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: str | None) -> None:
-    """Print what a run will read, make and take, unless it is complete."""
-    from lineartime.data.run_settings import RESULT_FILE
+def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None, device: str | None) -> None:
+    """Print what a run of the size that was named will read, make and take, unless it is complete."""
     from lineartime.info import describe
     from lineartime.runtime import available_bytes, pick_device
 
@@ -116,7 +113,7 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str, device: 
     held_out = tokens_of(manifests, "validation")
     layers = f"{model.n_layers} {'layer' if model.ffn == 'gau' else 'pair'}{'s' * (model.n_layers > 1)}"
     chunks = "" if model.chunk_size is None else f", chunks of {model.chunk_size:,}"
-    say(f"size     {size}")
+    say(f"size     {size or f'{DEFAULT_SIZE}; to choose another, name a size: ' + ', '.join(SIZES)}")
     say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {layers} of width "
         f"{model.d_model}{chunks}")
     if config.preset == "flash" and config.source is None and not model.is_ablated_gau:

@@ -23,7 +23,6 @@ from lineartime.data import corpora
 from lineartime.data.hub import hub_files
 from lineartime.data.parts import TextPart, first_part, ordered_parts, require_same_part, write_part
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
-from lineartime.data.pretrained import shipped_models, weights_folder
 from lineartime.data.slices import CheckedFile, Part, Reading, Slice, check_file, divide, hold_out, texts_of
 from lineartime.data.splits import Source, find_sources
 from lineartime.data.tokenizer import (
@@ -39,6 +38,7 @@ from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest
 from lineartime.data.units import FINISHED, UNITS, Encoded, encode_unit, joined_ids, units_of
 from lineartime.data.workers import Run, worker_pool
 from lineartime.errors import DataError, ResourceError, UsageError
+from lineartime.run_config import shipped_models, weights_folder
 from lineartime.settings import require
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCardData
 
 from lineartime.config import ModelConfig, TrainConfig, to_dict
-from lineartime.data.pretrained import shipped_models
 from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
 from lineartime.markdown import code_block, in_markdown, markdown
 from lineartime.release.provenance import machine
-from lineartime.run_config import nearest_preset, run_config
+from lineartime.run_config import nearest_preset, run_config, shipped_models
 from lineartime.settings import replace_fields
 
 

@@ -14,7 +14,6 @@ from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
-from lineartime.data.run_settings import RUN_FILE
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
 from lineartime.documents.report import REPORT_FILE
@@ -26,6 +25,7 @@ from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel,
 from lineartime.release.card import Card, Sample, front_matter, model_card
 from lineartime.release.provenance import provenance
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_metrics, read_run
+from lineartime.run_config import RUN_FILE
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, sentence_files, tokenizer_files

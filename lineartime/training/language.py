@@ -12,7 +12,6 @@ import torch
 
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.data.mixture import read_mixture
-from lineartime.data.run_settings import saved_run, sized_config
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, open_split, read_manifests, sha256_of
 from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
@@ -24,7 +23,7 @@ from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import METRICS_FILE, Run, read_metrics
-from lineartime.run_config import RunConfig
+from lineartime.run_config import RunConfig, config_for_data, saved_run
 from lineartime.runtime import available_bytes, peak_bytes
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
@@ -62,22 +61,15 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     the result file and a plot into the run's folder `config.out`.
 
     config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
-    configurations, see `sized_config`); where it names no size, the log says which was taken. A run whose source is
-    there begins with those weights at step 0; when it goes on it does not need them. device: by default cuda if
-    available. stop: requests a save and an end, see `StopSignal.listening`. on_step and on_micro_batch: see `fit`.
-    progress is called during the final evaluation, in tokens. Under `torchrun` every rank calls it with the same
-    arguments, and a rank that does not answer for `rank_timeout` seconds is lost.
+    configurations, see `config_for_data`). A run whose source is there begins with those weights at step 0; when it
+    goes on it does not need them. device: by default cuda if available. stop: requests a save and an end, see
+    `StopSignal.listening`. on_step and on_micro_batch: see `fit`. progress is called during the final evaluation, in
+    tokens. Under `torchrun` every rank calls it with the same arguments, and a rank that does not answer for
+    `rank_timeout` seconds is lost.
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
     RankError for a rank that was lost, Stopped after saving."""
-    if isinstance(config, RunConfig):
-        settings = config
-    else:
-        settings, size = sized_config(config, device)
-        if "size" not in config and launched().is_first:
-            train = settings.train
-            logger.warning(f"size {size}; it takes {train.steps:,} steps of {train.tokens_per_step:,} tokens")
-    stop = stop or StopSignal()
+    settings, stop = config if isinstance(config, RunConfig) else config_for_data(config), stop or StopSignal()
     # What decides the numbers is stored with the run: the hashes of the text, the tokenizer, and the first weights.
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)

@@ -15,7 +15,6 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
 from lineartime.config import TrainConfig, to_dict
-from lineartime.data.run_settings import RESULT_FILE
 from lineartime.distributed.ordered import ParameterPart, require_fitting
 from lineartime.distributed.ranks import (
     TIMEOUT_S,
@@ -32,7 +31,7 @@ from lineartime.errors import NumericsError, ResourceError
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
 from lineartime.run import Run, Wanted, read_result, result_or_none
-from lineartime.run_config import RunConfig
+from lineartime.run_config import RESULT_FILE, RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient

@@ -13,13 +13,12 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import hash_of
 from lineartime.config import ModelConfig, to_dict
-from lineartime.data.pretrained import named_folder
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 from lineartime.model import LanguageModel
 from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
-from lineartime.run_config import Source
+from lineartime.run_config import Source, named_folder
 from lineartime.settings import require
 
 VOCABULARY = ("embed.weight", "head_bias")

@@ -1,29 +1,24 @@
 """What a run is before its first step: its size, its plan, its time; and how it answers a signal."""
 
 import json
-import logging
 import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import lineartime
-from command_line import Call, assert_refused
+from command_line import Call
 from command_line import call as call  # a fixture
 from lineartime.cli import train
 from lineartime.cli.describe import MODELS
 from lineartime.cli.terminal import Terminal, duration
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
-from lineartime.data import run_settings
-from lineartime.data.run_settings import fitting_size, sized_config
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
-from lineartime.run_config import SIZES, run_config
+from lineartime.run_config import config_for_data, run_config
 from lineartime.training import StopSignal
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
@@ -76,62 +71,30 @@ def test_what_is_set_stands_and_the_rest_fits_it() -> None:
 
 
 @pytest.mark.parametrize("model", ["flash", "transformer++"])
-def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tmp_path: Path) -> None:
     """Only the name "paper" makes a run as large as the paper's."""
-    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("small", "a reason"))
     given = {"model": model, "data": data, "out": tmp_path / "run"}
-    plain, words = sized_config(given, "cpu")
-    assert (plain.model.d_model, plain.train.steps) == (256, 2000)
-    assert words == "small, for a reason; to choose another, name a size: tiny, small, base, paper"
-    assert sized_config({**given, "size": "paper"}, "cpu")[0].train == run_config({"model": model, **PLACE}).train
-    for name, value, but in (("n_layers", 3, "n_layers"), ("expansion_factor", 2.0, "expansion_factor"),
-                             ("query_key_dim", 32, "query_key_dim"), ("weight_decay", 0.1, ""), ("seed", 2, "")):
-        changed, words = sized_config({**given, name: value}, "cpu")
+    plain = config_for_data(given)
+    assert (plain.model.d_model, plain.train.steps) == (192, 500)
+    assert config_for_data({**given, "size": "paper"}).train == run_config({"model": model, **PLACE}).train
+    for name, value in (("n_layers", 4), ("expansion_factor", 2.5), ("query_key_dim", 32), ("weight_decay", 0.1)):
+        changed = config_for_data({**given, name: value})
         fields = {**vars(changed.model), **vars(changed.train)}
         assert fields == {**vars(plain.model), **vars(plain.train), name: value}
-        assert words.startswith(f"small, but for {but}, for" if but else "small, for")
 
 
-@pytest.mark.parametrize(("line", "size", "rate"), [("steps = 2\n", "paper", 7e-4), ("", "tiny", 8e-3)])
-def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str, rate: float, data: Path, tmp_path: Path,
-                                                          call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("tiny", "a reason"))
+@pytest.mark.parametrize(("line", "size", "rate"), [("steps = 2\n", "paper", 7e-4), ("", None, 8e-3)])
+def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str | None, rate: float,
+                                                          data: Path, tmp_path: Path, call: Call,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lineartime.cli.train.say_plan", lambda *plan: plans.append(plan))
     monkeypatch.setattr("lineartime.training.train", lambda config, **options: lineartime.training.TrainResult(
         tmp_path, config, {}, "", True))
     plans: list[tuple[Any, ...]] = []
     (tmp_path / "run.toml").write_text(f'model = "flash"\nn_layers = 1\nd_model = 16\ntokens_per_step = 4096\n{line}')
     assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
-    ((config, _, words, _),) = plans
-    assert words.startswith(size) and config.train.learning_rate == rate
-
-
-def test_from_python_a_size_is_chosen_too_and_told(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "tiny", SIZES["tiny"] | {"n_layers": 2, "d_model": 16, "context": 64, "steps": 2,
-                                                        "tokens_per_step": 128, "micro_batch_tokens": 64})
-    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("tiny", "a reason"))
-    given = {"model": "flash", "data": data, "out": tmp_path / "run", "n_layers": 1}
-    done = lineartime.train(given, device="cpu")
-    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]  # shown anywhere
-    assert told == ("size tiny, but for n_layers, for a reason; to choose another, name a size: tiny, small, base, "
-                    "paper; it takes 2 steps of 128 tokens")
-    assert (done.config.model.n_layers, done.config.train.steps) == (1, 2)
-    monkeypatch.setattr(run_settings, "fitting_size", lambda device: ("small", "another machine"))
-    assert lineartime.train(given, device="cpu").already
-
-
-def test_a_run_of_another_version_keeps_its_recipe(data: Path, tmp_path: Path, call: Call) -> None:
-    """Version de33a4d had one learning rate and warm-up for all models of a size."""
-    bare = ["train", "transformer++", "--size", "tiny", "--data", data, "--out", tmp_path / "run", "--steps", "2",
-            "--context", "32", "--tokens-per-step", "64", "--set", "n_layers=1", "--set", "d_model=16"]
-    old = [word for name in ("learning_rate=3e-3", "warmup_steps=0", "clip=0.3", "clip_scope=local", "init_std=0.05",
-                             "adam_beta2=0.9") for word in ("--set", name)]
-    assert call(*bare, *old)[0] == 0
-    code, out, err = call(*bare)
-    assert code == 0 and "complete" in out, err
-    assert_refused(*call(*bare, "--set", "learning_rate=1e-3")[::2], 2, "learning_rate: 0.003 -> 0.001")
+    ((config, _, named, _),) = plans
+    assert named == size and config.train.learning_rate == rate
 
 
 def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,32 +120,6 @@ def test_the_last_score_takes_no_longer_than_the_training(data: Path, tmp_path: 
                 in out) == ("xz_bits_per_byte" not in scores) == (steps == 2)
 
 
-def test_the_bare_command_goes_on_with_the_run_that_is_there(data: Path, tmp_path: Path, call: Call) -> None:
-    """A run of any size, also one of an earlier version or another machine; but a change is refused as ever."""
-    bare = ["train", "flash", "--data", data, "--out", tmp_path / "run"]
-    more = [word for name in ("seed=3", "vocab_size=300") for word in ("--set", name)]
-    assert call(*command(data, tmp_path / "run", seed=3, vocab_size=300))[0] == 0
-    code, out, _ = call(*bare, *more)
-    assert code == 0 and "complete" in out
-    code, _, err = call(*bare, "--set", "seed=4", "--set", "vocab_size=300")
-    assert_refused(code, err, 2, "another run is here", "seed: 3 -> 4")
-    assert "d_model" not in err
-    assert_refused(*call(*bare, *more, "--size", "tiny")[::2], 2, "d_model: 16 -> 192")
-
-
-def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(cores: int, gib: float | None) -> str:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-        monkeypatch.setattr("lineartime.runtime.available_bytes", lambda: None if gib is None else int(gib * 2**30))
-        return fitting_size(torch.device("cpu"))[0]
-
-    assert [on(2, 64), on(16, 4), on(16, 64), on(16, None)] == ["tiny", "tiny", "small", "small"]
-    for gib, size in ((16, "small"), (80, "base")):
-        monkeypatch.setattr(torch.cuda, "get_device_properties",
-                            lambda device, gib=gib: SimpleNamespace(total_memory=gib * 2**30))
-        assert fitting_size(torch.device("cuda")) == (size, f"a GPU of {gib} GiB")
-
-
 def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, call: Call,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's own micro-batches are timed, so its bytes are those of a run that nobody watches."""
@@ -192,7 +129,6 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     labels = [line.split()[0] for line in said.splitlines() if line]
     assert labels[:8] == ["size", "model", "also", "data", "run", "memory", "on", "time"]
     assert "15 steps of 128 tokens in rows of 32: 1,920 tokens, 0.24 epochs\n" in said
-    assert "paper, but for n_layers, d_model, query_key_dim, chunk_size\n" in said
     assert " GiB are free" in said and "\ntime     a few seconds for 1" in said
     assert "step 1/15" in err and "step 15/15" in err
     given = {name: value for name, value in json.loads((tmp_path / "run/run.json").read_text()).items()

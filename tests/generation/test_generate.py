@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lineartime.config import model_config
-from lineartime.data.pretrained import MODELS
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.generation.generate import decode_step, generate, prefill, sample
 from lineartime.model import LanguageModel
+from lineartime.run_config import MODELS
 
 END = 0
 
