@@ -12,7 +12,7 @@ from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.run_config import named_folder
-from lineartime.settings import require, require_precision
+from lineartime.settings import require
 
 GO_WITH = {"--contexts": ("--document-tokens", "--out"),
            "--questions": ("--predictions", "--evidence", "--stride")}
@@ -62,7 +62,6 @@ class EvaluateOptions:
         for path in (self.out, self.predictions):
             if path is not None and not path.parent.is_dir():
                 raise ResourceError("cannot write", path, "there is no such folder")
-        require_precision(self.precision)
 
 
 def evaluate(options: EvaluateOptions) -> None:

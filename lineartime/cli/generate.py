@@ -11,7 +11,7 @@ from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal
 from lineartime.errors import UsageError
 from lineartime.run_config import named_folder
-from lineartime.settings import require, require_precision
+from lineartime.settings import require
 
 LONG_PROMPT = 20_000
 """Tokens of a prompt, at least, that is read with a progress bar."""
@@ -37,7 +37,6 @@ def generate(
 ) -> None:
     """Continue prompts.
     One prompt is printed as it grows; several are continued together and printed one after another."""
-    require_precision(precision)
     require(seed >= 0, "seed must not be negative", f"{seed}")
     run, texts = named_folder(model), read_prompts(prompts, prompt_file)
     import torch

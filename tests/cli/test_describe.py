@@ -70,7 +70,6 @@ def test_info_takes_its_task_by_set_too(call: Call) -> None:
 
 @pytest.mark.parametrize(("line", "expected"), [
     ("lineartime gen", {"generate"}), ("lineartime train fla", {"flash", "flash+", "flash-quad"}),
-    ("lineartime train flash --set attn_kernel=re", {"attn_kernel=relu", "attn_kernel=relu2"}),
     ("lineartime finetune run --task ", {"questions", "classify", "embed"})])
 def test_the_shell_completes(line: str, expected: set[str]) -> None:
     """What bash is offered behind a line."""

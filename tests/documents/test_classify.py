@@ -339,7 +339,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     refuse(3, "a label that no training document has", "test.jsonl:2", test=hill)
     refuse(3, "a label that is no number", more=["--labels", "number"])
     for option, value, words in (
-            ("--labels", "many", "unknown kind of labels"), ("--set", "chunk_size=8", "unknown setting of training"),
+            ("--labels", "many", "'many' is not one of"), ("--set", "chunk_size=8", "unknown setting of training"),
             ("--set", "eval_tokens=9", "all held-out documents are scored"),
             ("--task", "classification", "unknown task"), ("--stride", 3, "for another task"),
             ("--patience", 0, "patience = 0"), ("--max-tokens", 0, "max_tokens = 0"), ("--context", 1, "context = 1")):
