@@ -9,7 +9,7 @@ from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.questions import evaluate_questions
 from lineartime.cli.terminal import Terminal, say, summary
 from lineartime.distributed.ranks import connected, launched
-from lineartime.errors import ResourceError
+from lineartime.errors import ResourceError, UsageError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.run_config import named_folder
 from lineartime.settings import require
@@ -72,8 +72,9 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.questions:
         evaluate_questions(folder, options)
         return
-    require(options.data is not None, "evaluate needs prepared text", "evaluate",
-            "give --data DATA, or for a fine-tuned run --questions FILE")
+    if options.data is None:
+        raise UsageError("evaluate needs prepared text", "evaluate",
+                         "give --data DATA, or for a fine-tuned run --questions FILE")
     (evaluate_text if options.contexts is None else evaluate_contexts)(folder, options.data, options)
 
 

@@ -1,8 +1,8 @@
 """Options of the command line, made from the annotated parameters of a verb, and fields of a dataclass that it takes.
 
 An option is `name: Annotated[type, "help"] = default`. Behind the help text may stand how it is spelled, if not
-`--name`: "--other-name METAVAR", or "METAVAR" for a positional argument; and the names that the shell completes. A field
-without a help text has no option.
+`--name`: "--other-name METAVAR", or "METAVAR" for a positional argument; and the names that the shell completes. A
+field without a help text has no option.
 
 Why typer, and neither tyro nor jsonargparse, which read dataclasses by themselves: a mistake there prints a box or a
 page of usage of many lines, and we promise one line; and typer completes names in the shell."""

@@ -341,7 +341,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     for option, value, words in (
             ("--labels", "many", "'many' is not one of"), ("--set", "chunk_size=8", "unknown setting of training"),
             ("--set", "eval_tokens=9", "all held-out documents are scored"),
-            ("--task", "classification", "unknown task"), ("--stride", 3, "for another task"),
+            ("--task", "classification", "is not one of 'questions'"), ("--stride", 3, "for another task"),
             ("--patience", 0, "patience = 0"), ("--max-tokens", 0, "max_tokens = 0"), ("--context", 1, "context = 1")):
         refuse(2, words, more=[option, value])
     (tmp_path / "taken").write_text("notes")
