@@ -60,8 +60,7 @@ docs: .venv-docs/installed
 # Trials are added to the log in out/drills as they come; drills that were cut off go on.
 drills: .venv/installed
 	PYTHONPATH=$(CURDIR):tests:tests/helpers nice .venv/bin/python -m drills \
-		$(or $(DRILLS),kills=200 corruptions=1000 commands=1000 documents=200 ranks=60) --rows tests/drills/rows.jsonl \
-		--into docs/reliability.md $(DRILLS_ARGS)
+		$(or $(DRILLS),kills=300 corruptions=1100 commands=1000 ranks=60) --rows tests/drills/rows.jsonl $(DRILLS_ARGS)
 
 campaign: .venv/installed
 	.venv/bin/python -m pytest -m campaign $(PYTEST_ARGS)

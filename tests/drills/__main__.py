@@ -16,16 +16,13 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.append import append_json_lines, rows_in
-from drills import child, command_lines, corruptions, documents, folders, kills, ranks
-from lineartime.atomic_io import write_atomically
+from drills import child, command_lines, corruptions, folders, kills, ranks
 
-PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial,
-         "documents": documents.trial, "ranks": ranks.trial}
+PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial, "ranks": ranks.trial}
 BAD = ("lost", "silent", "internal", "hung")
 """Verdicts that every table shows; any other verdict but "ok" is counted beside them."""
 FINE = ("ok", "unnoticed")
 """Verdicts that break no promise."""
-BEGIN, END = "<!-- drills: begin -->", "<!-- drills: end -->"
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -64,15 +61,6 @@ def counted(row: dict) -> str:
     return ", ".join(f"{row['verdicts'].get(name, 0):,} {name}" for name in names)
 
 
-def fill_page(page: Path, rows: list[dict]) -> None:
-    """Put the figures of all parts into a page, between its two marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    lines = ["| part | tried | of these |", "|---|---:|---|"]
-    lines += [f"| {row['part']} | {row['trials']:,} | {counted(row)} |" for row in rows]
-    said = f"<sub>Seed {rows[0]['seed']}, commit {str(rows[0]['commit'])[:10]}. Made by `make drills`.</sub>"
-    write_atomically(page, "\n\n".join([before + BEGIN, "\n".join(lines), said, END]) + rest.partition(END)[2])
-
-
 def part_of(text: str) -> tuple[str, int]:
     """`PART=TRIALS`, by default a hundred trials."""
     name, _, trials = text.partition("=")
@@ -89,7 +77,6 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="repeat this trial of the part and print it; the log stays as it is")
     parser.add_argument("--work", type=Path, default=Path("out/drills"), help="folder for the trials and the log")
     parser.add_argument("--rows", type=Path, help="file that gets a line for each part")
-    parser.add_argument("--into", type=Path, help="page that gets the figures")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -124,8 +111,6 @@ def main() -> int:
     shutil.rmtree(work / "trial", ignore_errors=True)
     if given.rows is not None:
         append_json_lines(given.rows, rows)
-    if given.into is not None:
-        fill_page(given.into, rows)
     return int(any(row["verdicts"].keys() - {*FINE} for row in rows))
 
 

@@ -21,19 +21,18 @@ ODD_WORDS = ["", " ", "-", "--", "---", ".", "..", "x" * 6000, "é" * 3000, "\u2
              "--out", "flash", "NaN"]
 ODD_IN = ["missing", "missing/a/b", "file", "folder", "full", "fifo", "loop", "loop/x", "/dev/zero", "/dev/null",
           "text.txt", "run", "data", "exported", "masked", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300,
-          "file/below", "run/run.json", "link_to_fifo", "contexts.json", "quality.jsonl", "text.parquet",
-          "run/latest/model.safetensors", "fifo.json", "fifo.toml", "odd"]
+          "file/below", "run/run.json", "link_to_fifo", "contexts.json", "run/latest/model.safetensors",
+          "fifo.json", "fifo.toml", "odd"]
 ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "loop", "loop/x", "run", "data",
            "exported", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300, ".", "..", "text.txt",
            "new.png", "new.json", "unfinished"]
 FIELDS = [*(field.name for kind in (ModelConfig, TrainConfig) for field in dataclasses.fields(kind)), "no_such_field",
           "", "size", "from"]
-NAMED = ("model", "models", "size", "log", "task", "split", "precision", "scale", "table", "shape", "only",
-         "device")
+NAMED = ("model", "size", "log", "task", "split", "precision", "device")
 """Options that take a name."""
 NAMES = [*PRESETS, "tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
-OUTPUTS = {"out", "png", "images", "predictions", "into"}
+OUTPUTS = {"out", "predictions"}
 """Options whose path is written."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
 LONG = {"train", "finetune", "generate", "answer", "embed", "classify"}
@@ -86,11 +85,9 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
     return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
 
 
-FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "data": (".json",),
-           "evidence": ("model_zero",),
+FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "data": (".json",), "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
-           "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "rows": (".jsonl",),
-           "cells": (".toml",), "into": (".md",), "": ("model_", ".toml")}
+           "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "": ("model_", ".toml")}
 """Parts of the names of odd files that an option, or an argument (""), would take for its own."""
 
 

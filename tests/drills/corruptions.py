@@ -93,36 +93,50 @@ SUBJECTS = [
     Subject("contexts.json", "contexts2.json", {
         "plot": verb("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
 ]
+RESULTS = ["vectors.npy", "vectors.jsonl", "labels.jsonl"]
+SUBJECTS += [
+    *(Subject(f"parts/{name}.part", f"parts/{other}.part", {
+        name: verb(*folders.read_documents(MADE, Path("{it.parent}") / name))})
+      for name, other in zip(RESULTS, [*RESULTS[1:], RESULTS[0]], strict=True)),
+    Subject("labels", "vectors", {
+        "classify": verb("classify", "{it}", "{made}/dev.jsonl"),
+        "export": verb("export", "{it}", "--out", "{out}/exported"),
+        "finetune, complete": verb(*folders.finetune_documents(MADE, "classify", "{it}")), **LOAD}),
+    Subject("vectors", "labels", {"embed": verb("embed", "{it}", "{made}/dev.jsonl"), **LOAD}),
+    Subject("unfinished-labels", "labels", {
+        "finetune, resumed": verb(*folders.finetune_documents(MADE, "classify", "{it}"))}),
+    Subject("extended", "data", {
+        "train --from": verb(*folders.train_from("{made}/run", "{it}", "{out}/run")),
+        "prepare over": verb(*folders.add_tokens(MADE, "{it}"))}),
+    Subject("shares", "extended", {
+        "join": verb("prepare", "--join", "{it}/1", "{it}/2", "--out", "{out}/data")}),
+]
 PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]
 
 
-BYTES = ["flip_bit", "set_byte", "cut", "extend", "empty", "zero_block", "not_text"]
-
-
-def change_bytes(kind: str, data: bytes, random: Random) -> tuple[bytes, str]:
-    """The bytes of a file with a damage of `BYTES`, and where or what it is."""
-    size = len(data)
-    at = random.randrange(min(size, 1000) if random.random() < 0.5 else size)
-    if kind == "flip_bit":
-        return data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :], f"byte {at}"
-    if kind == "set_byte":
-        value = random.choice([0, 10, 34, 48, 123, 255, random.randrange(256)])
-        return data[:at] + bytes([value]) + data[at + 1 :], f"byte {at} is {value}"
-    if kind == "cut":
-        at = random.choice([at, size - 1, size // 2, min(8, size - 1)])
-        return data[:at], f"at byte {at} of {size}"
-    if kind == "extend":
-        more = random.choice([b"\0", b"\n", b"{}", b"\0" * 4096, b"{\"step\": 99}\n", data])
-        return data + more, f"{len(more)} more bytes"
-    if kind == "empty":
-        return b"", ""
-    if kind == "zero_block":  # as a file system leaves a file after a power loss
+def change_bytes(path: Path, random: Random) -> str:
+    """A bit flipped, a byte set, bytes cut off, added or zeroed, or other text."""
+    data = path.read_bytes()
+    kind = random.choice(["a bit", "a byte", "cut", "extended", "empty", "zeros", "other text"])
+    at = random.randrange(min(len(data), 1000) if random.random() < 0.5 else len(data)) if data else 0
+    if kind in ("a bit", "a byte"):
+        old = data[at : at + 1] or b"\0"
+        value = old[0] ^ 1 << random.randrange(8) if kind == "a bit" else random.choice([0, 10, 34, 48, 123, 255])
+        data = data[:at] + bytes([value]) + data[at + 1 :]
+    elif kind == "cut":
+        data = data[: random.choice([at, len(data) - 1, len(data) // 2, 8])]
+    elif kind == "extended":
+        data += random.choice([b"\0", b"\n", b"{}", b"\0" * 4096, b"{\"step\": 99}\n", data])
+    elif kind == "zeros":  # as a file system leaves a file after a power loss
         at = at // 512 * 512
-        return data[:at] + bytes(len(data[at : at + 512])) + data[at + 512 :], f"from byte {at}"
-    other = random.choice([b"\xff\xfe{}", b"\xef\xbb\xbf" + data, b"[" * 100_000, b"null", b"[]", b"{}", b'"text"',
-                           b"1e999", b"NaN", data.replace(b"\n", b"\r\n")])
-    return other, f"begins with {other[:10]!r}"
+        data = data[:at] + bytes(len(data[at : at + 512])) + data[at + 512 :]
+    else:
+        data = b"" if kind == "empty" else random.choice([
+            b"\xff\xfe{}", b"\xef\xbb\xbf" + data, b"[" * 100_000, b"null", b"[]", b"{}", b'"text"', b"1e999", b"NaN",
+            data.replace(b"\n", b"\r\n")])
+    path.write_bytes(data)
+    return f"{kind}, byte {at} of {len(data)}"
 
 
 def change_lines(path: Path, random: Random) -> str:
@@ -191,39 +205,30 @@ def not_finite(path: Path, random: Random) -> str:
     return f"{kind} of {name}"
 
 
-ANY = ["flip_bit", *BYTES[:-1], "deleted", replace, grow]
-MORE = {".json": ["not_text"] * 2, ".part": [change_lines] * 8, ".safetensors": [not_finite] * 5,
-        ".jsonl": ["not_text"] * 2 + [change_lines] * 8}
+def delete(path: Path, random: Random) -> str:
+    path.unlink()
+    return ""
+
+
+ANY = [*[change_bytes] * 7, delete, replace, grow]
+MORE = {".part": [change_lines] * 8, ".safetensors": [not_finite] * 5, ".json": [change_bytes] * 2,
+        ".jsonl": [change_lines] * 8}
 """Damages of every file, and more of those whose names end so."""
 
 
-def damage(subject: Subject, reader: str, made: Path, it: Path, random: Random) -> tuple[str, str]:
-    """Damage one file; its name below `it`, and how."""
+def damage(subject: Subject, made: Path, it: Path, random: Random) -> tuple[str, str]:
+    """Damage one file, or put that of another run or of an old version in its place; its name, from the folder above
+    `it` on, and how."""
     files = sorted(path for path in it.rglob("*") if not path.is_dir() or path.is_symlink()) if it.is_dir() else [it]
     path = random.choice([path for path in files if path.is_symlink() or path.stat().st_size] or files)
+    twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
+    others = [each for each in (twin, *sorted((made / "old").rglob(path.name))[:1]) if each.is_file()]
+    chosen = random.choice([delete] if path.is_symlink() else [*ANY, *MORE.get(path.suffix, []), *others])
     name = str(path.relative_to(it.parent))
-    kinds = [*ANY, *MORE.get(path.suffix, []), "that of another run", "that of an old version"]
-    if not reader.startswith(("train", "finetune", "prepare")):
-        kinds.append("a link to /dev/zero")  # a reader that may write the file does not get a device
-    chosen = "deleted" if path.is_symlink() else random.choice(kinds)
-    if not isinstance(chosen, str):
-        return name, f"{chosen.__name__}: {chosen(path, random)}"
-    if chosen.startswith("that of"):
-        twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
-        olds = sorted((made / "old").rglob(path.name)) or [made / "old" / path.relative_to(it.parent)]
-        stands_for = twin if "another" in chosen else olds[0]
-        if stands_for.is_file():
-            shutil.copyfile(stands_for, path)
-            return name, chosen
-        chosen = "flip_bit"
-    if chosen in BYTES:
-        data, how = change_bytes(chosen, path.read_bytes(), random)
-        path.write_bytes(data)
-        return name, f"{chosen}: {how}"
-    path.unlink()
-    if chosen != "deleted":
-        path.symlink_to("/dev/zero")
-    return name, chosen
+    if isinstance(chosen, Path):
+        shutil.copyfile(chosen, path)
+        return name, f"it is {chosen.relative_to(made)}"
+    return name, f"{chosen.__name__}: {chosen(path, random)}"
 
 
 def begin(made: Path, folder: Path, source: str) -> tuple[Path, Path]:
@@ -266,7 +271,7 @@ def trial(made: Path, folder: Path, random: Random,
     subject, reader = random.choice(pairs)
     expected = undamaged(made, folder, subject.source, subject.readers[reader])
     it, out = begin(made, folder, subject.source)
-    name, how = damage(subject, reader, made, it, random)
+    name, how = damage(subject, made, it, random)
     ended = child.run(subject.readers[reader](made, it, out), folder)
     path, words = it.parent / name, ended.out + ended.err
     named = path.name in words or str(path.parent) in words or str(path.parent.with_name("latest")) in words
@@ -294,7 +299,7 @@ def plausible(path: Path, how: str) -> bool:
     """Whether a damaged file cannot be told from a whole one: no hash covers it, and it is well-formed."""
     if path.parent.name.startswith("step-") or (path.parent / "manifest.json").exists() or path.suffix in HASHED:
         return False
-    if how == "deleted":
+    if how.startswith("delete"):
         return path.name == "result.json"  # the run has not ended yet
     if how.startswith("not_finite"):
         return how.startswith("not_finite: dtype")  # the same bytes as integers, which `transformers` takes

@@ -151,8 +151,6 @@ def make(work: Path) -> Path:
     documents = [json.dumps({"text": part}) + "\n" for part in text[30_000:34_000].split("\n\n") if part.strip()]
     (made / "text.jsonl").write_text("".join(documents), encoding="utf-8")
     (made / "text.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode(), mtime=0))
-    (made / "page").mkdir()
-    (made / "page/page.md").write_text("".join(f"<!-- table lm_wiki40b cpu: {mark} -->\n" for mark in ("begin", "end")))
     make_documents(made)
     odd_files.make(made)
     stamp.write_text(sources.hexdigest())

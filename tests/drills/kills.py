@@ -64,6 +64,12 @@ SCENARIOS: dict[str, Scenario] = {
     "plot": Scenario(verb("plot", "{it}"), "run"),
     "plot, side by side": Scenario(verb("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
     "rows": Scenario(append_rows),
+    **{f"{name} of documents": Scenario(verb(*folders.read_documents(MADE, Path("{out}") / name)), when_done=THERE)
+       for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl")},
+    "finetune for labels": Scenario(verb(*folders.finetune_documents(MADE, "classify", "{it}"))),
+    "finetune for vectors": Scenario(verb(*folders.finetune_documents(MADE, "embed", "{it}"))),
+    "prepare --add-tokens": Scenario(verb(*folders.add_tokens(MADE, "{it}"))),
+    "train --from": Scenario(verb(*folders.train_from("{made}/run", "{made}/extended", "{it}"))),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]

@@ -34,11 +34,9 @@ def make(made: Path) -> None:
         "questions.json": json.dumps({"data": [{"paragraphs": [{"context": 7, "qas": [{"id": None}]}]}]}).encode(),
         "escape.json": json.dumps({"data": [{"paragraphs": [{"context": f"{ESCAPE} is here.", "qas": [{
             "id": ESCAPE, "question": f"{ESCAPE}?", "answers": [{"text": "is", "answer_start": 13}]}]}]}]}).encode(),
-        "answers.json": b'{"0-0": 3, "x": null}', "rows.jsonl": b'{"kind": "train"}\n{"kind": 3}\n[]\n',
-        "escape.jsonl": (json.dumps({"text": ESCAPE, "kind": ESCAPE, "benchmark": ESCAPE}) + "\n").encode() * 3,
+        "answers.json": b'{"0-0": 3, "x": null}',
+        "escape.jsonl": (json.dumps({"text": ESCAPE, "kind": ESCAPE}) + "\n").encode() * 3,
         "fields.jsonl": b'{"text": 3}\n{"txt": "a"}\n', "halves.jsonl": b'{"text": "\\ud800 \\udc00"}\n' * 9,
-        "page.md": b"<!-- table lm_wiki40b cpu: begin -->\n",
-        "page2.md": b"<!-- table nothing: begin -->\n<!-- table: end -->\n",
     }.items():
         (odd / name).write_bytes(data)
     line = gzip.compress(b"a" * (16 << 20), mtime=0)  # of a gigabyte

@@ -26,16 +26,14 @@ EVERY = [(2, 2), (3, 3), (4, 3), (2, 5)]
 """save_every and eval_every."""
 TIMEOUT_S, CALM_S = 5, 60
 """`--rank-timeout` of a launch that is disturbed, and of one that is not: the machine may be busy."""
-CODES = {"signal": {7}, "request": {143, 130, 7}, "change": {7}, "fails": {6, 7}, "full": {6, 7}, "port": {6, 7},
-         "store": {6, 7}}
+CODES = {"signal": {7}, "request": {143, 130, 7}, "change": {7}, "fails": {6, 7}, "full": {6, 7}, "store": {6, 7}}
 """Kinds of faults, and the exit codes but 0 that those may have whom no signal has ended."""
 
 
 class Fault(NamedTuple):
     """What happens in a launch.
 
-    port: who has it: "agent" holds the store, as torchrun does; "rank 0" may take it; or one who knows nothing of a
-    store and "refuses", "is silent" or "hangs up"."""
+    port: who has it: "agent" holds the store, as torchrun does, or "rank 0" may take it."""
 
     n_ranks: int
     kind: str = ""
@@ -65,8 +63,6 @@ def draw(random: Random, seconds: float, changes: int) -> Fault:
         return Fault(n, kind, asked, random.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT]), when, port=port)
     if kind == "store":
         return Fault(n, kind, (), random.choice([signal.SIGKILL, signal.SIGSTOP]), when)
-    if kind == "port":
-        return Fault(n, kind, port=random.choice(["refuses", "is silent", "hangs up"]))
     if kind == "full":
         return Fault(n, kind, random.choice([one, tuple(range(n))]), limit=random.randrange(20_000), port=port)
     victim = random.choice([0, *one])  # the first changes more
@@ -100,13 +96,7 @@ def hold(port: str) -> Callable[[], object]:
             signal.pause()
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            if port != "refuses":
-                listener.listen()
             print(listener.getsockname()[1], flush=True)
-            while port == "hangs up":
-                listener.accept()[0].close()
-            if port != "rank 0":
-                signal.pause()
 
     return call
 

@@ -14,11 +14,11 @@ import pytest
 
 import drills.__main__ as drills
 from benchmarks.append import rows_in
-from drills import child, corruptions, folders, kills, ranks
+from drills import child, corruptions, folders, kills
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
-SHARE = ["kills=3", "corruptions=6", "commands=10", "documents=3", "ranks=1"]
+SHARE = ["kills=3", "corruptions=6", "commands=10", "ranks=1"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -85,23 +85,25 @@ def write_three(folder):
     os.rename(folder / "a", folder / "c")
 
 
-@pytest.mark.parametrize(("at", "left"), [
-    (1, {}), (2, {"a": "o"}), (3, {"a": "one"}), (4, {"a": "one", "b": "t"}), (5, {"a": "one", "b": "two"}),
-    (6, {"c": "one", "b": "two"})])
-def test_a_change_of_the_disk_is_the_last(at, left, tmp_path):
+@pytest.mark.parametrize(("how", "code"), [({"number": signal.SIGKILL}, -signal.SIGKILL),
+                                           ({"error": errno.ENOSPC, "stays": True}, 1)])
+def test_a_change_of_the_disk_is_the_last(how, code, tmp_path):
     """Opened, written, opened, written, renamed. A file is there, empty, once it is open."""
-    for how, code in (({"number": signal.SIGKILL}, -signal.SIGKILL), ({"error": errno.ENOSPC, "stays": True}, 1)):
-        folder = tmp_path / str(code)
+    for at, left in enumerate([{}, {"a": "o"}, {"a": "one"}, {"a": "one", "b": "t"}, {"a": "one", "b": "two"}], 1):
+        folder = tmp_path / str(at)
         folder.mkdir()
         ended = child.run(kills.disturbed(partial(write_three, folder), folder, at=at, **how), folder)
-        assert ended.code == (0 if at == 6 else code), ended
-        assert {path.name: path.read_text() for path in folder.iterdir()} == left
-        assert code < 0 or at == 6 or "No space left on device" in ended.err
+        assert ended.code == code and {path.name: path.read_text() for path in folder.iterdir()} == left, ended
 
 
 def seen(verdicts, trial):
-    """Whether thirty trials have all these verdicts."""
-    return verdicts <= {trial(Random(number))["verdict"] for number in range(30)}
+    """Whether at most thirty trials have all these verdicts."""
+    missing = set(verdicts)
+    for number in range(30):
+        missing.discard(trial(Random(number))["verdict"])
+        if not missing:
+            return True
+    return False
 
 
 def test_a_command_that_loses_rows_is_seen(tmp_path):
@@ -130,24 +132,3 @@ def test_a_reader_that_believes_a_damaged_file_is_seen(tmp_path):
     pair = corruptions.Subject("parts/rows.part", "parts/rows.part", {"copy": careless}), "copy"
     assert seen({"ok", "silent"}, lambda random: corruptions.trial(
         tmp_path / "made", tmp_path / "trial", random, [pair]))
-
-
-KILLED, FULL = ranks.Fault(2, "signal", (1,), signal.SIGKILL), ranks.Fault(2, "full", (1,), limit=2)
-LOST, DISK = "error: a rank was lost\n", "error: no space\n"
-
-
-@pytest.mark.parametrize(("fault", "codes", "errors", "verdict"), [
-    (KILLED, (7, -9), (LOST, ""), None), (KILLED, (0, 0), ("", ""), None), (KILLED, (7, -9), ("", ""), "noisy"),
-    (KILLED, (7, -9), (LOST, LOST), "noisy"), (KILLED, (6, -9), (DISK, ""), "code"),
-    (KILLED, (-9, 7), ("", LOST), "code"),
-    (KILLED, (1, -9), ("error: internal: no\n", ""), "internal"), (KILLED, (7, -9), (LOST, "Traceback\n"), None),
-    (FULL, (7, 6), ("", DISK), None), (FULL, (7, 7), ("", LOST), "code"),
-    (FULL._replace(limit=1), (7, 6), ("", ""), None),
-    (FULL._replace(port="rank 0"), (7, 6), (LOST, DISK), None)])
-def test_what_ranks_may_not_do(fault, codes, errors, verdict):
-    ended = [child.Ended(code, "", err, 0.1, 0) for code, err in zip(codes, errors, strict=True)]
-    assert (ranks.wrong(fault, ended) or (None,))[0] == verdict
-    stuck = [each._replace(over="waiting") for each in ended]
-    assert ranks.wrong(fault, stuck)[0] == "hung"
-
-
