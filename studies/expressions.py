@@ -80,7 +80,7 @@ def scores_of(model: LanguageModel, documents: TokenizedTexts) -> Row:
     logits_NL = np.empty((len(documents), len(model.head.labels)))
     for first in range(0, len(order), BATCH):
         rows = order[first : first + BATCH]
-        ids_BT = torch.from_numpy(padded([documents.ids[row].tolist() for row in rows]))
+        ids_BT = torch.from_numpy(padded([documents.ids[row] for row in rows]))
         with torch.autocast("cpu", torch.bfloat16):
             logits_NL[rows] = model.eval().label_logits(row_states(model, ids_BT)[0][:, 0]).numpy()
     model.train()

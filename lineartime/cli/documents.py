@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,17 +101,10 @@ def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
 class ReadCounts:
     """What has been read so far, and since when."""
 
-    n_bytes: int = 0
     n_documents: int = 0
     n_tokens: int = 0
     n_cut: int = 0
     begun: float = field(default_factory=time.monotonic)
-
-    def counted(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces of a text, whose bytes are counted."""
-        for piece in pieces:
-            self.n_bytes += len(piece.encode())
-            yield piece
 
     def speed(self) -> str:
         return f"{self.n_tokens / max(time.monotonic() - self.begun, 1e-9):,.0f} tokens/s"
@@ -139,25 +132,20 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def show(n_read: int) -> None:
             counts.n_tokens = n_read
-            terminal.count("bytes of text", counts.n_bytes, sum(sizes),
-                           f"{counted_documents(counts.n_documents)} done, {counts.speed()}")
+            terminal.count("documents", counts.n_documents, n_documents, counts.speed())
             stop.check(saved)
 
         def rows(n_done: int = 0) -> Iterator[dict[str, Any]]:
-            read = (example._replace(text=counts.counted(example.text))
-                    for example in itertools.islice(read_examples(inputs, fields), n_done, None))
+            read = itertools.islice(read_examples(inputs, fields), n_done, None)
             for example, mean in named_means(model, tokenizer, read, reading, progress=show):
                 yield row_of(example, mean)
                 counts.n_documents, counts.n_cut = counts.n_documents + 1, counts.n_cut + mean.is_cut
 
         # All are looked through first, so that a wrong document is refused before a model has read those before it.
         checked = stop.watch("nothing is read yet", terminal.count, "documents checked", None)
-        sizes: list[int] = []
-        for number, example in enumerate(read_examples(inputs, fields), 1):
-            sizes.append(0)
-            for piece in example.text:
-                sizes[-1] += len(piece.encode())
-                checked(number)
+        n_documents = 0
+        for n_documents, _ in enumerate(read_examples(inputs, fields), 1):
+            checked(n_documents)
         if out is None:
             for row in rows():
                 print(json.dumps(row), flush=True)
@@ -169,7 +157,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
             with unfinished_rows(out, description) as (n_done, add):
                 if n_done:
                     note(f"going on behind the first {counted_documents(n_done)}")
-                    del sizes[:n_done]
+                    n_documents -= n_done
                 for row in rows(n_done):
                     add(row)
     note_read(counts, options)

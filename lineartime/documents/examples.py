@@ -14,11 +14,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import (
     READS,
-    Piece,
     Row,
     check_text,
     checked,
-    cut,
     ending_of,
     expanded,
     is_one_document,
@@ -47,8 +45,7 @@ class Example(NamedTuple):
     """Of the document in its file, from 1."""
     where: str
     """Its place, for errors."""
-    text: Iterable[str]
-    """In pieces, to be read once. Reading them raises DataError for a document without text."""
+    text: str
     second: str | None
     label: Label | None
 
@@ -77,7 +74,7 @@ def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
         pair = (text, None) if isinstance(text, str) else text
         require(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
                 and isinstance(pair[1], str | None), "neither a text nor a pair of texts", f"text {number}")
-        yield example_of("", number, f"text {number}", [pair[0]], pair[1])
+        yield example_of("", number, f"text {number}", pair[0], pair[1])
 
 
 def read_examples(inputs: Iterable[Path | str | Piped], fields: Fields | None = None,
@@ -93,7 +90,7 @@ def read_examples(inputs: Iterable[Path | str | Piped], fields: Fields | None = 
     columns = [fields.text, *([fields.pair] if fields.pair else []), *([fields.label] if labels else [])]
     for each in inputs:
         if isinstance(each, Piped) and each.kind == "text":
-            yield of_text(cut(text_blocks(io.BytesIO(each.content), "stdin")), "stdin", fields)
+            yield of_text("".join(text_blocks(io.BytesIO(each.content), "stdin")), "stdin", fields)
         elif isinstance(each, Piped):
             yield from of_rows(json_lines(io.BytesIO(each.content), "stdin"), "stdin", fields, labels)
         elif str(each).startswith(ON_HUB):
@@ -110,13 +107,13 @@ def read_examples(inputs: Iterable[Path | str | Piped], fields: Fields | None = 
                 above = path.relative_to(each).parts[:-1] if path.is_relative_to(each) else ()
                 label = labels and parse_label(above[0] if above else None, labels, str(path),
                                                "put it into a folder of that name")
-                yield of_text(read_pieces(path), str(path), fields, label)
+                yield of_text("".join(piece.text for piece in read_pieces(path)), str(path), fields, label)
 
 
-def of_text(pieces: Iterable[Piece], where: str, fields: Fields, label: Label | None = None) -> Example:
-    """The example of a text that is one document."""
+def of_text(text: str, where: str, fields: Fields, label: Label | None = None) -> Example:
+    """The example of a file that is one document."""
     require(fields.pair is None, "this file has no pairs of texts", where, "name one that has rows")
-    return example_of(where, 1, where, (piece.text for piece in pieces), None, label)
+    return example_of(where, 1, where, text, None, label)
 
 
 def of_rows(rows: Iterable[Row], file: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
@@ -128,7 +125,7 @@ def of_rows(rows: Iterable[Row], file: str, fields: Fields, labels: Labels | Non
         if labels and fields.label not in row:
             raise DataError(f"no field {fields.label!r}", where, f"the row has {', '.join(map(repr, row))}")
         label = labels and parse_label(row[fields.label], labels, where, "give it one or take it out")
-        yield example_of(file, number, where, [text], second, label)
+        yield example_of(file, number, where, text, second, label)
     if not number:
         raise DataError("no documents", file, "take it out")
 
@@ -170,22 +167,12 @@ def on_hub(name: str) -> tuple[str, str | None, str]:
     return data, config or None, split
 
 
-def example_of(file: str, number: int, where: str, text: Iterable[str], second: str | None,
+def example_of(file: str, number: int, where: str, text: str, second: str | None,
                label: Label | None = None) -> Example:
-    """An example. Raises DataError for a second text that is white space."""
-    if second is not None and not second.strip():
+    """An example. Raises DataError for a text that is white space."""
+    if not text.strip() or (second is not None and not second.strip()):
         raise DataError("an empty document", where, "take it out")
-    return Example(file, number, where, not_blank(text, where), second, label)
-
-
-def not_blank(pieces: Iterable[str], where: str) -> Iterator[str]:
-    """The pieces of a text. Raises DataError at its end if all are white space."""
-    blank = True
-    for piece in pieces:
-        blank = blank and not piece.strip()
-        yield piece
-    if blank:
-        raise DataError("an empty document", where, "take it out")
+    return Example(file, number, where, text, second, label)
 
 
 def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:

@@ -6,7 +6,6 @@ window: by a causal model with the state carried, which equals one long row; by 
 overlap that do not see each other. Either way every token counts once."""
 
 import collections
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.data.read_text import cut
+from lineartime.data.read_text import PIECE, cut
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example
 from lineartime.model import LanguageModel
@@ -40,14 +39,6 @@ class Mean(NamedTuple):
     """Whether the document has more tokens, which `max_tokens` left out."""
 
 
-class TokenPiece(NamedTuple):
-    """The next tokens of a document."""
-
-    ids: list[int]
-    is_last: bool
-    is_cut: bool
-
-
 @dataclass(frozen=True)
 class Reading:
     """How documents are read. Raises UsageError for a wrong value."""
@@ -66,51 +57,41 @@ class Reading:
         require_precision(self.precision)
 
 
-def document_ids(tokenizer: Tokenizer, text: Iterable[str], second: str | None = None) -> Iterator[list[int]]:
-    """The ids of a document, a piece of text at a time: the end-of-document token, then the text.
+def document_ids(tokenizer: Tokenizer, text: str, second: str | None = None,
+                 max_tokens: int | None = None) -> tuple[np.ndarray, bool]:
+    """The ids of a document, uint16 or uint32 `[N]`: the end-of-document token, then the text. And whether it has more
+    than `max_tokens`, which are left out.
 
-    text: the document in pieces. second: the second text of a pair. It stands behind "[SEP]" if the tokenizer has it,
-    otherwise behind a blank line: an end-of-document token would hide the first text from it. Raises DataError as
-    `Tokenizer.encode` does."""
-    yield [tokenizer.end_of_document]
-    if second is not None and tokenizer.separator is None:
-        text, second = itertools.chain(text, (BETWEEN, second)), None
-    yield from (tokenizer.encode(piece.text) for piece in cut(text))
-    if second is not None and tokenizer.separator is not None:
-        yield [tokenizer.separator]
-        yield from (tokenizer.encode(piece.text) for piece in cut([second]))
-
-
-def token_pieces(ids: Iterable[Sequence[int]], size: int, max_tokens: int | None = None) -> Iterator[TokenPiece]:
-    """A document's first `max_tokens` ids as windows of `size`; the last has at least one id."""
-    waiting: list[int] = []
-    left, is_cut = max_tokens, False
-    for piece in ids:
-        waiting += piece
-        if left is not None and len(waiting) > left:  # the rest of the document is not even read
-            del waiting[left:]
-            is_cut = True
-        while len(waiting) > size:
-            yield TokenPiece(waiting[:size], False, False)
-            del waiting[:size]
-            left = left if left is None else left - size
-        if is_cut:
-            break
-    yield TokenPiece(waiting, True, is_cut)
+    second: the second text of a pair. It stands behind "[SEP]" if the tokenizer has it, otherwise behind a blank line:
+    an end-of-document token would hide the first text from it. Raises DataError as `Tokenizer.encode` does."""
+    texts = [text]
+    if second is not None:
+        texts = [text, second] if tokenizer.separator is not None else [f"{text}{BETWEEN}{second}"]
+    parts = [np.array([tokenizer.end_of_document], tokenizer.dtype)]
+    for number, each in enumerate(texts):
+        if number == 1:
+            parts.append(np.array([tokenizer.separator], tokenizer.dtype))
+        for piece in cut(each[i : i + PIECE] for i in range(0, len(each), PIECE)):
+            parts.append(np.array(tokenizer.encode(piece.text), tokenizer.dtype))
+            if max_tokens is not None and sum(map(len, parts)) > max_tokens:  # the rest is not even tokenised
+                return np.concatenate(parts)[:max_tokens], True
+    return np.concatenate(parts), False
 
 
 def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[Example], reading: Reading, *,
                 progress: Callable[[int], None] | None = None) -> Iterator[tuple[Example, Mean]]:
     """`read_means` of documents, each with its name. Raises DataError as the reader of the documents does."""
-    waiting: collections.deque[Example] = collections.deque()
+    waiting: collections.deque[tuple[Example, int, bool]] = collections.deque()
 
-    def ids() -> Iterator[Iterator[list[int]]]:
+    def ids() -> Iterator[np.ndarray]:
         for example in examples:
-            waiting.append(example)
-            yield document_ids(tokenizer, example.text, example.second)
+            ids_N, is_cut = document_ids(tokenizer, example.text, example.second, reading.max_tokens)
+            waiting.append((example, len(ids_N), is_cut))
+            yield ids_N
 
-    for mean in read_means(model, ids(), reading, progress=progress):
-        yield waiting.popleft(), mean
+    for vector_D in read_means(model, ids(), reading, progress=progress):
+        example, n_tokens, is_cut = waiting.popleft()
+        yield example, Mean(vector_D, n_tokens, is_cut)
 
 
 def carries_state(config: ModelConfig) -> bool:
@@ -139,7 +120,7 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
     return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
-def padded(rows: Sequence[Sequence[int]], width: int | None = None) -> np.ndarray:
+def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
     """ids_BT, int64: rows with -1 behind them as padding, `width` ids wide or as the longest."""
     ids_BT = np.full((len(rows), width or max(map(len, rows))), -1, np.int64)
     for row, ids in enumerate(rows):
@@ -165,14 +146,14 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
 
 
 @torch.inference_mode()
-def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]], reading: Reading | None = None, *,
-               progress: Callable[[int], None] | None = None) -> Iterator[Mean]:
-    """The mean of each document, in order. documents: ids in pieces, of `document_ids`. progress is called after each
-    batch or window with the number of tokens read so far. The model must be in
-    evaluation mode. Raises DataError as `documents` does.
+def read_means(model: LanguageModel, documents: Iterable[np.ndarray], reading: Reading | None = None, *,
+               progress: Callable[[int], None] | None = None) -> Iterator[np.ndarray]:
+    """The mean of each document's last hidden states, in order, float64 `[D]`. documents: ids `[N]`, as of
+    `document_ids`. progress is called after each batch or window with the number of tokens read so far. The model must
+    be in evaluation mode. Raises DataError as `documents` does.
 
-    Memory does not grow with a document but for the keys and values of a causal model with quadratic attention."""
-    n_read = 0
+    Of a document memory holds its ids, and the keys and values of a causal model with quadratic attention."""
+    reading, n_read = reading or Reading(), 0
 
     def count(n: int) -> None:
         nonlocal n_read
@@ -180,61 +161,52 @@ def read_means(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]
         if progress is not None:
             progress(n_read)
 
-    sum_D, n_tokens = np.zeros(model.config.d_model), 0
-    for piece, piece_sum_D in piece_sums(model, documents, reading or Reading(), count):
-        sum_D, n_tokens = sum_D + piece_sum_D, n_tokens + len(piece.ids)
-        if piece.is_last:
-            yield Mean(sum_D / n_tokens, n_tokens, piece.is_cut)
-            sum_D, n_tokens = np.zeros_like(sum_D), 0
-
-
-def piece_sums(model: LanguageModel, documents: Iterable[Iterable[Sequence[int]]], reading: Reading,
-               count: Callable[[int], None]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
-    """The pieces of all documents in order, each with the sum of its last hidden states, float64 `[D]`. count is called
-    with the number of tokens of each batch."""
     carried, size = carries_state(model.config), window_size(model.config)
-    waiting: list[TokenPiece] = []  # for others of a similar length
-    for ids in documents:
-        pieces = token_pieces(ids, size, reading.max_tokens)
-        for piece in pieces:
-            if carried and not piece.is_last:
-                # A long document is read alone, after those in front of it: results keep their order.
-                yield from row_sums(model, waiting, reading, count)
-                yield from carried_sums(model, itertools.chain([piece], pieces), reading, count)
-                continue
-            waiting.append(piece)
-            n_waiting = sum(len(each.ids) for each in waiting)
-            if (len(waiting) == reading.batch_rows * BATCHES_AHEAD
-                    or n_waiting >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
-                yield from row_sums(model, waiting, reading, count)
-    yield from row_sums(model, waiting, reading, count)
+    waiting: list[np.ndarray] = []  # for others of a similar length
+    for ids_N in documents:
+        if carried and len(ids_N) > size:
+            # A long document is read alone, after those in front of it: results keep their order.
+            yield from means_of_rows(model, waiting, reading, count)
+            waiting = []
+            yield carried_mean(model, ids_N, reading, count)
+            continue
+        waiting.append(ids_N)
+        if (len(waiting) == reading.batch_rows * BATCHES_AHEAD
+                or sum(map(len, waiting)) >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
+            yield from means_of_rows(model, waiting, reading, count)
+            waiting = []
+    yield from means_of_rows(model, waiting, reading, count)
 
 
-def row_sums(model: LanguageModel, waiting: list[TokenPiece], reading: Reading,
-             count: Callable[[int], None]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
-    """Read the waiting pieces, the longest first, and empty the list."""
-    device = model.embed.weight.device
-    means_ND = np.empty((len(waiting), model.config.d_model))
+def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], reading: Reading,
+                  count: Callable[[int], None]) -> np.ndarray:
+    """The means of documents, float64 `[N, D]`, read in windows that do not see each other. count is called with the
+    number of tokens of each batch."""
+    device, size = model.embed.weight.device, window_size(model.config)
+    sums_ND = np.zeros((len(documents), model.config.d_model))
+    windows = [(i, ids_N[first : first + size]) for i, ids_N in enumerate(documents)
+               for first in range(0, len(ids_N), size)]
     # Rows of a similar length together have little padding; the longest first, so that memory runs out at once or not.
-    order = sorted(range(len(waiting)), key=lambda row: -len(waiting[row].ids))
-    for first in range(0, len(order), reading.batch_rows):
-        rows = order[first : first + reading.batch_rows]
-        ids_BT = torch.from_numpy(padded([waiting[row].ids for row in rows])).to(device)
+    windows.sort(key=lambda window: -len(window[1]))
+    for first in range(0, len(windows), reading.batch_rows):
+        numbers, rows = zip(*windows[first : first + reading.batch_rows], strict=True)
+        ids_BT = torch.from_numpy(padded(rows)).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
-            means_ND[rows] = row_means(model, ids_BT, torch.float64).cpu().numpy()
-        count(sum(len(waiting[row].ids) for row in rows))
-    for mean_D, piece in zip(means_ND, waiting, strict=True):
-        yield piece, mean_D * len(piece.ids)
-    waiting.clear()
+            means_BD = row_means(model, ids_BT, torch.float64).cpu().numpy()
+        for i, ids_N, mean_D in zip(numbers, rows, means_BD, strict=True):
+            sums_ND[i] += mean_D * len(ids_N)
+        count(sum(map(len, rows)))
+    return sums_ND / np.array([len(ids_N) for ids_N in documents])[:, None]
 
 
-def carried_sums(model: LanguageModel, pieces: Iterable[TokenPiece], reading: Reading,
-                 count: Callable[[int], None]) -> Iterator[tuple[TokenPiece, np.ndarray]]:
-    """Read one document with the state carried."""
-    state, device = model.decoding_state(1), model.embed.weight.device
-    for piece in pieces:
-        ids_1N = torch.tensor([piece.ids], device=device)
+def carried_mean(model: LanguageModel, ids_N: np.ndarray, reading: Reading, count: Callable[[int], None]) -> np.ndarray:
+    """The mean of one document, float64 `[D]`, read in windows with the state carried."""
+    state, device, size = model.decoding_state(1), model.embed.weight.device, window_size(model.config)
+    sum_D = np.zeros(model.config.d_model)
+    for first in range(0, len(ids_N), size):
+        ids_1T = torch.from_numpy(padded([ids_N[first : first + size]])).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
-            x_1ND = model.extend(ids_1N, torch.tensor([len(piece.ids)], device=device), state)
-        count(len(piece.ids))
-        yield piece, x_1ND[0].double().sum(0).cpu().numpy()
+            x_1TD = model.extend(ids_1T, torch.tensor([ids_1T.shape[1]], device=device), state)
+        sum_D += x_1TD[0].double().sum(0).cpu().numpy()
+        count(ids_1T.shape[1])
+    return sum_D / len(ids_N)

@@ -50,7 +50,7 @@ class LabelObjective:
         micro-batches have little padding."""
         rows = sorted(epoch_rows(self.train, self.config, step), key=lambda row: -len(row[1]))
         rows = rows[self.ranks.share(len(rows))]
-        return padded([ids.tolist() for _, ids in rows], self.config.model.context), self.targets[[i for i, _ in rows]]
+        return padded([ids for _, ids in rows], self.config.model.context), self.targets[[i for i, _ in rows]]
 
     def n_targets(self, *batch: Tensor) -> int:
         return batch[1].numel()
@@ -85,7 +85,7 @@ class PairObjective:
         """The first and the second texts, ids `[R, T]` with -1 for padding, see `epoch_rows`, and `same_texts`."""
         sides = [epoch_rows(self.train, self.config, step, side) for side in (0, 1)]
         own = self.ranks.share(len(sides[0]))
-        first_RT, second_RT = (padded([ids.tolist() for _, ids in rows[own]], self.config.model.context)
+        first_RT, second_RT = (padded([ids for _, ids in rows[own]], self.config.model.context)
                                for rows in sides)
         return first_RT, second_RT, self.same_N2[[row for row, _ in sides[0][own]]]
 

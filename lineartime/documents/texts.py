@@ -10,7 +10,7 @@ import numpy as np
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import places_of_step
 from lineartime.documents.examples import Example, Label
-from lineartime.documents.pooling import Reading, document_ids, read_means, token_pieces
+from lineartime.documents.pooling import Reading, document_ids, read_means
 from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.run_config import RunConfig
@@ -62,20 +62,19 @@ def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: in
     """Tokenise documents. max_tokens: cut longer ones; it is counted how many. progress is called with the number of
     documents read. in_pairs: read the two texts of a record apart, or the two halves of a document. Raises DataError
     for a document that is too short to be halved, and for fewer than two pairs."""
-    texts, small = TokenizedTexts(), np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    where = ""
+    texts, where = TokenizedTexts(), ""
 
-    def tokens_of(text: Iterable[str], second: str | None = None) -> np.ndarray:
-        pieces = list(token_pieces(document_ids(tokenizer, text, second), 1 << 16, max_tokens))
-        texts.n_cut += pieces[-1].is_cut
-        return np.concatenate([np.array(piece.ids, small) for piece in pieces])
+    def tokens_of(text: str, second: str | None = None) -> np.ndarray:
+        ids, is_cut = document_ids(tokenizer, text, second, max_tokens)
+        texts.n_cut += is_cut
+        return ids
 
     for example in examples:
         where = example.where
         # The two texts of a pair are one document for a label, and two for vectors.
         ids = tokens_of(example.text, None if in_pairs else example.second)
         if in_pairs:
-            ids, second = halves(ids, where) if example.second is None else (ids, tokens_of([example.second]))
+            ids, second = halves(ids, where) if example.second is None else (ids, tokens_of(example.second))
             texts.second_ids.append(second)
         texts.ids.append(ids)
         if example.label is not None:
@@ -121,8 +120,7 @@ def read_vectors(model: LanguageModel, ids: Iterable[np.ndarray], reading: Readi
     """The vectors of documents read whole, float64 `[D]` each. progress is called with the number of tokens read."""
     was_training = model.training
     model.eval()
-    vectors = [mean.vector_D for mean in read_means(model, ([each.tolist()] for each in ids), reading,
-                                                    progress=progress)]
+    vectors = list(read_means(model, ids, reading, progress=progress))
     model.train(was_training)
     return vectors
 

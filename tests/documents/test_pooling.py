@@ -1,6 +1,5 @@
 """Laws of pooling: a document's vector is that of one long row, whatever the windows, the batch and the padding."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,6 @@ from lineartime.documents.pooling import (
     document_means,
     read_means,
     row_means,
-    token_pieces,
 )
 from lineartime.documents.vectors import contrastive_losses
 from lineartime.errors import DataError, UsageError
@@ -29,17 +27,13 @@ LENGTHS = (1, 61, 24, 3, 25, 23, 48, 2)
 
 
 def documents(lengths=LENGTHS):
-    """Ids as `document_ids` gives them: the end-of-document token, then pieces of odd sizes."""
+    """Ids as `document_ids` gives them: the end-of-document token first."""
     generator = torch.Generator().manual_seed(3)
-    made = []
-    for n in lengths:
-        ids = torch.randint(1, 13, (n - 1,), generator=generator).tolist()
-        made.append([[0], ids[:5], [], ids[5:17], ids[17:]])
-    return made
+    return [np.array([0, *torch.randint(1, 13, (n - 1,), generator=generator)], np.uint16) for n in lengths]
 
 
-def flat(pieces):
-    return [i for piece in pieces for i in piece]
+def row_of(ids):
+    return torch.from_numpy(ids.astype(np.int64))[None]
 
 
 def close(a, b):
@@ -53,11 +47,10 @@ def test_a_causal_model_reads_any_length_as_one_row(name):
     assert carries_state(model.config) == (model.config.max_len is None)
     lengths = [n for n in LENGTHS if carries_state(model.config) or n <= CONTEXT]
     found = list(read_means(model, documents(lengths), Reading(batch_rows=3)))
-    assert [mean.n_tokens for mean in found] == lengths and not any(mean.is_cut for mean in found)
-    for pieces, mean in zip(documents(lengths), found, strict=True):
+    for ids, mean_D in zip(documents(lengths), found, strict=True):
         with torch.no_grad():
-            x_TD = model.hidden(torch.tensor([flat(pieces)]))[0]
-        assert close(mean.vector_D, x_TD.mean(0).numpy()), (name, mean.n_tokens)
+            x_TD = model.hidden(row_of(ids))[0]
+        assert close(mean_D, x_TD.mean(0).numpy()), (name, len(ids))
 
 
 @pytest.mark.parametrize("config", [
@@ -67,32 +60,20 @@ def test_a_causal_model_reads_any_length_as_one_row(name):
 def test_other_models_read_windows_that_count_by_their_tokens(config):
     model = random_model(with_end(config))
     assert not carries_state(model.config)
-    for pieces, mean in zip(documents(), read_means(model, documents(), Reading(batch_rows=3)), strict=True):
-        ids, total_D = flat(pieces), 0
+    for ids, mean_D in zip(documents(), read_means(model, documents(), Reading(batch_rows=3)), strict=True):
+        total_D = 0
         for first in range(0, len(ids), CONTEXT):
             with torch.no_grad():
-                total_D = total_D + model.hidden(torch.tensor([ids[first : first + CONTEXT]]))[0].sum(0).numpy()
-        assert mean.n_tokens == len(ids) and close(mean.vector_D, total_D / len(ids))
+                total_D = total_D + model.hidden(row_of(ids[first : first + CONTEXT]))[0].sum(0).numpy()
+        assert close(mean_D, total_D / len(ids))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_batches_order_and_neighbours_change_nothing(causal):
     model = random_model(with_end(replace(CONFIGS["flash"], causal=causal)))
-    alone = [next(read_means(model, [pieces])) for pieces in documents()]
+    alone = [next(read_means(model, [ids])) for ids in documents()]
     many = list(read_means(model, documents()[::-1] * 5, Reading(batch_rows=2)))[::-1]
-    assert all(close(a.vector_D, b.vector_D) for a, b in zip(alone * 5, many, strict=True))
-
-
-@pytest.mark.parametrize("piece", [1, 3, 20])
-def test_windows_hold_every_token_once_up_to_the_most(piece):
-    """Of documents in pieces that are shorter than a window, and longer."""
-    for n, most in itertools.product((1, 7, 8, 9, 16, 17), (None, 1, 8, 9, 16)):
-        pieces = [[*range(first, min(first + piece, n))] for first in range(0, n, piece)]
-        windows, n_read = list(token_pieces(iter([[], *pieces]), 8, most)), min(n, most or n)
-        assert [i for window in windows for i in window.ids] == [*range(n_read)]
-        assert [window.is_last for window in windows] == [*[False] * (len(windows) - 1), True]
-        assert all(len(window.ids) == 8 for window in windows[:-1]) and windows[-1].ids
-        assert [window.is_cut for window in windows] == [*[False] * (len(windows) - 1), n > n_read]
+    assert all(close(a_D, b_D) for a_D, b_D in zip(alone * 5, many, strict=True))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -104,35 +85,33 @@ def test_sums_of_a_float32_model_are_float64(causal):
 
         extend = hidden
 
-    (mean,) = read_means(Loud(replace(CONFIGS["flash"], causal=causal)).eval(), [[[0], [1] * 99]])
-    assert mean.n_tokens == 100 and (mean.vector_D == (1e9 + 99) / 100).all()
+    (mean_D,) = read_means(Loud(replace(CONFIGS["flash"], causal=causal)).eval(), [np.array([0, *[1] * 99])])
+    assert (mean_D == (1e9 + 99) / 100).all()
 
 
 def test_memory_does_not_grow_with_a_document():
-    """The model never sees more than a window, and the tokens are taken as they are read."""
+    """The model never sees more than a window, and its state keeps its size."""
     class Watched(LanguageModel):
         def extend(self, ids_BN, n_new_B, state, **more):
             widths.append(ids_BN.shape[1])
             sizes.append(state.n_bytes)
-            taken.append(len(given))
             return super().extend(ids_BN, n_new_B, state, **more)
 
-    widths, sizes, taken, given = [], [], [], []
-
-    def pieces():
-        for number in range(100):
-            given.append(number)
-            yield [1] * 7
-
-    (mean,) = read_means(Watched(with_end(CONFIGS["flash"])).eval(), [pieces()])
-    assert mean.n_tokens == 700 and set(widths) == {24, 700 % 24} and len(set(sizes)) == 1
-    assert all(7 * n_read <= 24 * (number + 1) + 7 for number, n_read in enumerate(taken))
+    widths, sizes = [], []
+    assert len(list(read_means(Watched(with_end(CONFIGS["flash"])).eval(), [np.ones(700)]))) == 1
+    assert sum(widths) == 700 and set(widths) == {24, 700 % 24} and len(set(sizes)) == 1
 
 
-def test_a_pair_is_one_document():
+def test_the_ids_of_a_document():
+    """A pair is one document. A long text is cut where tokens end, and no more of it is tokenised than is kept."""
     masked, plain = byte_tokenizer(mlm=True), byte_tokenizer()
-    assert flat(document_ids(masked, ["ab"], "c")) == [256, 97, 98, 258, 99]
-    assert flat(document_ids(plain, ["ab"], "c")) == [256, 97, 98, 10, 10, 99]
+    assert document_ids(masked, "ab", "c")[0].tolist() == [256, 97, 98, 258, 99]
+    assert document_ids(plain, "ab", "c")[0].tolist() == [256, 97, 98, 10, 10, 99]
+    text = "a word " * 30_000
+    for most in (None, len(text) + 1, len(text), 70_000, 1):
+        ids_N, is_cut = document_ids(plain, text, max_tokens=most)
+        assert bytes([*ids_N[1:]]) == text.encode()[: len(ids_N) - 1]
+        assert (len(ids_N), is_cut) == (min(len(text) + 1, most or 10**9), most is not None and most <= len(text))
 
 
 def test_embed_is_the_mean_of_the_last_states():
