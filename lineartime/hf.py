@@ -163,7 +163,7 @@ class LineartimeCache(Cache):
         self.n_columns = 0
         """Tokens given to each row, padding included; transformers calls this the sequence length."""
 
-    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, embeds_BND: Tensor | None = None,
+    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor,
                collected: list[Tensor] | None = None) -> Tensor:
         """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
         if self.state is None:
@@ -172,8 +172,7 @@ class LineartimeCache(Cache):
                 f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
         # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
-        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state,
-                             None if embeds_BND is None else in_order(embeds_BND, order_BN), collected)
+        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected)
         self.n_columns += ids_BN.shape[1]
         back_BN = order_BN.argsort(1)
         if collected is not None:
@@ -235,22 +234,21 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             init_head(module)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                past_key_values: LineartimeCache | None = None, inputs_embeds: Tensor | None = None,
-                position_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
+                **kwargs: Any) -> BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
         attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the padding token is
-        padding. With a cache it covers the new tokens, or all. inputs_embeds: `[B, T, D]` instead of input_ids.
-        position_ids: the positions that the mask gives, or positions that begin at 0 with each document of a packed
-        row, which only say where documents begin. output_hidden_states: whether to return the input of every block
-        and the last states too. Raises UsageError for other positions and for an unknown argument."""
-        x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids,
-                                              cache=past_key_values, **kwargs)
+        padding. With a cache it covers the new tokens, or all. position_ids: the positions that the mask gives, or
+        positions that begin at 0 with each document of a packed row, which only say where documents begin.
+        output_hidden_states: whether to return the input of every block and the last states too. Raises UsageError for
+        other positions and for an unknown argument."""
+        x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, cache=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
 
-    def hidden(self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None,
-               position_ids: Tensor | None, *, cache: LineartimeCache | None = None, use_cache: bool | None = None,
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *,
+               cache: LineartimeCache | None = None, use_cache: bool | None = None,
                output_hidden_states: bool | None = None,
                **kwargs: Any) -> tuple[Tensor, Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
         """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache, and the
@@ -259,23 +257,14 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
                 "use a LineartimeCache")
-        require((input_ids is None) != (inputs_embeds is None), "tokens or vectors", "input_ids, inputs_embeds",
-                "give one of them")
-        if input_ids is not None:
-            ids_BT = input_ids
-        else:  # -2 stands for a vector: it is no token, and no padding either
-            assert inputs_embeds is not None
-            ids_BT = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
-
         # The mask covers the new tokens, or those that the cache has seen too.
-        (n_rows, n_new), n_past = ids_BT.shape, 0 if cache is None else cache.n_columns
-        mask = attention_mask
+        (n_rows, n_new), n_past, mask = input_ids.shape, 0 if cache is None else cache.n_columns, attention_mask
         require(mask is None or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                 f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
                 "one number per row and token")
-        valid_BT = ids_BT != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
+        valid_BT = input_ids != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
         # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
-        ids_BT = ids_BT.masked_fill((ids_BT == self.padding) | ~valid_BT, self.config.end_of_document or 0)
+        ids_BT = input_ids.masked_fill((input_ids == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
         known = SAID_AGAIN if position_ids is None else SAID_AGAIN | SAID_BY_POSITIONS
         for name, value in kwargs.items():
@@ -286,9 +275,9 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
             x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if valid_BT.all() else valid_BT,
-                                      embeds_BTD=inputs_embeds, collected=collected)
+                                      collected=collected)
         else:
-            x_BTD = cache.extend(self.model, ids_BT, valid_BT, inputs_embeds, collected)
+            x_BTD = cache.extend(self.model, ids_BT, valid_BT, collected)
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     @property
@@ -407,9 +396,9 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         super().__init__(config)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                past_key_values: LineartimeCache | None = None, inputs_embeds: Tensor | None = None,
-                position_ids: Tensor | None = None, labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
+                labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
         """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
 
@@ -417,7 +406,7 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         too, whatever its id, and so is what stands behind it, which nothing predicts. The loss is the mean in nats, or
         the sum over `num_items_in_batch`, and 0 without labels to learn. In training the logits, which would take most
         of the memory, are returned only for a `logits_to_keep` other than 0."""
-        x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids,
+        x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, position_ids,
                                                      cache=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
@@ -479,15 +468,15 @@ class LineartimeForMaskedLM(LineartimeModel):
         super().__init__(config)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None,
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
 
         labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is their mean in nats, or
         their sum over `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned,
         which would take most of the memory."""
-        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
             loss = token_loss(self.model, x_BTD, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
@@ -506,10 +495,9 @@ class LineartimeForQuestionAnswering(LineartimeModel):
     _trunk = SpanModel
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                 start_positions: Tensor | None = None, end_positions: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None,
-                **kwargs: Any) -> QuestionAnsweringModelOutput:
+                position_ids: Tensor | None = None, **kwargs: Any) -> QuestionAnsweringModelOutput:
         """start_logits and end_logits, `[B, T]`; padding has the least value of the dtype.
 
         start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
@@ -517,7 +505,7 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         the loss is 0."""
         require((start_positions is None) == (end_positions is None), "an answer has two ends",
                 "start_positions, end_positions", "give both or none")
-        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BT2 = self.model.logits(x_BTD)
         logits_BT2 = logits_BT2.masked_fill(~valid_BT[..., None], torch.finfo(logits_BT2.dtype).min)
         start_BT, end_BT = logits_BT2.unbind(-1)
@@ -541,15 +529,14 @@ class LineartimeForSequenceClassification(LineartimeModel):
         self.score = torch.nn.Linear(config.d_model, config.num_labels)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, labels: Tensor | None = None, position_ids: Tensor | None = None,
-                **kwargs: Any) -> SequenceClassifierOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
+                position_ids: Tensor | None = None, **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
         labels: classes or numbers `[B]`, or `[B, num_labels]`, 1.0 for each class of several, or numbers. Without
         `problem_type` whole numbers are classes, and others several. The loss is that of transformers: the mean in
         nats, or of the squared error."""
-        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
         scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
         logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
@@ -566,14 +553,14 @@ class LineartimeForTokenClassification(LineartimeModel):
         self.score = torch.nn.Linear(config.d_model, config.num_labels)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, position_ids: Tensor | None = None, labels: Tensor | None = None,
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
         """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
         labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is their mean in nats,
         or their sum over `num_items_in_batch`, and 0 without labels."""
-        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, inputs_embeds, position_ids, **kwargs)
+        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTL, loss = self.score(x_BTD), None
         if labels is not None:
             loss = class_loss(logits_BTL, labels.masked_fill(~valid_BT, -100), num_items_in_batch)

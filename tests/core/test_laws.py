@@ -301,11 +301,10 @@ def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: 
     segment_ids_BT, valid_BT = segment_ids_T[None], valid_T[None]
     model = random_model(replace(EVERY[name], causal=causal), seed)
     ids_BT, generator = random_ids(1, len(valid_T), seed=seed), torch.Generator().manual_seed(seed)
-    e_BTD = model.embed(ids_BT).detach().requires_grad_()
     cotangent_ND = torch.randn(int(valid_T.sum()), 8, dtype=torch.float64, generator=generator)
 
     def by_layers(padding: float, segment_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
-        x_BTD = e_BTD + model.abs_pos((valid_BT.cumsum(1) - 1).clamp(min=0))
+        x_BTD = model.embed(ids_BT) + model.abs_pos((valid_BT.cumsum(1) - 1).clamp(min=0))
         x_BTD = x_BTD.masked_fill(~valid_BT[..., None], padding)
         x_BTD = x_BTD if padding_mask is not None else x_BTD[:, valid_T]
         for layer in model.layers:
@@ -314,12 +313,12 @@ def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: 
         return model.norm(x_BTD if padding_mask is None else x_BTD[:, valid_T])[0]
 
     def gradients(out_ND: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad((out_ND * cotangent_ND).sum(), [e_BTD, *model.parameters()], materialize_grads=True)
+        return torch.autograd.grad((out_ND * cotangent_ND).sum(), [*model.parameters()], materialize_grads=True)
 
     found_ND = by_layers(math.nan, segment_ids_BT, valid_BT)
     assert torch.equal(found_ND, by_layers(1e3, segment_ids_BT, valid_BT))
     alone_ND = by_layers(0.0, segment_ids_BT[valid_BT][None], None)
-    of_model_ND = model.hidden(ids_BT, segment_ids_BT, valid_BT, embeds_BTD=e_BTD)[0, valid_T]
+    of_model_ND = model.hidden(ids_BT, segment_ids_BT, valid_BT)[0, valid_T]
     found = gradients(found_ND)
     for wanted_ND in (of_model_ND, alone_ND):
         assert same(found_ND, wanted_ND) and all(map(same, found, gradients(wanted_ND)))
