@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
 from lineartime.distributed.ordered import gather_rows
 from lineartime.distributed.ranks import ALONE, Ranks
@@ -30,8 +29,6 @@ from lineartime.settings import require, require_precision
 
 Row = TypeVar("Row")
 
-XZ_LIMIT_BYTES = 1 << 22
-"""Text up to this size is compared with `xz` after training. On longer text `xz` takes longer than a small model."""
 MOST_CONTEXT = 1 << 26
 """The longest row that is scored: beyond any use, and small enough for its sums."""
 
@@ -243,24 +240,6 @@ def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, 
             blocks.append((first + 1, last, float(nll_T[first:last].sum() / count_T[first:last].sum())))
         first, last = last, 2 * last
     return blocks
-
-
-def xz_bits_per_byte(data_dir: Path) -> float:
-    """Bits per byte of `xz -9e` for the held-out text: (xz(train + held-out) - xz(train)) x 8 / held-out bytes.
-
-    The text is decoded from the tokens, documents end to end, and must fit in memory."""
-    tokenizer = load_tokenizer(data_dir / TOKENIZER_FILE)
-
-    def text(name: str) -> bytes:
-        stream = open_split(data_dir, name)
-        ids = stream.read(0, len(stream))
-        return tokenizer.decode(ids[ids != stream.end_of_document].tolist()).encode()
-
-    def size(data: bytes) -> int:
-        return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
-
-    train, held_out = text("train"), text("validation")
-    return (size(train + held_out) - size(train)) * 8 / len(held_out)
 
 
 def _exp(x: float) -> float:

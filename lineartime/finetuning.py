@@ -23,7 +23,7 @@ from lineartime.finetune_config import FineTuning, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
 from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
-from lineartime.run import Run, different, read_fine_tuning, result_or_none
+from lineartime.run import Run, different, read_fine_tuning
 from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.settings import require
@@ -77,7 +77,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     # One process at a time has the folder. A complete one is only compared; else its runs begin, or go on, in order.
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
-        found = result_or_none(out, read_fine_tuning, "lr-*/step-*") if ranks.is_first else None
+        found = read_fine_tuning(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
         complete = gather_json(found, ranks)[0]
         if complete is not None:
             check_settings(complete["fine_tuning"], settings, out)

@@ -48,8 +48,6 @@ class Curves(NamedTuple):
     """Steps and held-out losses."""
     final: dict[str, Any]
     """The run's result, empty until it is over."""
-    bits_per_nat: float | None
-    """Held-out bits per byte over nats per token, which is the tokenizer's."""
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -69,14 +67,12 @@ def read_curves(run_dir: Path) -> Curves:
             if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
                 scores.append((final["steps"], final["held_out"]))
         config = ModelConfig(**run["model"])
-        score = final["held_out"] if final else scores[-1][1] if scores else {}
-        bits_per_nat = score["bits_per_byte"] / score["loss"] if config.causal and "bits_per_byte" in score else None
         return Curves(
             f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
             UNITS.get(run["task"]) or ("nats per token" if config.causal else "nats per masked token"),
             run["train"]["tokens_per_step"],
             np.array([line["step"] for line in training]), np.array([line["loss"] for line in training]),
-            [(step, score["loss"]) for step, score in scores], final, bits_per_nat)
+            [(step, score["loss"]) for step, score in scores], final)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
 
@@ -89,7 +85,7 @@ def plot_run(run_dir: Path) -> Path:
     import matplotlib
 
     curves = read_curves(run_dir)
-    xz, at_end = curves.final.get("xz_bits_per_byte"), curves.final.get("held_out", {}).get("bits_per_byte")
+    at_end = curves.final.get("held_out", {}).get("bits_per_byte")
     with matplotlib.rc_context(STYLE):
         figure, (axes,) = empty_figure(1)
         axes.set(title=curves.title, xlabel=f"step of {curves.tokens_per_step:,} tokens",
@@ -102,8 +98,6 @@ def plot_run(run_dir: Path) -> Path:
             score = f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""
             steps, losses = zip(*curves.held_out, strict=True)
             draw_curve(axes, steps, losses, f"held-out{score}", color=COLOURS[1], marker="o")
-        if curves.bits_per_nat and xz is not None:
-            axes.axhline(xz / curves.bits_per_nat, label=f"xz -9e, {xz:.3f} bits per byte", **DASHED)
         save_figure(figure, run_dir / PLOT_FILE, n_columns=3)
     return run_dir / PLOT_FILE
 

@@ -1,6 +1,5 @@
 """A run's folder: its description, metrics and checkpoints. It stays valid if the process is killed at any moment."""
 
-import errno
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.config_json import model_config_json
 from lineartime.distributed.ordered import ParameterPart, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
-from lineartime.errors import CheckpointError, UsageError
+from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel
 from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
 from lineartime.settings import replace_fields
@@ -30,8 +29,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
-MAX_TIME = 1e11
-"""Seconds since 1970 that a line of metrics may tell; the year is about 5100."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each parameter."""
 
@@ -56,10 +53,6 @@ class Run:
         self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
         self.best: int | None = None
         """The step whose checkpoint is kept, see `best_so_far`."""
-        self.waiting = ""
-        """Lines of the metrics that could not be written yet."""
-        self.end: int | None = None
-        """Bytes of the metrics' whole lines; behind them may be what a full disk left of one."""
 
     @property
     def is_sharded(self) -> bool:
@@ -197,22 +190,15 @@ class Run:
         return n_since
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics. If the disk is full, warn once and keep the lines until there is room."""
+        """Append a line to the metrics; a resume drops what a full disk has left of one. Raises ResourceError."""
         if not self.ranks.is_first:
             return
-        path, warned = self.out / METRICS_FILE, bool(self.waiting)
-        self.waiting += json.dumps(record) + "\n"
         try:
-            with open(path, "ab", buffering=0) as file:
-                self.end = file.tell() if self.end is None else self.end
-                if file.tell() > self.end:
-                    file.truncate(self.end)
-                if file.write(self.waiting.encode()) < len(self.waiting):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self.waiting, self.end = "", file.tell()
+            with open(self.out / METRICS_FILE, "a") as file:
+                file.write(json.dumps(record) + "\n")
         except OSError as e:
-            if not warned:
-                logger.warning(f"metrics not written: {path}; {e.strerror}")
+            raise ResourceError("the metrics cannot be written", f"{self.out / METRICS_FILE}: {e.strerror}",
+                                "free some space; the same command goes on from the newest checkpoint") from e
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises
@@ -250,11 +236,11 @@ def index_of(stem: str, model: LanguageModel, places: Sequence[dict[str, list[in
     return index
 
 
-def require_numbers(*values: Any, positive: bool = False) -> None:
-    """Raise ValueError or ArithmeticError unless all values of a JSON file are finite numbers, or such above 0."""
+def require_numbers(*values: Any) -> None:
+    """Raise ValueError or ArithmeticError unless all values of a JSON file are finite numbers."""
     for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
-            raise ValueError(f"{value!a:.40} is no {'number above 0' if positive else 'number'}")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{value!a:.40} is no number")
 
 
 @contextmanager
@@ -285,15 +271,8 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, without a last line that was cut off. Raises DataError for any other line that is damaged.
     """
     def parse(record: Any) -> dict[str, Any]:
-        clock = record["clock"]
-        if "held_out" in record:
-            require_numbers(record["held_out"]["loss"])
-        else:
-            require_numbers(record["loss"], record["learning_rate"], clock["cpu_s"])
-            require_numbers(clock["tokens_per_s"], positive=True)
-        require_numbers(clock["time"], positive=True)
-        if type(record["step"]) is not int or record["step"] < 0 or clock["time"] > MAX_TIME:
-            raise ValueError("its step or its time is impossible")
+        loss = record["held_out"]["loss"] if "held_out" in record else record["loss"]
+        require_numbers(record["step"], record["clock"]["time"], loss)
         return record
 
     return read_json_lines(out / METRICS_FILE, parse, "a line of metrics")
@@ -315,12 +294,7 @@ def read_result(out: Path) -> dict[str, Any]:
     """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
     run, result = read_run(out), read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
-        scores = result.get("held_out", result)
-        require_numbers(result.get("peak_mib", 0), *(scores[name] for name in (
-            ["loss"] if "held_out" in result else ["loss", "exact_match", "f1"])))
-        for block in scores.get("loss_by_position", []):
-            require_numbers(block["first"], block["last"], positive=True)
-            require_numbers(block["loss"])
+        require_numbers(result.get("held_out", result)["loss"])
         if result.get("run", run["id"]) != run["id"] or result["steps"] != run["train"]["steps"]:
             raise ValueError(f"it is the result of another run than that of {RUN_FILE}")  # older ones have no id
     return result
@@ -330,29 +304,9 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
     """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
     result = read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
-        rates, names = result["learning_rates"], ("score", "best_step")
-        if "task" not in result:
-            names = ("exact_match", "f1")
-        require_numbers(*(each[name] for each in rates.values() for name in names))
-        if not all(isinstance(each, dict) for each in result["fine_tuning"]["train"].values()):
-            raise ValueError("its settings are no table")
-        if result["best"] not in [f"lr-{each}" for each in rates]:
+        if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
             raise ValueError("it names no best run")
     return result
-
-
-def result_or_none(out: Path, read: Callable[[Path], dict[str, Any]], checkpoints: str) -> dict[str, Any] | None:
-    """The complete result in a folder, by `read`. None without one and, with a warning, for a damaged one that can be
-    written again, because the folder holds `checkpoints` (a pattern). Raises as `read` for any other."""
-    if not (out / RESULT_FILE).exists():
-        return None
-    try:
-        return read(out)
-    except CheckpointError as e:
-        if not any(out.glob(checkpoints)):
-            raise
-        logger.warning(f"{e}; going on from the newest checkpoint, to write it again")
-        return None
 
 
 def best_run(out: Path) -> Path:

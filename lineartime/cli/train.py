@@ -176,10 +176,6 @@ def say_trained(done: "TrainResult") -> None:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
     for folder, each in done.scores.get("by_source", {}).items():
         say(f"         {folder}: {each['loss']:.3f} nats per {'masked ' * ('masked' in each)}token")
-    if "xz_bits_per_byte" in done.scores:
-        xz = done.scores["xz_bits_per_byte"]
-        say(f"         xz -9e, which has seen the training text: {xz:.3f} bits per byte; the model is "
-            f"{'better' if scores['bits_per_byte'] < xz else 'worse'}")
     if not done.sample:
         say("sample   none is written of a sharded model: see `lineartime generate`")
     elif config.model.causal:

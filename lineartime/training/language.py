@@ -13,16 +13,16 @@ import torch
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from lineartime.data.tokens import Mixture, open_data, open_split, read_manifests, sha256_of
+from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of
 from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
-from lineartime.errors import DataError, ResourceError
-from lineartime.evaluation import XZ_LIMIT_BYTES, evaluate_data, xz_bits_per_byte
+from lineartime.errors import ResourceError
+from lineartime.evaluation import evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken
 from lineartime.plot import PLOT_FILE, plot_run
-from lineartime.run import METRICS_FILE, Run, read_metrics
+from lineartime.run import Run
 from lineartime.run_config import RunConfig, config_for_data, saved_run
 from lineartime.runtime import available_bytes, peak_bytes
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
@@ -45,8 +45,7 @@ class TrainResult:
     config: RunConfig
     scores: dict[str, Any]
     """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
-    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`), "peak_mib", and for short text that
-    was scored whole "xz_bits_per_byte"."""
+    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`) and "peak_mib"."""
     sample: str
     """Generated text, or masked text that the model has filled if it is not causal; empty if the model is sharded."""
     already: bool
@@ -85,18 +84,11 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
         return finish(run, model, data, stop, ranks, progress)
 
-    # The run itself. Of one that was complete before, nothing is trained or scored, but what it left must be readable.
+    # The run itself. Of one that was complete before, nothing is trained or scored.
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
-    if launched().is_first:
-        if already and (out / METRICS_FILE).exists():
-            try:
-                read_metrics(out)
-            except DataError as e:
-                raise DataError(e.what, e.where, f"{e.todo}; mend the file or delete it: the run is complete, and its "
-                                "weights and scores are whole") from None
-        if not (already and (out / PLOT_FILE).exists()):  # a kill may have come between the result and the picture
-            plot_run(out)
+    if launched().is_first and not (already and (out / PLOT_FILE).exists()):  # a kill may have come before the picture
+        plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
     return TrainResult(out, settings, result, sample, already)
@@ -140,10 +132,9 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(data, "validation")
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
-    is_whole = n_scored == held_out.n_tokens
     evaluation, by_source = evaluate_data(
         model, held_out, context=config.model.context, precision=config.train.precision,
-        batch_rows=config.micro_batch_rows, ranks=ranks, max_tokens=None if is_whole else n_scored,
+        batch_rows=config.micro_batch_rows, ranks=ranks, max_tokens=None if n_scored == held_out.n_tokens else n_scored,
         progress=stop.watch(SAVED, progress, "evaluating", n_scored, ranks))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
                               **({"by_source": {name: each.to_dict() for name, each in by_source.items()}}
@@ -151,11 +142,7 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     if not ranks.is_first:
         return result
-    # Short text is compared with what `xz` makes of it.
     stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
-    small = open_split(stream.folder, "train").n_bytes + stream.n_bytes <= XZ_LIMIT_BYTES
-    if config.model.causal and not by_source and small and is_whole:
-        result["xz_bits_per_byte"] = xz_bits_per_byte(stream.folder)
     # A sample: masked text that the model fills, or text that it writes.
     model.eval()
     if run.is_sharded:  # all weights would be gathered again for every token

@@ -30,7 +30,7 @@ from lineartime.distributed.ranks import (
 from lineartime.errors import NumericsError, ResourceError
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
-from lineartime.run import Run, Wanted, read_result, result_or_none
+from lineartime.run import Run, Wanted, read_result
 from lineartime.run_config import RESULT_FILE, RunConfig
 from lineartime.runtime import is_picked, pick_device
 from lineartime.training.division import divide
@@ -193,7 +193,8 @@ class Loop:
             if not out_of_memory(e):
                 raise
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {self.run.config.model.context}"
-            raise ResourceError("out of memory", where, smaller(self.run.config)) from e
+            todo = "lower micro_batch_tokens, window_tokens or context, or switch activation_checkpointing on"
+            raise ResourceError("out of memory", where, todo) from e
 
 
 def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:
@@ -226,24 +227,11 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def smaller(config: RunConfig) -> str:
-    """Advice for a run that does not fit into memory."""
-    if config.micro_batch_rows > 1:
-        n_rows = max(n for n in range(1, config.micro_batch_rows) if config.rows_per_step % n == 0)
-        return (f"try micro_batch_tokens = {n_rows * config.model.context}; as the unit of local clipping it is yours "
-                "to change")
-    if config.train.context_parallel > 1:
-        return "raise context_parallel, or lower context"
-    if config.train.window_tokens is not None:
-        return "lower window_tokens, or context"
-    return "lower context, or switch activation_checkpointing on"
-
-
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None,
              begin: Callable[[Ranks], Setup], score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]],
              callbacks: Callbacks, rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
-    result file, and whether it was complete before; if so, nothing is trained. A damaged one is written again.
+    result file, and whether it was complete before; if so, nothing is trained.
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
     begin returns what is trained; score returns the content of the result file. Raises as `in_rows`, `connected`,
@@ -257,7 +245,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
         run = Run(out, config, facts, ranks)
-        found = result_or_none(out, read_result, "step-*") if ranks.is_first else None
+        found = read_result(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
         complete = gather_json(found, ranks)[0]
         if complete is not None:
             return complete, True

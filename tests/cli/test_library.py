@@ -31,7 +31,7 @@ def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pyte
     scores = lineartime.evaluate(model, lineartime.open_split(data, "validation"))
     (ids,) = lineartime.generate(model, [tokenizer.encode("The quick")], max_new_tokens=4)
     assert scores.to_dict() == result.scores["held_out"] and len(ids) <= 4
-    assert result.scores["xz_bits_per_byte"] > 0 and result.scores["peak_mib"] > 50
+    assert result.scores["peak_mib"] > 50
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert {line["steps"] for line in lines} == {6}
     assert told[-1] == ("evaluating", scores.n_tokens, scores.n_tokens)

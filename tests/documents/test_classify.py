@@ -365,10 +365,9 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
 def test_a_damaged_folder_is_named(folder, done, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(done, out, symlinks=True)
-    whole = json.loads((out / "result.json").read_text())
-    (out / "result.json").write_text(json.dumps({**whole, "learning_rates": {"3e-02": {"score": None}}}))
+    (out / "result.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
         lineartime.load_model(out)
-    (out / "result.json").write_text("{")
+    (out / "result.json").unlink()
     finetune(plan(folder, out), device=CPU)  # it is written again
     assert_same_outcome(out, done)

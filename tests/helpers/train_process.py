@@ -22,7 +22,7 @@ from lineartime.training import language, loop
 
 WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (loop, "compute_gradient"), (objectives, "evaluate_data"),
            (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (language, "finish"), (language, "evaluate_data"),
-           (language, "xz_bits_per_byte"), (language, "generate"), (language, "plot_run")]
+           (language, "generate"), (language, "plot_run")]
 
 
 class Events:

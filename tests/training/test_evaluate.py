@@ -1,6 +1,5 @@
 """Evaluation: every token scored once, whatever the batch; the measures that follow from the sum."""
 
-import lzma
 import math
 from pathlib import Path
 
@@ -15,26 +14,21 @@ from lineartime.config import model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, eval_rows, open_split
 from lineartime.errors import NumericsError
-from lineartime.evaluation import Evaluation, by_position, evaluate, mixed, xz_bits_per_byte
+from lineartime.evaluation import Evaluation, by_position, evaluate, mixed
 from lineartime.model import LanguageModel
 
 TEXTS = ["It was a dark night. " * 9, "The rain fell in torrents, " * 12 + "except at intervals.", "Short."]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
     root = tmp_path_factory.mktemp("evaluate")
     for split in ("train", "validation"):
         (root / "text" / split).mkdir(parents=True)
         for i, text in enumerate(TEXTS):
             (root / "text" / split / f"{i}.txt").write_text(f"{split}. {text}")
     prepare([root / "text"], root / "data", tokenizer="bytes")
-    return root / "data"
-
-
-@pytest.fixture(scope="module")
-def stream(folder: Path) -> TokenStream:
-    return open_split(folder, "validation")
+    return open_split(root / "data", "validation")
 
 
 def tiny_flash(stream: TokenStream, context: int) -> LanguageModel:
@@ -113,13 +107,3 @@ def test_a_loss_that_is_not_finite_is_refused(stream: TokenStream) -> None:
         model.head_bias[0] = math.nan
     with pytest.raises(NumericsError):
         evaluate(model, stream, context=32)
-
-
-def test_xz_has_seen_the_training_text(folder: Path) -> None:
-    """The text comes back from the tokens exactly, and is compressed after the text it was trained on."""
-    def size(text: str) -> int:
-        return len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
-
-    train, held_out = ("".join(f"{split}. {text}" for text in TEXTS) for split in ("train", "validation"))
-    expected = (size(train + held_out) - size(train)) * 8 / len(held_out.encode())
-    assert xz_bits_per_byte(folder) == expected

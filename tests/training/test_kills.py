@@ -14,8 +14,8 @@ from marks import rest
 from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
 from train_process import Launches, wait_for
 
-WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "xz_bits_per_byte",
-           "generate", "plot_run"}
+WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "generate",
+           "plot_run"}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def stopped_at(launches, event, *signals):
     ("final evaluate 1", signal.SIGTERM),
     *rest(("resume 1", signal.SIGTERM), ("compute_gradient 1", signal.SIGINT), ("evaluate 2", signal.SIGTERM),
           (f"evaluate {STEPS // EVAL_EVERY}", signal.SIGINT), ("end of save 2", signal.SIGTERM),
-          ("xz_bits_per_byte 1", signal.SIGINT), ("generate 1", signal.SIGTERM))], ids=str)
+          ("generate 1", signal.SIGTERM))], ids=str)
 def test_a_stop_saves_and_the_same_command_resumes(moment, number, launches, out, reference):
     # `timeout` sends the same signal to the process and to its group: twice is once.
     assert stopped_at(launches, moment, *[number] * (2 if moment == "compute_gradient 8" else 1)) == 128 + number, (
