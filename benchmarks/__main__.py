@@ -19,7 +19,7 @@ EXAMPLES = {
     "step": ["step flash:compile transformer++ --contexts 512,2048,8192",
              "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"],
     "decode": ["decode flash transformer++ --contexts 2048,8192"],
-    "op": ["op gated_chunk_attention --contexts 2048", "op linear_cross_entropy --contexts 4096"],
+    "op": ["op gated_chunk_attention --contexts 2048 --precision bfloat16"],
     "run": ["run bench --json out/bench.jsonl"],
     "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS"],
     "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],

@@ -1,10 +1,10 @@
 """Time per generated token after contexts of different lengths."""
 
+import itertools
 import statistics
 from collections.abc import Generator, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from benchmarks import Row, measure
 from benchmarks.measure import Case, Setup, Times
@@ -12,7 +12,7 @@ from lineartime.attention.combiner import RowCache
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
 from lineartime.generation.cuda_graph import CapturedStep
-from lineartime.generation.generate import decode_step, prefill
+from lineartime.generation.generate import decode_step
 from lineartime.generation.onednn import packed_weights
 from lineartime.info import decoding_bytes, describe
 from lineartime.model import LanguageModel
@@ -21,8 +21,6 @@ from lineartime.settings import require
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
-LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Largest error of a decoded logit against a parallel forward in float32, over the largest logit."""
 PIECES = 8
 """Turns that a block is decoded in, so that the cases share what the machine does to them."""
 FEW = 8
@@ -36,56 +34,48 @@ def whole_chunks(config: ModelConfig) -> int:
 
 
 def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int], setup: Setup, *, batch_size: int = 1,
-                     precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768, read_up_to: int = 2048,
+                     precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768,
                      capture: bool = False) -> list[Row]:
     """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model, type, context.
 
     Blocks of greedy tokens are timed, `setup.repeats` of each case, all in turns: whole chunks, so that each block
-    closes as many as a long text does per token. Weights are random, which changes no time. A context up to
-    `read_up_to` is read and, in a case of its own, filled: what a state holds does not matter to its time, only how
-    much. Longer ones are only filled. quadratic_up_to: models whose state grows are not measured beyond it. capture:
-    steps are CUDA graphs."""
+    closes as many as a long text does per token. Weights are random, and the state is filled with random numbers: the
+    time does not depend on what they are. quadratic_up_to: models whose state grows are not measured beyond it.
+    capture: steps are CUDA graphs."""
     measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats,
                                threads=setup.threads, batch=batch_size)
     cases, variant = [], "captured" if capture else "eager"
     for label, config in configs.items():
         longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
-        for precision in precisions:
-            for n_tokens, how in ((n, how) for n in sorted({*contexts}) if n <= longest
-                                  for how in ("filled", "read") if how == "filled" or n <= read_up_to):
-                row = {"model": label, "variant": variant, "label": label if not capture else f"{label}:captured",
-                       "attention": "fused" if config.attn_kernel == "softmax" else None, "config": to_dict(config),
-                       "n_parameters": describe(config).n_parameters, "context_tokens": n_tokens, "context": how,
-                       "batch_size": batch_size, "dtype": precision, "unit": "token",
-                       "block_tokens": whole_chunks(config),
-                       "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
-                cases.append(Case(decoded_tokens, {
-                    "config": to_dict(config), "n_tokens": n_tokens, "how": how, "batch_size": batch_size,
-                    "precision": precision, "repeats": setup.repeats, "capture": capture, "place": setup.place},
-                    row, batch_size))
+        for precision, n_tokens in itertools.product(precisions, sorted({n for n in contexts if n <= longest})):
+            row = {"model": label, "variant": variant, "label": label if not capture else f"{label}:captured",
+                   "attention": "fused" if config.attn_kernel == "softmax" else None, "config": to_dict(config),
+                   "n_parameters": describe(config).n_parameters, "context_tokens": n_tokens, "context": "filled",
+                   "batch_size": batch_size, "dtype": precision, "unit": "token", "block_tokens": whole_chunks(config),
+                   "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
+            cases.append(Case(decoded_tokens, {
+                "config": to_dict(config), "n_tokens": n_tokens, "batch_size": batch_size, "precision": precision,
+                "repeats": setup.repeats, "capture": capture, "place": setup.place}, row, batch_size))
     require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
             "raise --quadratic-up-to for models whose cache grows")
     return measure.side_by_side(cases, "decode", setup, FEW, n_turns=PIECES, hold=True)
 
 
-def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precision: str, repeats: int, capture: bool,
+def decoded_tokens(config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int, capture: bool,
                    place: Row) -> Generator[Row, Row, None]:
-    """The job of a case: checks, makes the state, then decodes a piece of a block whenever it is asked."""
+    """The job of a case: makes the state, then decodes a piece of a block whenever it is asked."""
     on, settings = measure.set_up(**place)
     model = LanguageModel(ModelConfig(**config)).to(on).eval()
     block_tokens = whole_chunks(model.config)
     room = n_tokens + FEW + repeats * block_tokens
     model.check_length(room)
-    ids_1T, expected_NV = reference_logits(model)
     model.to(getattr(torch, precision))
     with packed_weights(model):
-        checked = check_decoding(model, ids_1T, expected_NV, precision)
-        state = (filled_state(model, n_tokens, batch_size, room) if how == "filled" else
-                 read_state(model, n_tokens, batch_size, room, place["seed"]))
+        state = filled_state(model, n_tokens, batch_size, room)
         captured = CapturedStep(model, state) if capture else None
         ids_B, times = torch.zeros_like(state.seq_lens_B), Times()
         # Piece -1 is the first few tokens, which are not timed.
-        answer: Row = {"check": checked, "settings": settings, "times": {}}
+        answer: Row = {"settings": settings, "times": {}}
         for piece in range(-1, repeats * PIECES):
             if piece >= 0:
                 yield answer
@@ -107,35 +97,6 @@ def decoded_tokens(config: Row, n_tokens: int, how: str, batch_size: int, precis
         slowest = [max(block) for block in blocks["gpu_ms" if "gpu_ms" in blocks else "cpu_ms"]]
         yield answer | {"slowest_token_ms": measure.spread(slowest), "peak_mib": peak_bytes(on) / 2**20,
                         "allocated_state_bytes": state.n_bytes // batch_size}
-
-
-@torch.inference_mode()
-def reference_logits(model: LanguageModel) -> tuple[Tensor, Tensor]:
-    """A row that ends two tokens into its third block, and the parallel form's logits after its last four."""
-    c = model.config.chunk_size or 16
-    generator = torch.Generator().manual_seed(1)
-    n_tokens = min(2 * c + 2, model.config.max_len or 2 * c + 2)
-    ids_1T = torch.randint(1, model.config.vocab_size, (1, n_tokens), generator=generator).to(model.embed.weight.device)
-    return ids_1T, model.logits(model.hidden(ids_1T)[0, -4:])
-
-
-@torch.inference_mode()
-def check_decoding(model: LanguageModel, ids_1T: Tensor, expected_NV: Tensor, precision: str) -> Row:
-    """Decode a row's last four tokens, past the end of a chunk. Raises NumericsError where the logits are others."""
-    _, state = prefill(model, [ids_1T[0, :-4].tolist()])
-    decoded_NV = torch.cat([decode_step(model, id_1, state) for id_1 in ids_1T[:, -4:].unbind(1)])
-    error = float((decoded_NV.float() - expected_NV).abs().max() / expected_NV.abs().max())
-    what = "logits of decode steps against a parallel forward in float32, over the largest"
-    return measure.check({"logits": error}, LIMITS[precision], what, "decoded logits differ from the parallel form's")
-
-
-def read_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int, seed: int = 0) -> DecodingState:
-    """The state after `n_tokens` random tokens in each row."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(model.config.vocab_size, (batch_size, n_tokens), generator=generator).tolist()
-    _, state = prefill(model, prompts)
-    state.reserve(room)
-    return state
 
 
 @torch.inference_mode()

@@ -63,5 +63,4 @@ def command_of(row: Row) -> str:
     old_verb = r"(-m )?\blineartime (benchmark |(?=recall |reproduce ))"
     command = re.sub(r" --json [^ ]+", "", row["command"])
     command = re.sub(old_verb, lambda found: f"{found[1] or 'python -m '}benchmarks ", command)
-    command = re.sub("benchmarks memory (.*)", r"benchmarks step \1 --tokens 1 --together", command)
-    return command.replace("benchmarks loss ", "benchmarks op linear_cross_entropy --contexts 8192 ")
+    return re.sub("benchmarks memory (.*)", r"benchmarks step \1 --tokens 1 --together", command)

@@ -1,4 +1,4 @@
-"""How everything is measured: side by side, each case in a process of its own, checked before it is timed.
+"""How everything is measured: side by side, each case in a process of its own.
 
 The cases take turns, many times over, so that a machine that slows down slows all of them. The processor time of a
 process stands beside the time on the clock: on a CPU, other programs disturb it less.
@@ -6,7 +6,6 @@ process stands beside the time on the clock: on a CPU, other programs disturb it
 
 import ctypes
 import itertools
-import math
 import multiprocessing
 import os
 import signal
@@ -21,11 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from benchmarks import Row
 from benchmarks.append import append_json_lines, rows_in
-from lineartime.errors import LineartimeError, NumericsError
+from lineartime.errors import LineartimeError
 from lineartime.release.provenance import commit, provenance
 from lineartime.runtime import available_bytes, choose_settings, peak_bytes
 from lineartime.settings import require, require_name
@@ -50,13 +48,12 @@ class Setup:
     repeats: int = 5
     threads: int = 1
     device: str = "cpu"
-    seed: int = 0
     progress: Progress = ignore
 
     @property
     def place(self) -> Row:
         """What a job needs to know of it."""
-        return {"threads": self.threads, "device": self.device, "seed": self.seed}
+        return {"threads": self.threads, "device": self.device}
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,9 @@ class Case:
     """What is measured in a process of its own, and has a row of its own."""
 
     job: Job
-    """Its first answer has the row's "check" and "settings". An order then says whether a call is "timed", how many
-    calls come before it ("warm"), and whether to give back the memory after it ("release"); the answer has the "times"
-    of all timed calls so far, and what else the row gets."""
+    """Its first answer has the row's "settings", and its "check" if there is one. An order then says whether a call is
+    "timed", how many calls come before it ("warm"), and whether to give back the memory after it ("release"); the
+    answer has the "times" of all timed calls so far, and what else the row gets."""
     arguments: Row
     row: Row
     """The columns that are known before: label, context_tokens, dtype, ..."""
@@ -156,21 +153,6 @@ def peak_since(before: int, device: torch.device) -> Row:
     return {"peak_mib": peak / 2**20, "above_import_mib": max(peak - before, 0) / 2**20}
 
 
-def relative_error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Norm of the difference over that of what is expected, or over `least` where that is more."""
-    difference, size = (found.double() - expected).norm().item(), max(expected.double().norm().item(), least)
-    return difference / size if size else math.inf
-
-
-def check(errors: Mapping[str, float], limit: float, what: str, otherwise: str) -> Row:
-    """A row's "check": the largest of errors by name. Raises NumericsError(otherwise) where it is above the limit, or
-    no number."""
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    if not errors[worst] <= limit:
-        raise NumericsError(otherwise, f"{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
-    return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
-
-
 Times = dict[str, list[float]]
 """Milliseconds by the name of their clock: "wall_ms", "cpu_ms" of the process and, by its own events, "gpu_ms"."""
 
@@ -233,10 +215,10 @@ def print_rows(rows: Sequence[Row]) -> None:
               f"{row['tokens_per_s']:,.0f} tokens/s{memory}")
 
 
-def set_up(threads: int, device: str, seed: int = 0) -> tuple[torch.device, Row]:
+def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
     """Begin a job in its process: threads, random numbers, settings; the device, and the settings that were chosen."""
     torch.set_num_threads(threads)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     on = torch.device(device)
     return on, choose_settings(on)
 

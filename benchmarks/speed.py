@@ -43,8 +43,8 @@ def side_name(side: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The measurements of a file, but for those of `benchmark read`, which no table shows. Raises DataError."""
-    rows = read_json_lines(path, lambda row: None if row["benchmark"] == "read" else measurement(row),
+    """The measurements of a file, but for those of verbs that are gone. Raises DataError."""
+    rows = read_json_lines(path, lambda row: None if row["benchmark"] in ("read", "loss") else measurement(row),
                            "a row of a measurement")
     return [row for row in rows if row is not None]
 
@@ -281,15 +281,12 @@ def part_table(table: pd.DataFrame) -> str:
     over = (table.ms / table.groupby(keys).ms.transform(lambda ms: ms.iat[0])).where(table.duplicated(keys))
     shown = table.assign(over=over).drop_duplicates([*KIND, "context", "n_tokens"], keep="last")
     for row in shown.to_dict("records"):
-        above, many = row["row"].get("above_import_mib"), row["row"].get("many_tokens") or {}
         lines.append([*map(in_markdown, (row["side"].replace("_", " "), row["variant"], row["dtype"])),
                       f"{row['n_tokens']:,}", f"{row['context']:,}",
                       "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
-                      "-" if math.isnan(row["over"]) else number(row["over"]),
-                      "-" if above is None else f"{above:,.1f}",
-                      f"{many['counted_mib']:,.0f} at {many['tokens']:,}" if many.get("counted_mib") else "-"])
-    return markdown(["what", "by", "type", "tokens", "in rows of", "ms, forward and backward", "time over the first's",
-                     "MiB above its inputs", "MiB counted"], without_repeats(lines))
+                      "-" if math.isnan(row["over"]) else number(row["over"])])
+    return markdown(["what", "by", "type", "tokens", "in rows of", "ms, forward and backward",
+                     "time over the first's"], without_repeats(lines))
 
 
 def without_repeats(lines: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -32,9 +32,6 @@ from lineartime.training import compute_gradient, make_optimizer
 Precision = Literal["float32", "bfloat16"]
 LIMITS = {"float32": 1e-3, "bfloat16": 0.06}
 """Largest relative error of the loss and of any parameter's gradient that is let pass, against eager float32."""
-NEAR_UNIFORM = 1.0
-"""Nats that the loss of new weights may lie from ln V. The head is the embedding again, so a token's own logit stands
-out, and the more so the wider the model: by 0.45 nats at 110 M."""
 CHECKED_WHOLE = 2**14
 """Steps of at most so many tokens are checked as they are timed; larger ones by a short row, unless they are compiled:
 for what is compiled, another shape is another program."""
@@ -119,7 +116,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                    shape: tuple[int, int]) -> Generator[Row, Row, None]:
     """The job of a case: checks and warms up, then takes a step whenever it is asked, see `measure.Case`. wanted: the
     file of the gradients that a step of `shape` must have; loss: its loss."""
-    imported, seed = (rss_bytes() or 0) * (place["device"] == "cpu"), place["seed"]
+    imported = (rss_bytes() or 0) * (place["device"] == "cpu")
     on, settings = measure.set_up(**place)
     parsed, fields = peers.parse_label(label), ModelConfig(**config)
     n_tokens = n_rows * fields.context
@@ -128,7 +125,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     if parsed.compiled:
         model.compile_layers()
     optimizer = make_optimizer(parts_of(model), train)
-    task, batch = random_batch(fields, n_rows, fields.context, seed, on)
+    task, batch = random_batch(fields, n_rows, fields.context, on)
     times: Times = {}
 
     def step() -> None:
@@ -141,7 +138,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
 
     with peers.attention_backend(on):
         # The first step is the check. If it was a short one, a whole step follows, to warm up.
-        checked_task, checked_batch = random_batch(fields, *shape, seed, on)
+        checked_task, checked_batch = random_batch(fields, *shape, on)
         found, norm = compute_gradient(model, checked_task, checked_batch, shape[0], replace(train, clip=None),
                                        n_windows=parsed.n_windows(shape[1]))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision], shape)
@@ -170,38 +167,18 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
 
 def reference(label: str, config: Row, shape: tuple[int, int], place: Row, path: str) -> Generator[Row, Row, None]:
     """The job that makes what steps are compared with: the loss and gradient of new weights by the reference, in eager
-    float32, row by row; the gradient goes into a file.
-
-    Raises NumericsError where the loss is far from ln V, or a token changes what comes before it."""
+    float32, row by row; the gradient goes into a file."""
     on, _ = measure.set_up(**place)
     fields = ModelConfig(**config)
     model = peers.build(peers.parse_label(label), fields).to(on).train()
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
         model.set_impl("reference")
-    if fields.causal:
-        check_causal(model, torch.randint(fields.vocab_size, (1, min(shape[1], 640)), device=on))
-    task, batch = random_batch(fields, *shape, place["seed"], on)
+    task, batch = random_batch(fields, *shape, on)
     loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
-    away = abs(loss - math.log(fields.vocab_size))
-    if away > NEAR_UNIFORM:
-        raise NumericsError("the loss of new weights is far from ln V", f"{label}: by {away:.3f} nats")
     gradients = {name: p.grad.cpu().contiguous() for name, p in model.named_parameters() if p.grad is not None}
     save_file(gradients, path)
     yield {"loss": loss, "shape": shape}
-
-
-@torch.no_grad()
-def check_causal(model: nn.Module, ids_1T: Tensor) -> None:
-    """Raise NumericsError unless a changed token changes logits from its place on and none before."""
-    place = ids_1T.shape[1] * 5 // 8  # inside a chunk
-    changed_1T = ids_1T.clone()
-    changed_1T[0, place] = (changed_1T[0, place] + 1) % (ids_1T.max() + 1)
-    difference_T = (model(ids_1T) - model(changed_1T)).abs().amax(-1)[0]
-    before, after = (difference_T[part].max().item() for part in (slice(None, place or 1), slice(place, None)))
-    if not after > 0 or (place and before > 1e-6 * after):
-        raise NumericsError("the model is not causal", f"a token changes logits before it by {before:.2g}, "
-                            f"and from its place on by {after:.2g}")
 
 
 def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, gradients: str, limit: float,
@@ -221,17 +198,21 @@ def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, g
         of_layers = re.sub(r"\.\d+\.", ".*.", name) if expected.numel() == 1 else name
         together.setdefault(of_layers, []).append((gradient.cpu().flatten(), expected.flatten()))
     for name, pairs in together.items():
-        found, expected = map(torch.cat, zip(*pairs, strict=True))
-        error = measure.relative_error(found, expected, least=1e-9 * norm)
+        found, expected = (torch.cat(each).double() for each in zip(*pairs, strict=True))
+        error = (found - expected).norm().item() / max(expected.norm().item(), 1e-9 * norm)
         errors[name] = error / (10 if pairs[0][1].numel() == 1 else 1)
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    if not errors[worst] <= limit:
+        raise NumericsError("not the same step as in eager float32",
+                            f"{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
     what = f"loss and gradients against eager float32 of the same weights, {shape[0]} x {shape[1]:,} tokens"
-    return measure.check(errors, limit, what, "not the same step as in eager float32")
+    return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
-def random_batch(config: ModelConfig, n_rows: int, n_tokens: int, seed: int,
+def random_batch(config: ModelConfig, n_rows: int, n_tokens: int,
                  device: torch.device) -> tuple[Objective, list[Tensor]]:
     """The task of a training run, and a batch of random tokens."""
-    generator, no_stream = np.random.default_rng(seed), cast(Any, None)  # the batch is given, and nothing is read
+    generator, no_stream = np.random.default_rng(0), cast(Any, None)  # the batch is given, and nothing is read
     ids = generator.integers(config.vocab_size, size=(n_rows, n_tokens + 1))
     if config.causal:
         return NextToken(no_stream, no_stream, no_stream), [torch.from_numpy(ids).to(device)]

@@ -75,7 +75,7 @@ def benchmark_decode(
     capture: Annotated[bool, "Each step is a CUDA graph."] = False,
 ) -> None:
     """Time per generated token after contexts of different lengths.
-    Long contexts are not read, which would take minutes: their state is filled with random numbers."""
+    Contexts are not read, which would take minutes: the state is filled with random numbers."""
     measured = decode.benchmark_decode(
         {name: how.config(name) for name in models or DEFAULT}, how.contexts or (2048, 8192, 32768, 131072), how.setup,
         batch_size=batch, precisions=how.precisions, quadratic_up_to=quadratic_up_to, capture=capture)
@@ -97,7 +97,7 @@ def benchmark_step(
 
 
 def benchmark_op(how: How, name: Annotated[str, f"{', '.join(op.OPS)}.", "OP"], tokens: Tokens = 8192) -> None:
-    """Forward and backward of one op, its implementations side by side, each checked against float64."""
+    """Forward and backward of one op: the reference, the same compiled and, on a GPU, the kernels, side by side."""
     config = how.config(op.MODEL_OF.get(name, "flash"))
     op.benchmark_op(name, [replace(config, context=n) for n in how.contexts or (2048,)], how.setup, tokens=tokens,
                     precisions=how.precisions, on_rows=how.show_and_keep)

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from benchmarks import decode as decode_module
-from benchmarks.decode import benchmark_decode, filled_state, read_state
+from benchmarks.decode import benchmark_decode, filled_state
 from benchmarks.measure import Setup
 from lineartime.attention.combiner import RowCache
 from lineartime.config import model_config
 from lineartime.errors import UsageError
+from lineartime.generation.generate import prefill
 from lineartime.info import describe
 from lineartime.model import LanguageModel
 from workers_here import work_here
@@ -30,14 +31,14 @@ def short_blocks(monkeypatch):
 
 def decode(configs=None, contexts=(32, 64, 128), repeats=2, **options):
     return benchmark_decode(configs or {"flash": FLASH, "flash-quad": QUAD}, contexts, Setup(repeats),
-                            **{"quadratic_up_to": 64, "read_up_to": 32, "precisions": ["float32"]} | options)
+                            **{"quadratic_up_to": 64, "precisions": ["float32"]} | options)
 
 
 def test_a_row_per_model_and_context():
     rows = decode()
     assert [(row["label"], row["context_tokens"], row["context"]) for row in rows] == [
-        ("flash", 32, "filled"), ("flash", 32, "read"), ("flash", 64, "filled"), ("flash", 128, "filled"),
-        ("flash-quad", 32, "filled"), ("flash-quad", 32, "read"), ("flash-quad", 64, "filled")]
+        ("flash", 32, "filled"), ("flash", 64, "filled"), ("flash", 128, "filled"),
+        ("flash-quad", 32, "filled"), ("flash-quad", 64, "filled")]
     for row in rows:
         for clock in ("wall_ms", "cpu_ms"):
             assert 0 < row[clock]["min"] <= row[clock]["median"] <= row[clock]["max"] and row[clock]["n"] == 2
@@ -45,7 +46,7 @@ def test_a_row_per_model_and_context():
         assert (row["device"], row["dtype"], row["threads"], row["clock"], row["unit"]) == (
             "cpu", "float32", 1, "cpu", "token")
         assert row["tokens_per_s"] == pytest.approx(1e3 / row["cpu_ms"]["median"])
-        assert row["check"]["error"] < row["check"]["limit"] == 1e-4 and row["peak_mib"] > 10
+        assert row["peak_mib"] > 10
         config = FLASH if row["label"] == "flash" else QUAD
         expected = describe(config).decoding.at(row["context_tokens"])
         room = 0 if row["label"] == "flash" else describe(QUAD).decoding.per_token * (3 + 2 * 24)
@@ -62,8 +63,8 @@ def test_every_token_of_every_cell_is_timed_once_in_turns(monkeypatch):
         return step(model, ids_B, state)
 
     monkeypatch.setattr(decode_module, "decode_step", spy)
-    rows = decode({"flash": FLASH}, [32, 128], read_up_to=0, repeats=1)
-    before = 2 * (4 + 3)  # each cell's check, and its first tokens
+    rows = decode({"flash": FLASH}, [32, 128], repeats=1)
+    before = 2 * 3  # each cell's first tokens
     expected = []
     for piece in range(8):
         for context in (32, 128)[:: -1 if piece % 2 else 1]:
@@ -78,7 +79,9 @@ def test_a_filled_state_is_like_one_that_was_read(name):
     heads = {} if name.startswith("flash") else {"n_heads": 2}
     chunks = {"chunk_size": 16} if name in ("flash", "mc-tfm++", "combiner") else {}
     model, n_tokens = LanguageModel(model_config(name, **heads, **chunks, **TINY)).bfloat16(), 55
-    filled, read = filled_state(model, n_tokens, 2, 64), read_state(model, n_tokens, 2, 64)
+    _, read = prefill(model, torch.randint(TINY["vocab_size"], (2, n_tokens)).tolist())
+    read.reserve(64)
+    filled = filled_state(model, n_tokens, 2, 64)
     assert filled.seq_lens_B.tolist() == read.seq_lens_B.tolist() == [n_tokens] * 2
     for ours, theirs in zip(filled.caches, read.caches, strict=True):
         for (part, mine), (other, yours) in zip(ours.tensors().items(), theirs.tensors().items(), strict=True):
@@ -93,11 +96,8 @@ def test_a_filled_state_is_like_one_that_was_read(name):
         assert decode_module.decode_step(model, torch.tensor([1, 2]), filled).isfinite().all()
 
 
-def test_what_cannot_be_measured_is_refused_or_said(monkeypatch):
+def test_what_cannot_be_measured_is_refused():
     for match, options in (("raise --quadratic-up-to", {"configs": {"flash-quad": QUAD}, "contexts": [128]}),
                            ("nothing to measure", {"contexts": []}), ("float16", {"precisions": ["float16"]})):
         with pytest.raises(UsageError, match=match):
             decode(**options)
-    step = decode_module.decode_step
-    monkeypatch.setattr(decode_module, "decode_step", lambda *args: step(*args) * 1.001)
-    assert "decoded logits differ" in decode({"flash": FLASH}, contexts=[32])[0]["failed"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.op import MODEL_OF, OPS, outputs, typed, value_and_gradients
+from benchmarks.op import MODEL_OF, OPS, gradients, outputs, typed
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.distributed.ordered import parts_of
 from lineartime.distributed.ranks import Ranks
@@ -193,6 +193,12 @@ def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) ->
 
 def op_inputs(name: str, config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return typed(OPS[name], OPS[name].inputs(config, n_rows), torch.device(DEVICE), dtype)
+
+
+def value_and_gradients(function: Callable, inputs: dict[str, Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
+    outs = outputs(function, inputs)
+    found = {f"gradient of {key}": x for key, x in gradients(outs, inputs, cotangents).items()}
+    return {"output" if i == 0 else f"output {i + 1}": out.detach() for i, out in enumerate(outs)} | found
 
 
 def too_far(name: str, kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
