@@ -59,22 +59,18 @@ def poisoned(make):
 
 @pytest.fixture(scope="session")
 def processes():
-    """Processes that run the command line; see `train_process`."""
-    from train_process import Processes
-
-    processes = Processes()
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="session")
-def warm_command():
-    """What stands for `python -m lineartime` and starts at once; see `warm_command`."""
+    """The process from which `warm_command` and the launches of `train_process` are forked."""
     from warm_command import WarmCommand
 
     warm = WarmCommand()
-    yield warm.command
+    yield warm
     warm.close()
+
+
+@pytest.fixture(scope="session")
+def warm_command(processes):
+    """What stands for `python -m lineartime` and starts at once; see the helper of this name."""
+    return processes.command
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what runs

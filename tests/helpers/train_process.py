@@ -1,21 +1,13 @@
-"""Processes that train, forked from one that has imported everything: `lineartime train` without the start-up.
+"""A run of the command line that a test watches and disturbs, in a process forked from that of `warm_command`.
 
-`python train_process.py` answers each line of JSON. A process says in the file `events` what it is doing, a line as it
-begins and one as it ends, and can be asked to wait at one of these lines until the file `go` is there."""
+The process says in the file `events` what it is doing, a line as it begins and one as it ends, and can be asked to wait
+at one of these lines until the file `go` is there."""
 
-import gc
-import json
 import os
 import resource
-import subprocess
-import sys
 import time
-from functools import partial
 from pathlib import Path
 
-import torch
-
-import lineartime
 from lineartime import checkpoint, objectives, run
 from lineartime.cli import verbs
 from lineartime.training import language, loop
@@ -71,60 +63,34 @@ def with_memory(function, more):
     return call
 
 
-def do_train(arguments, folder, wait_at=None, memory=None):
-    """The command line, with what it prints in the file `printed`, and in training at most `memory` more bytes."""
+def run_watched(folder, wait_at=None, memory=None):
+    """The command line of this process, in training with at most `memory` more bytes."""
     if memory is not None:
         # From the start, as `ulimit -v` would: `runtime.choose_settings` asks whether memory is limited.
         resource.setrlimit(resource.RLIMIT_AS, (2**46, resource.getrlimit(resource.RLIMIT_AS)[1]))
         loop.fit = with_memory(loop.fit, memory)
-    printed = os.open(Path(folder) / "printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
     events = Events(folder, wait_at)
-    sys.argv = ["lineartime", *arguments]
     try:
         verbs.main()
     finally:
         events.say("over")
 
 
-class Processes:
-    """Asks for a process, and gives its pid, or how it ended (a negative number is a signal)."""
-
-    def __init__(self):
-        environment = {**os.environ, "PYTHONPATH": str(Path(lineartime.__file__).parents[1])}
-        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       text=True, env=environment)
-
-    def ask(self, **request):
-        self.server.stdin.write(json.dumps(request, default=str) + "\n")
-        self.server.stdin.flush()
-        return json.loads(self.server.stdout.readline())
-
-    def start(self, **arguments):
-        return self.ask(arguments=arguments)
-
-    def wait(self, pid):
-        return self.ask(wait=pid)
-
-    def close(self):
-        self.server.stdin.close()
-        self.server.stdout.close()
-        self.server.wait(30)
-
-
 class Launches:
-    """Launches of one command, one after another."""
+    """Launches of one command, one after another; what it prints is in the file `printed`."""
 
     def __init__(self, processes, folder, arguments, **limits):
         self.processes, self.folder, self.arguments, self.limits = processes, folder, arguments, limits
         folder.mkdir(exist_ok=True)
 
     def start(self, wait_at=None):
-        for name in ("events", "go", "printed"):
+        """The process's number."""
+        for name in ("events", "go"):
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "events").touch()
-        return self.processes.start(arguments=self.arguments, folder=self.folder, wait_at=wait_at, **self.limits)
+        with open(os.devnull) as none, open(self.folder / "printed", "w") as out:
+            return self.processes.start(self.arguments, [none.fileno(), out.fileno(), out.fileno()],
+                                        folder=str(self.folder), wait_at=wait_at, **self.limits)
 
     def run(self):
         return self.processes.wait(self.start())
@@ -138,45 +104,3 @@ class Launches:
 
     def printed(self):
         return (self.folder / "printed").read_text()
-
-
-def serve():
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
-        else:
-            answer = os.fork()
-            if answer == 0:
-                end_with(partial(do_train, **request["arguments"]))
-        print(json.dumps(answer), flush=True)
-
-
-def end_with(function):
-    """End a forked process as the function ends, without what Python does at exit: that belongs to its parent."""
-    code = 1
-    try:
-        function()
-    except SystemExit as end:
-        code = end.code or 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def warm_up():
-    """What is imported at the first use. No backward pass: autograd does not survive a fork."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    torch.optim.AdamW([parameter], fused=True).step()
-    import matplotlib.figure
-
-    matplotlib.figure.Figure().subplots()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warm_up()
-    gc.collect()
-    gc.freeze()  # so that processes go on sharing what is imported
-    serve()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR1: signal.SIGKILL,
@@ -30,7 +31,19 @@ class WarmCommand:
         self.server = subprocess.Popen([sys.executable, __file__, path], stdin=subprocess.DEVNULL, env=environment,
                                        stdout=subprocess.PIPE)
         assert self.server.stdout.readline() == b"ready\n"
-        self.command = [sys.executable, "-S", "-E", __file__, path, "--"]
+        self.path, self.command = path, [sys.executable, "-S", "-E", __file__, path, "--"]
+        self.answers = {}
+
+    def start(self, arguments, descriptors, **watched):
+        """A process that runs the command with these standard streams, watched as in `train_process`; its number."""
+        pid, answers = asked(self.path, arguments, descriptors, watched)
+        self.answers[pid] = answers
+        return pid
+
+    def wait(self, pid):
+        """How a process has ended that `start` gave; a negative number is a signal."""
+        with self.answers.pop(pid) as answers:
+            return int(answers.readline())
 
     def close(self):
         self.server.terminate()
@@ -39,17 +52,22 @@ class WarmCommand:
         self.folder.cleanup()
 
 
-def ask(path, arguments):
-    """Be the process that runs the command, as far as anybody outside can tell."""
+def asked(path, arguments, descriptors, watched=None):
+    """The number of a new process that runs the command, and what will say how it ends."""
     with socket.socket(socket.AF_UNIX) as pipe:
         pipe.connect(path)
-        request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
-        socket.send_fds(pipe, [json.dumps(request).encode() + b"\n"], [0, 1, 2])
+        request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ), "watched": watched}
+        socket.send_fds(pipe, [json.dumps(request).encode() + b"\n"], descriptors)
         answers = pipe.makefile()
-        pid = int(answers.readline())
-        for number, sent in SIGNALS.items():
-            signal.signal(number, lambda _, frame, sent=sent: os.kill(pid, sent))
-        code = int(answers.readline())
+    return int(answers.readline()), answers
+
+
+def ask(path, arguments):
+    """Be the process that runs the command, as far as anybody outside can tell."""
+    pid, answers = asked(path, arguments, [0, 1, 2])
+    for number, sent in SIGNALS.items():
+        signal.signal(number, lambda _, frame, sent=sent: os.kill(pid, sent))
+    code = int(answers.readline())
     if code < 0:
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -81,7 +99,7 @@ def serve(path):
 
 
 def attend(pipe):
-    """Start what one request asks for and say how it ends; return in the process that runs it."""
+    """Start what one request asks for and say how it ends; return, in the process that runs it, how it is watched."""
     text, descriptors, _, _ = socket.recv_fds(pipe, 1 << 16, 3)
     while not text.endswith(b"\n"):
         more = pipe.recv(1 << 16)
@@ -91,8 +109,9 @@ def attend(pipe):
     pid = os.fork()
     if pid:
         pipe.sendall(f"{pid}\n".encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        pipe.sendall(f"{code}\n".encode())
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        pipe.sendall(b"%d\n" % (ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status))
+        pipe.recv(1)  # the number stays the process's until who asked is gone, and may be sent signals
         os._exit(0)
     pipe.close()
     for number, descriptor in enumerate(descriptors):
@@ -104,21 +123,38 @@ def attend(pipe):
     os.environ.update(request["environment"])
     sys.argv = ["lineartime", *request["arguments"]]
     sys.stdin, sys.stdout, sys.stderr = (open(n, mode, encoding="utf-8", closefd=False) for n, mode in enumerate("rww"))
+    return request["watched"]
+
+
+def end_with(function):
+    """End a forked process as the function ends, without what Python does at exit: that belongs to its parent."""
+    code = 1
+    try:
+        function()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
     if sys.argv[2:]:
         ask(sys.argv[1], sys.argv[3:])
+    import matplotlib.figure
     import torch
 
     import train_process  # everything that a run imports
     from lineartime.cli import verbs
 
+    # What is imported at the first use. No backward pass: autograd does not survive a fork.
     torch.set_num_threads(1)
-    train_process.warm_up()
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
+    matplotlib.figure.Figure().subplots()
     gc.collect()
     gc.freeze()  # so that processes go on sharing what is imported
-    serve(sys.argv[1])
+    watched = serve(sys.argv[1])
     # The first to ask torch 2.11's pool of threads after a fork makes it anew. Two of autograd's at once find none.
     torch.set_num_threads(1)
-    train_process.end_with(verbs.main)
+    end_with(partial(train_process.run_watched, **watched) if watched else verbs.main)
