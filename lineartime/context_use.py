@@ -1,7 +1,7 @@
 """Whether a model uses its context: the same held-out tokens, scored at several contexts."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,6 @@ class ContextUse:
     """Scored tokens of each document."""
     nll_DL: list[list[float]]
     """Sum of -ln p by document and context."""
-    stretch_S: list[int]
-    """Of a single document: its scored tokens by stretch of the longest context."""
-    nll_SL: list[list[float]]
-    """Of a single document: sum of -ln p by stretch and context."""
     loss_by_position: list[tuple[int, int, float, float]]
     """Blocks (first, last, loss at the shortest context, loss at the longest) in which positions double: the mean loss
     of the tokens with first..last tokens of their document before them."""
@@ -54,15 +50,11 @@ class ContextUse:
 
     @property
     def gain_errors(self) -> list[float | None]:
-        """Standard errors of `gains`, clustered by document; of a single document by stretch, which takes stretches
-        side by side for independent; None for a single stretch.
+        """Standard errors of `gains`, clustered by document; None for a single document.
 
         With D_i the gain summed over the n_i tokens of document i, of m documents:
         sqrt(m / (m - 1) sum (D_i - gain n_i)^2) / sum n_i."""
-        alone = len(self.document_D) == 1
-        n_D, nll_DL = ((np.array(self.stretch_S), np.array(self.nll_SL)) if alone
-                       else (np.array(self.n_tokens_D), np.array(self.nll_DL)))
-        m = len(n_D)
+        n_D, nll_DL, m = np.array(self.n_tokens_D), np.array(self.nll_DL), len(self.n_tokens_D)
         if m < 2:
             return [None] * len(self.contexts)
         rest_DL = (nll_DL[:, :1] - nll_DL) - n_D[:, None] * np.array(self.gains)
@@ -102,8 +94,8 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
                         f"{stream.folder}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
     was_training, n_read = model.training, 0
     model.eval()
-    n_most, stretch_S = int(n_tokens[chosen].max()), list[int]()
-    nll_DL, nll_LS, nll_2T, count_T = [], [], np.zeros((2, n_most)), np.zeros(n_most, dtype=np.int64)
+    n_most = int(n_tokens[chosen].max())
+    nll_DL, nll_2T, count_T = [], np.zeros((2, n_most)), np.zeros(n_most, dtype=np.int64)
     for i in chosen:
         ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
         nll_L = []
@@ -120,10 +112,6 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
                 raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
                                     "the weights are damaged or have diverged")
             nll_L.append(float(loss_T[after:].sum()))
-            if len(chosen) == 1:
-                cuts = np.arange(0, len(loss_T) - after, longest)
-                stretch_S = np.diff([*cuts, len(loss_T) - after]).tolist()
-                nll_LS.append(np.add.reduceat(loss_T[after:], cuts).tolist())
             if first == 0:
                 nll_2T[int(context == longest), : len(loss_T)] += loss_T
         nll_DL.append(nll_L)
@@ -131,8 +119,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     model.train(was_training)
     positions = [(a, b, short, long) for (a, b, short), (_, _, long)
                  in zip(*(by_position(nll_T, count_T) for nll_T in nll_2T), strict=True)]
-    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, stretch_S,
-                      np.transpose(nll_LS).tolist(), positions)
+    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, positions)
 
 
 def check_contexts(model: LanguageModel, contexts: list[int], document_tokens: int | None) -> None:
@@ -150,7 +137,8 @@ def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: i
                    ranks: Ranks) -> Iterator[tuple[int, np.ndarray, int]]:
     """Score a document's targets from `first` on: for each row its first scored target, -ln p of the scored targets,
     and the tokens that were read for them."""
-    batches_of_rows = list(row_batches(rows_of_document(len(ids) - 1, context, first)))
+    batches_of_rows = list(batches(rows_of_document(len(ids) - 1, context, first), lambda row: row[2] - row[0],
+                                   lambda length: max(TOKENS_AT_ONCE // length, 1)))
     stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
     for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision, ranks), strict=True):
         for (start, begin, _), row_T in zip(batch, losses_BT, strict=True):
@@ -168,18 +156,12 @@ def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[
         yield begin + half - context, begin, min(begin + half, n_tokens)
 
 
-def row_batches(rows: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Consecutive rows of equal length, up to TOKENS_AT_ONCE together."""
-    return batches(rows, lambda row: row[2] - row[0], lambda length: max(TOKENS_AT_ONCE // length, 1))
-
-
 def describe(use: ContextUse) -> list[str]:
     """The table that `lineartime evaluate --contexts` prints, line by line."""
     longest = use.contexts[-1]
     lines = [f"{sum(use.n_tokens_D):,} tokens of {len(use.document_D)} documents, each token with more than "
              f"{use.after:,} of its document before it",
-             "   context   nats per token   gain over the shortest, and its standard error"
-             + (f", over {len(use.stretch_S)} stretches of one document" if len(use.document_D) == 1 else "")]
+             "   context   nats per token   gain over the shortest, and its standard error"]
     for context, loss, gain, error in zip(use.contexts, use.losses, use.gains, use.gain_errors, strict=True):
         spread = "" if error is None else f" +- {error:.4f}"
         lines.append(f"{context:>10,}   {loss:>14.4f}   {gain:>+8.4f}{spread}")

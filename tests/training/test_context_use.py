@@ -1,6 +1,5 @@
 """The same tokens at several contexts: what each is given, what is compared, what is refused."""
 
-import copy
 import json
 import math
 from dataclasses import replace
@@ -84,28 +83,14 @@ def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives
 
 
 def test_losses_gains_and_their_errors() -> None:
-    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]], [], [], [(1, 16, 3.0, 2.5)])
+    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]], [(1, 16, 3.0, 2.5)])
     assert use.losses == [110 / 40, 82 / 40] and use.gains == pytest.approx([0, 28 / 40])
     rest = [10 - 0.7 * 10, 18 - 0.7 * 30]
     assert use.gain_errors == pytest.approx([0, math.sqrt(2 * sum(x * x for x in rest)) / 40])
     assert use.to_dict()["documents"][1] == {"document": 2, "n_tokens": 30, "losses": [3.0, 2.4]}
     assert "+0.7000 +- 0.1500" in "\n".join(describe(use))
-    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [10], [[20.0, 10.0]], [])
+    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [])
     assert one.gain_errors == [None, None] and "+1.0000" in "\n".join(describe(one))
-    parts = ContextUse([8, 16], 8, [0], [40], [[110.0, 82.0]], use.n_tokens_D, use.nll_DL, [])
-    assert parts.gain_errors == use.gain_errors and "over 2 stretches of one document" in "\n".join(describe(parts))
-
-
-def test_a_single_document_is_cut_into_stretches(stream: TokenStream) -> None:
-    one = copy.copy(stream)
-    one.document_positions = stream.document_positions[:2]
-    use = measure_context_use(tiny(stream), one, [8, 16])
-    assert use.document_D == [0] and use.stretch_S == [16] * 8 + [15] and sum(use.stretch_S) == use.n_tokens_D[0]
-    assert np.sum(use.nll_SL, axis=0) == pytest.approx(use.nll_DL[0], rel=1e-12)
-    shorter = measure_context_use(tiny(stream), one, [8, 16], document_tokens=8 + 16)
-    assert shorter.nll_SL == [pytest.approx(use.nll_SL[0], rel=1e-12)] and shorter.gain_errors == [None, None]
-    assert use.gain_errors[0] == 0 and 0 < use.gain_errors[1] < 1
-    assert measure_context_use(tiny(stream), stream, [8, 16]).stretch_S == []
 
 
 def test_what_is_refused(stream: TokenStream) -> None:
