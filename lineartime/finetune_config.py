@@ -10,8 +10,8 @@ from lineartime.run_config import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
 
 TaskName = Literal["questions", "classify", "embed"]
-Labels = Literal["one", "several", "number"]
-"""What a document's label is: one of the classes, any number of them, or a number."""
+Labels = Literal["one", "several"]
+"""What a document's label is: one of the classes, or any number of them."""
 
 TextField = Annotated[str, "Field or column that holds the text.", "--text-field"]
 PairField = Annotated[str | None, "Field or column of a second text, if a document is a pair of texts.", "--pair-field"]
@@ -62,8 +62,8 @@ class FineTuning:
                               "default 1e-4,7e-5,5e-5 for questions, else 1e-3,3e-4,1e-4."] = None
     context: Annotated[int | None, "Tokens in a window; by default 4096 for questions, else as in pretraining."] = None
     epochs: Annotated[float, "How often each window, or document, is read."] = 5
-    labels: Annotated[Labels, "For classify, what a document has: one label, several (a list, or text with `;`), or a "
-                      "number."] = "one"
+    labels: Annotated[Labels, "For classify, what a document has: one label, or several (a list, or text with `;`)."
+                      ] = "one"
     fields: Annotated[Fields, "The names of a record's fields."] = field(default_factory=Fields)
     patience: Annotated[int, "For classify and embed: end a run after so many scorings without a better score or a "
                         "lower loss."] = 3

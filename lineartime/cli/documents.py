@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import (
@@ -35,13 +35,11 @@ class ReadOptions:
     """What `embed` and `classify` take alike."""
 
     files: Annotated[tuple[str, ...], "What to read: text files, files of records (.csv, .jsonl, .parquet), folders, "
-                     "hub:NAME/SPLIT, or `-` for stdin.", "FILES"]
+                     "or `-` for one document on stdin.", "FILES"]
     out: Annotated[Path | None, "File for the results: .jsonl, or for vectors also .npy; by default they are printed "
                    "as JSON lines."] = None
     text_field: TextField = "text"
     pair_field: PairField = None
-    stdin: Annotated[Literal["text", "jsonl"], "What `-` reads: text (one document), or jsonl (one in each line)."
-                     ] = "text"
     max_tokens: MaxTokens = None
     batch_rows: Annotated[int, "Rows read at once; changes only rounding, speed and memory."] = 8
     precision: Precision = "float32"
@@ -128,7 +126,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
              f"what is read is in {part_of(out)}; stdin cannot be gone on with" if "-" in files else
              "what is read is kept; the same command goes on")
     # Stdin is read first: a signal that comes while it is waited for ends the process at once.
-    inputs = [read_stdin(options.stdin) if name == "-" else name for name in files]
+    inputs = [read_stdin() if name == "-" else name for name in files]
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def show(n_read: int) -> None:
             counts.n_tokens = n_read

@@ -34,7 +34,7 @@ OTHERS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS,
 def finetune(
     *,
     documents: Annotated[tuple[str, ...], "For classify and embed: documents to train on, for classify with labels: "
-                         ".csv, .jsonl, .parquet, a folder of folders by label, or hub:NAME/SPLIT; may be given again."
+                         ".csv, .jsonl, .parquet, or a folder of folders by label; may be given again."
                          ] = (),
     plan: FineTuning,
     device: Device = None,

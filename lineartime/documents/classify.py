@@ -1,4 +1,4 @@
-"""Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
+"""Labels of documents: one class or several, read from the mean of a document's last hidden states."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +26,9 @@ ONE, SEVERAL, NUMBER = PROBLEMS["one"], PROBLEMS["several"], PROBLEMS["number"]
 class LabelPrediction(NamedTuple):
     """What a model says of a document."""
 
-    label: Label
-    """The likeliest class, the classes that are likelier than not, or a number."""
+    label: Label | float
+    """The likeliest class, or the classes that are likelier than not; or the number of a head for regression, which
+    `transformers` has trained."""
     scores: dict[str, float]
     """The probability of each class; empty for a number."""
 
@@ -66,23 +67,17 @@ def prediction_of(head: Head, logits_L: np.ndarray) -> LabelPrediction:
     """The label and the probabilities that logits mean."""
     if head.problem_type == NUMBER:
         return LabelPrediction(float(logits_L[0]), {})
-    p_L = probabilities(head, torch.from_numpy(logits_L)).tolist()
-    scores = dict(zip(head.labels, p_L, strict=True))
+    logits = torch.from_numpy(logits_L)
+    p_L = logits.softmax(0) if head.problem_type == ONE else logits.sigmoid()
+    scores = dict(zip(head.labels, p_L.tolist(), strict=True))
     if head.problem_type == SEVERAL:
         return LabelPrediction(tuple(name for name, p in scores.items() if p > 0.5), scores)
     return LabelPrediction(head.labels[int(logits_L.argmax())], scores)
 
 
-def probabilities(head: Head, logits: Tensor) -> Tensor:
-    """The probability of each class, for logits `[..., L]`."""
-    return logits.softmax(-1) if head.problem_type == ONE else logits.sigmoid()
-
-
 def targets_of(head: Head, labels: Iterable[Label]) -> np.ndarray:
-    """Labels as the model learns them: class numbers `[N]`, zeros and ones `[N, L]`, or numbers `[N]`, float64."""
+    """Labels as the model learns them: class numbers `[N]`, or zeros and ones `[N, L]` in float64."""
     number = {name: i for i, name in enumerate(head.labels)}
-    if head.problem_type == NUMBER:
-        return np.array([float(label) for label in labels if not isinstance(label, tuple)])
     if head.problem_type == ONE:
         return np.array([number[str(label)] for label in labels], np.int64)
     rows = [classes_of(label) for label in labels]
@@ -98,13 +93,10 @@ def classes_of(label: Label) -> tuple[str, ...]:
 
 
 def label_losses(head: Head, logits_BL: Tensor, targets: Tensor) -> Tensor:
-    """A loss for each target: -ln p of the class, `[B]`, or of each class's being there or not, `[B, L]`; or of numbers
-    the squared error in standard deviations, `[B]`."""
-    if head.problem_type == NUMBER:
-        return ((logits_BL[:, 0] - targets.to(logits_BL)) / head.label_std).square()
-    if head.problem_type == SEVERAL:
-        return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), reduction="none")
-    return F.cross_entropy(logits_BL, targets, reduction="none")
+    """A loss for each target: -ln p of the class, `[B]`, or of each class's being there or not, `[B, L]`."""
+    if head.problem_type == ONE:
+        return F.cross_entropy(logits_BL, targets, reduction="none")
+    return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), reduction="none")
 
 
 def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
@@ -115,19 +107,8 @@ def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dic
 
 
 def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
-    """The head for the labels of the training documents; classes are in the order of their names, numbers by their
-    size. Raises DataError if all documents have the same label, and for numbers that float32 has no room for."""
-    if kind == "number":
-        numbers = np.array(train.labels, np.float64)
-        if numbers.min() == numbers.max():
-            raise DataError("all documents have the same number", where, f"it is {numbers[0]:g}")
-        with np.errstate(over="ignore", under="ignore"):
-            mean, std = float(numbers.mean()), float(numbers.std())
-            std_32, most_32 = np.array([std, np.abs(numbers).max()], np.float32)
-        if not (std_32 > 0 and most_32 < np.inf):
-            raise DataError("numbers too large, or too near each other, for float32", where,
-                            f"from {numbers.min():g} to {numbers.max():g}; scale them")
-        return Head(NUMBER, ("number",), mean, std)
+    """The head for the labels of the training documents; classes are in the order of their names. Raises DataError if
+    all documents have the same label."""
     names = {name for label in train.labels for name in classes_of(label)}
     if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
         raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
@@ -140,7 +121,7 @@ def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
 def require_known(head: Head, documents: TokenizedTexts) -> None:
     """Raise DataError for a class that no training document has."""
     for label, where in zip(documents.labels, documents.where, strict=True):
-        for name in classes_of(label) if head.problem_type != NUMBER else ():
+        for name in classes_of(label):
             if name not in head.labels:
                 raise DataError("a label that no training document has", f"{where}: {name!r:.40}",
                                 f"they have {', '.join(head.labels)[:200]}")

@@ -1,17 +1,14 @@
-"""Documents with labels or without: a text, or a pair of texts, of files, folders, stdin and data sets of the hub.
+"""Documents with labels or without: a text, or a pair of texts, of files, folders and stdin.
 
 `data.read_text` says which files are read, and how. In a folder the label of a document that is a file is the name of
-the folder that holds it, the first below the given one. `hub:NAME/SPLIT`, or `hub:NAME:CONFIGURATION/SPLIT`, is a data
-set of the hub."""
+the folder that holds it, the first below the given one."""
 
 import io
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import (
     READS,
     Row,
@@ -20,7 +17,6 @@ from lineartime.data.read_text import (
     ending_of,
     expanded,
     is_one_document,
-    json_lines,
     read_pieces,
     read_rows,
     text_blocks,
@@ -30,11 +26,9 @@ from lineartime.data.read_text import (
 )
 from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, Labels
-from lineartime.settings import require, require_name
+from lineartime.settings import require
 
-Label = str | tuple[str, ...] | float
-StdinKind = Literal["text", "jsonl"]
-ON_HUB = "hub:"
+Label = str | tuple[str, ...]
 
 
 class Example(NamedTuple):
@@ -50,20 +44,12 @@ class Example(NamedTuple):
     label: Label | None
 
 
-class Piped(NamedTuple):
-    """What came on stdin: one text, or a document in each line of JSON."""
-
-    content: bytes
-    kind: StdinKind
-
-
-def read_stdin(kind: StdinKind) -> Piped:
-    """All of stdin, which is waited for. Raises UsageError for an unknown kind, DataError for nothing."""
-    require_name("kind of stdin", kind, get_args(StdinKind))
+def read_stdin() -> bytes:
+    """All of stdin, which is waited for. Raises DataError for nothing."""
     content = sys.stdin.buffer.read() if sys.stdin is not None else b""
     if not content:
-        raise DataError("nothing on stdin", todo="pipe documents into it")
-    return Piped(content, kind)
+        raise DataError("nothing on stdin", todo="pipe a document into it")
+    return content
 
 
 def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
@@ -77,37 +63,29 @@ def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
         yield example_of("", number, f"text {number}", pair[0], pair[1])
 
 
-def read_examples(inputs: Iterable[Path | str | Piped], fields: Fields | None = None,
+def read_examples(inputs: Iterable[Path | str | bytes], fields: Fields | None = None,
                   labels: Labels | None = None) -> Iterator[Example]:
-    """The documents of all inputs, in order; those of a folder in the order of their names.
+    """The documents of all inputs, in order; those of a folder in the order of their names. Bytes are what `read_stdin`
+    returns, one document.
 
     labels: the kind of their labels; None: none is read. Raises UsageError for an input of an unknown kind. Raises
     DataError, with its place, for a document without text or label, a field that is missing, and files that cannot be
     read."""
     fields = fields or Fields()
-    if labels is not None:
-        require_name("kind of labels", labels, get_args(Labels))
     columns = [fields.text, *([fields.pair] if fields.pair else []), *([fields.label] if labels else [])]
     for each in inputs:
-        if isinstance(each, Piped) and each.kind == "text":
-            yield of_text("".join(text_blocks(io.BytesIO(each.content), "stdin")), "stdin", fields)
-        elif isinstance(each, Piped):
-            yield from of_rows(json_lines(io.BytesIO(each.content), "stdin"), "stdin", fields, labels)
-        elif str(each).startswith(ON_HUB):
-            name, config, split = on_hub(str(each))
-            records = enumerate(hub_records(hub_library(), name, config, [split]), 1)
-            rows = (Row(f"{each}, row {number}", record) for number, (_, record) in records)
-            yield from of_rows(rows, str(each), fields, labels)
-        else:
-            for path in files_of(each):  # a file of rows has a document in each row, any other is one document
-                require_readable(path)
-                if not is_one_document(path.name):
-                    yield from of_rows(read_rows(path, columns), str(path), fields, labels)
-                    continue
-                above = path.relative_to(each).parts[:-1] if path.is_relative_to(each) else ()
-                label = labels and parse_label(above[0] if above else None, labels, str(path),
-                                               "put it into a folder of that name")
-                yield of_text("".join(piece.text for piece in read_pieces(path)), str(path), fields, label)
+        if isinstance(each, bytes):
+            yield of_text("".join(text_blocks(io.BytesIO(each), "stdin")), "stdin", fields)
+            continue
+        for path in files_of(each):  # a file of rows has a document in each row, any other is one document
+            require_readable(path)
+            if not is_one_document(path.name):
+                yield from of_rows(read_rows(path, columns), str(path), fields, labels)
+                continue
+            above = path.relative_to(each).parts[:-1] if path.is_relative_to(each) else ()
+            label = labels and parse_label(above[0] if above else None, labels, str(path),
+                                           "put it into a folder of that name")
+            yield of_text("".join(piece.text for piece in read_pieces(path)), str(path), fields, label)
 
 
 def of_text(text: str, where: str, fields: Fields, label: Label | None = None) -> Example:
@@ -132,10 +110,9 @@ def of_rows(rows: Iterable[Row], file: str, fields: Fields, labels: Labels | Non
 
 def files_of(name: Path | str) -> list[Path]:
     """The files that an input stands for, in order: itself, those that a pattern matches, or those below a folder that
-    can be read; none for a data set of the hub. Warns of files in a folder that are skipped. Raises DataError for a
-    folder without any."""
+    can be read. Warns of files in a folder that are skipped. Raises DataError for a folder without any."""
     files: list[Path] = []
-    for path in [] if str(name).startswith(ON_HUB) else expanded(name):
+    for path in expanded(name):
         if not path.is_dir():
             files.append(path)
             continue
@@ -158,15 +135,6 @@ def require_readable(path: Path) -> None:
     require(ending_of(path.name) != "", "unknown kind of file", str(path), READS)
 
 
-def on_hub(name: str) -> tuple[str, str | None, str]:
-    """The data set, the configuration and the split that a name has. Raises UsageError."""
-    of, _, split = name.removeprefix(ON_HUB).rpartition("/")
-    data, _, config = of.partition(":")
-    require(bool(data and split), "no such name on the hub", name,
-            "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
-    return data, config or None, split
-
-
 def example_of(file: str, number: int, where: str, text: str, second: str | None,
                label: Label | None = None) -> Example:
     """An example. Raises DataError for a text that is white space."""
@@ -179,15 +147,6 @@ def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
     """A label of this kind. Several are a list, or text with ";" between them. Raises DataError."""
     if value is None or value == "":
         raise DataError("no label", where, todo)
-    if labels == "number":
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise DataError("a label that is no number", f"{where}: {value!r:.40}",
-                            "give it a number or take the row out, or leave out --labels number")
-        return number
     if labels == "several" and isinstance(value, list | str):
         parts = value if isinstance(value, list) else value.split(";")
         return tuple(dict.fromkeys(name_of_class(part, where) for part in parts))
@@ -199,5 +158,5 @@ def name_of_class(value: Any, where: str) -> str:
     name = str(value).strip()
     if not isinstance(value, str | int) or not name:
         raise DataError("a label that is no class", f"{where}: {value!r:.40}",
-                        "it is text or a whole number; --labels takes several and number too")
+                        "it is text or a whole number; --labels several takes lists")
     return checked(name, "the label", where)

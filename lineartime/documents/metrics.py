@@ -6,22 +6,15 @@ import numpy as np
 import torch
 
 from lineartime.config_json import Head
-from lineartime.documents.classify import NUMBER, ONE, label_losses
+from lineartime.documents.classify import ONE, label_losses
 
 
 def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """The scores of N documents. "score" is what the best model has the most of: macro F1, or R^2 of numbers.
+    """The scores of N documents. "score" is what the best model has the most of: macro F1.
 
-    "loss" is the mean of `classify.label_losses`. Of classes there are "accuracy" (all classes of a document right) and
-    "macro_f1", the mean over the classes that some document has or is said to have; of numbers "r2",
-    "mean_absolute_error" and "root_mean_squared_error"."""
+    "loss" is the mean of `classify.label_losses`, "accuracy" the share of documents with all classes right, and
+    "macro_f1" the mean over the classes that some document has or is said to have."""
     loss = label_losses(head, torch.from_numpy(logits_NL), torch.from_numpy(targets)).mean().item()
-    if head.problem_type == NUMBER:
-        errors_N = logits_NL[:, 0] - targets
-        variance = targets.var()  # 0 for one document, or equal ones: R^2 is not defined, and counts as 0
-        r2 = float(1 - np.square(errors_N).mean() / variance) if variance > 0 else 0.0
-        return {"loss": loss, "score": r2, "r2": r2, "mean_absolute_error": float(np.abs(errors_N).mean()),
-                "root_mean_squared_error": float(np.sqrt(np.square(errors_N).mean())), "n_documents": len(targets)}
     true_NL, said_NL = had_and_said(head, logits_NL, targets)
     seen_L = (true_NL | said_NL).any(0)  # a class that nobody has and that is never said would have an F1 of 0
     f1 = float(by_class(true_NL, said_NL)[2][seen_L].mean()) if seen_L.any() else 0.0
@@ -30,10 +23,7 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
 
 
 def in_words(scores: dict[str, Any]) -> str:
-    """The most important scores, in words. One document has no R^2."""
-    if "r2" in scores:
-        r2 = "-" if scores["n_documents"] < 2 else f"{scores['r2']:.3f}"
-        return f"R^2 {r2}, mean absolute error {scores['mean_absolute_error']:.3g}"
+    """The most important scores, in words."""
     return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
 
 
@@ -53,10 +43,8 @@ def by_class(true_NL: np.ndarray, said_NL: np.ndarray) -> tuple[np.ndarray, ...]
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """The scores without reading: what is most frequent in training, or its mean."""
-    if head.problem_type == NUMBER:
-        logits_L = train.mean(keepdims=True)
-    elif head.problem_type == ONE:
+    """The scores without reading: what is most frequent in training."""
+    if head.problem_type == ONE:
         logits_L = np.log(np.bincount(train) / len(train))
     else:
         share_L = train.mean(0).clip(1e-6, 1 - 1e-6)

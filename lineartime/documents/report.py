@@ -27,7 +27,7 @@ def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str
     names = [name for name in scores if name not in ("score", "n_documents")]
 
     def row(scores: dict[str, Any]) -> list[str]:
-        return ["-" if name == "r2" and scores["n_documents"] < 2 else f"{scores[name]:.4g}" for name in names]
+        return [f"{scores[name]:.4g}" for name in names]
 
     fair = ("No choice was made on these." if "test" in result else
             "The learning rate and the step were chosen on these, so the scores are somewhat too good; `--test` names "

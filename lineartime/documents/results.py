@@ -17,7 +17,7 @@ import numpy as np
 
 from lineartime.atomic_io import locked, replaced
 from lineartime.config import to_dict
-from lineartime.documents.examples import ON_HUB, files_of
+from lineartime.documents.examples import files_of
 from lineartime.errors import ResourceError, UsageError
 from lineartime.settings import require
 
@@ -62,10 +62,8 @@ def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterab
     never the same twice."""
     files: list[list[Any]] = []
     for name in names:
-        if name.startswith(ON_HUB) or name == "-":
-            files.append([name, *([time.time_ns()] if name == "-" else [])])
-            continue
-        files += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files_of(name)]
+        files += ([[name, time.time_ns()]] if name == "-" else
+                  [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files_of(name)])
     head = getattr(model, "head", None)
     fields = to_dict(model.config) | (head.fields() if head else {})
     return {"weights": weights_sha256(model), "model": fields, "tokenizer": tokenizer.sha256, "files": files,

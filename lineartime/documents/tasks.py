@@ -148,7 +148,7 @@ class DocumentTask:
         """Log how many documents there are, and what is not read of them."""
         n_test = f", {len(self.splits['test']):,} to test" if "test" in self.splits else ""
         more = (", halves of documents" if not self.learns_labels and self.plan.fields.pair is None else
-                f", {len(self.head.labels)} classes" if self.learns_labels and self.plan.labels != "number" else "")
+                f", {len(self.head.labels)} classes" if self.learns_labels else "")
         logger.info(f"{self.unit:<9} {len(self.train):,} to train on, {self.train.n_tokens:,} tokens{more}; "
                     f"{len(self.validation):,} held out{n_test}")
         n_longer = sum(len(ids) > self.config.context for ids in self.train.ids)
@@ -202,8 +202,7 @@ class DocumentTask:
             baseline, without = "without_reading", metrics.simplest(self.head, self.targets, targets)
             if ranks.is_first:
                 report.write_predictions(out, self.head, texts, logits_NL)
-                if self.plan.labels != "number":
-                    lines = report.class_lines(self.head, targets, logits_NL)
+                lines = report.class_lines(self.head, targets, logits_NL)
         else:
             scores, lines = score_texts(model, texts, reading, counted), [vectors.HOW]
             counted = self.watch("scoring without training", texts.n_tokens, ranks)

@@ -39,11 +39,6 @@ class TokenizedTexts:
     def n_tokens(self) -> int:
         return sum(map(len, (*self.ids, *self.second_ids)))
 
-    @property
-    def rows(self) -> list[tuple[np.ndarray, ...]]:
-        """The texts of each document: one, or the two of a pair."""
-        return list(zip(self.ids, self.second_ids, strict=True)) if self.second_ids else [(ids,) for ids in self.ids]
-
     def sha256(self) -> str:
         """The hash of all ids and labels."""
         digest = hashlib.sha256(json.dumps(self.labels).encode() if self.labels else b"")

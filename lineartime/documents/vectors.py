@@ -27,7 +27,8 @@ BLOCK = 1024
 def same_texts(texts: TokenizedTexts) -> np.ndarray:
     """A number for each text of the pairs, equal for texts that are equal: int64 `[N, 2]`."""
     number: dict[bytes, int] = {}
-    return np.array([[number.setdefault(as_bytes(ids), len(number)) for ids in row] for row in texts.rows], np.int64)
+    return np.array([[number.setdefault(as_bytes(ids), len(number)) for ids in pair]
+                     for pair in zip(texts.ids, texts.second_ids, strict=True)], np.int64)
 
 
 def contrastive_losses(first_BD: Tensor, second_BD: Tensor, same_B2: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 TEXTS = [row["text"] for row in made_rows(5, 9)]
 
 
-@pytest.fixture(scope="module", params=["one, causal", *rest("several, both ways", "number, causal")])
+@pytest.fixture(scope="module", params=["one, causal", *rest("several, both ways")])
 def trained(request, tmp_path_factory):
     """A fine-tuned model, and what it learned."""
     folder, (kind, ways) = tmp_path_factory.mktemp("trained"), request.param.split(", ")
@@ -47,9 +47,6 @@ def test_transformers_opens_the_folder_with_its_head(trained):
     found = lineartime.classify(ours.double(), tokenizer, texts)
     with torch.no_grad():
         logits_BL = hf(**encode(texts, padding=True, return_tensors="pt")).logits
-    if kind == "number":
-        assert all(abs(each.label - logits_BL[i, 0].item()) < 1e-10 for i, each in enumerate(found))
-        return
     p_BL = logits_BL.softmax(-1) if kind == "one" else logits_BL.sigmoid()
     for each, p_L in zip(found, p_BL.tolist(), strict=True):
         assert [*each.scores] == [hf.config.id2label[i] for i in range(len(p_L))]

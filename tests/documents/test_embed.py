@@ -124,7 +124,7 @@ def test_a_signal_keeps_what_is_read(folder, tmp_path, warm_command):
 
 
 def test_a_signal_ends_the_waiting_for_stdin(folder, warm_command):
-    line = [*warm_command, "embed", folder / "model", "-", "--stdin", "jsonl"]
+    line = [*warm_command, "embed", folder / "model", "-"]
     process = subprocess.Popen([*map(str, line)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
     with process.stdin, process.stdout, process.stderr:
