@@ -1,6 +1,7 @@
 """Whether a model uses its context: the same held-out tokens, scored at several contexts."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lineartime.data.tokens import TokenStream
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import DataError, NumericsError
-from lineartime.evaluation import batches, by_position, scored
+from lineartime.evaluation import batches, scored
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision
 
@@ -34,9 +35,6 @@ class ContextUse:
     """Scored tokens of each document."""
     nll_DL: list[list[float]]
     """Sum of -ln p by document and context."""
-    loss_by_position: list[tuple[int, int, float, float]]
-    """Blocks (first, last, loss at the shortest context, loss at the longest) in which positions double: the mean loss
-    of the tokens with first..last tokens of their document before them."""
 
     @property
     def losses(self) -> list[float]:
@@ -63,11 +61,8 @@ class ContextUse:
     def to_dict(self) -> dict[str, Any]:
         documents = [{"document": i, "n_tokens": n, "losses": [nll / n for nll in nll_L]}
                      for i, n, nll_L in zip(self.document_D, self.n_tokens_D, self.nll_DL, strict=True)]
-        positions = [{"first": first, "last": last, "shortest": a, "longest": b}
-                     for first, last, a, b in self.loss_by_position]
         return {"contexts": self.contexts, "after": self.after, "n_tokens": sum(self.n_tokens_D),
-                "losses": self.losses, "gains": self.gains, "gain_errors": self.gain_errors,
-                "documents": documents, "loss_by_position": positions}
+                "losses": self.losses, "gains": self.gains, "gain_errors": self.gain_errors, "documents": documents}
 
 
 @torch.inference_mode()
@@ -92,34 +87,25 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     if not chosen:
         raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
                         f"{stream.folder}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
-    was_training, n_read = model.training, 0
+    was_training, n_read, nll_DL = model.training, 0, []
     model.eval()
-    n_most = int(n_tokens[chosen].max())
-    nll_DL, nll_2T, count_T = [], np.zeros((2, n_most)), np.zeros(n_most, dtype=np.int64)
     for i in chosen:
         ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
         nll_L = []
         for context in contexts:
-            # The losses by position are of the shortest context and the longest: there all of the document is scored.
-            first = 0 if context in (contexts[0], longest) else after
-            loss_T = np.zeros(len(ids) - 1)
-            for begin, scored_T, n_of_row in score_document(model, ids, context, first, precision, ranks):
-                loss_T[begin : begin + len(scored_T)] = scored_T
+            nll = 0.0
+            for nll_of_row, n_of_row in score_document(model, ids, context, after, precision, ranks):
+                nll += nll_of_row
                 n_read += n_of_row
                 if progress is not None:
                     progress(n_read)
-            if not np.isfinite(loss_T).all():
+            if not math.isfinite(nll):
                 raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
                                     "the weights are damaged or have diverged")
-            nll_L.append(float(loss_T[after:].sum()))
-            if first == 0:
-                nll_2T[int(context == longest), : len(loss_T)] += loss_T
+            nll_L.append(nll)
         nll_DL.append(nll_L)
-        count_T[: len(loss_T)] += 1
     model.train(was_training)
-    positions = [(a, b, short, long) for (a, b, short), (_, _, long)
-                 in zip(*(by_position(nll_T, count_T) for nll_T in nll_2T), strict=True)]
-    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL, positions)
+    return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL)
 
 
 def check_contexts(model: LanguageModel, contexts: list[int], document_tokens: int | None) -> None:
@@ -134,23 +120,20 @@ def check_contexts(model: LanguageModel, contexts: list[int], document_tokens: i
 
 
 def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str,
-                   ranks: Ranks) -> Iterator[tuple[int, np.ndarray, int]]:
-    """Score a document's targets from `first` on: for each row its first scored target, -ln p of the scored targets,
-    and the tokens that were read for them."""
-    batches_of_rows = list(batches(rows_of_document(len(ids) - 1, context, first), lambda row: row[2] - row[0],
-                                   lambda length: max(TOKENS_AT_ONCE // length, 1)))
+                   ranks: Ranks) -> Iterator[tuple[float, int]]:
+    """Score a document's targets from `first` on: for each row the sum of -ln p of its scored targets, and the tokens
+    that were read for them."""
+    rows = rows_of_document(len(ids) - 1, context, first)
+    batches_of_rows = list(batches(rows, lambda row: row[2] - row[0], lambda length: max(TOKENS_AT_ONCE // length, 1)))
     stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
     for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision, ranks), strict=True):
         for (start, begin, _), row_T in zip(batch, losses_BT, strict=True):
-            yield begin, row_T[begin - start :], len(row_T)
+            yield float(row_T[begin - start :].sum()), len(row_T)
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
     """Rows (start, begin, stop) that score each target from `first` on once. A row reads the tokens from `start`, and
-    its targets [begin, stop) are scored: all in a document's first row, at most half of `context` in the others."""
-    if first == 0:
-        yield 0, 0, min(context, n_tokens)
-        first = context
+    its targets [begin, stop), at most half of `context`, are scored."""
     half = context // 2
     for begin in range(first, n_tokens, half):
         yield begin + half - context, begin, min(begin + half, n_tokens)
@@ -158,14 +141,10 @@ def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[
 
 def describe(use: ContextUse) -> list[str]:
     """The table that `lineartime evaluate --contexts` prints, line by line."""
-    longest = use.contexts[-1]
     lines = [f"{sum(use.n_tokens_D):,} tokens of {len(use.document_D)} documents, each token with more than "
              f"{use.after:,} of its document before it",
              "   context   nats per token   gain over the shortest, and its standard error"]
     for context, loss, gain, error in zip(use.contexts, use.losses, use.gains, use.gain_errors, strict=True):
         spread = "" if error is None else f" +- {error:.4f}"
         lines.append(f"{context:>10,}   {loss:>14.4f}   {gain:>+8.4f}{spread}")
-    lines.append(f"tokens before it          at context {use.contexts[0]:,}   at {longest:,}")
-    for first, last, short, long in use.loss_by_position:
-        lines.append(f"{first:>10,} to {last:>9,}   {short:>12.4f}   {long:>9.4f}")
     return lines

@@ -142,21 +142,14 @@ def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
 
     uses = {label: read_context_use(path) for label, path in files.items()}
     with matplotlib.rc_context(STYLE):
-        figure, (gain, loss) = empty_figure(2)
+        figure, (gain,) = empty_figure(1)
         gain.set(title="gain from context", xlabel="context, tokens", ylabel="nats per token below the shortest")
-        loss.set(title="loss by position (dotted: at the shortest)", xlabel="tokens of the document so far",
-                 ylabel="nats per token")
-        for axes in (gain, loss):
-            use_powers_of_two(axes)
+        use_powers_of_two(gain)
         for colour, (label, use) in zip(itertools.cycle(COLOURS), uses.items(), strict=False):
             gains, errors = np.array(use["gains"]), np.array([error or 0.0 for error in use["gain_errors"]])
             draw_curve(gain, use["contexts"], gains, f"{label}, trained at {use['trained_context']:,}; "
                        f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents", color=colour, marker="o")
             gain.fill_between(use["contexts"], gains - errors, gains + errors, color=colour, alpha=0.18, linewidth=0)
-            for which, dashes in (("shortest", ":"), ("longest", "-")):
-                blocks = use["loss_by_position"]
-                draw_curve(loss, middles(blocks), [block[which] for block in blocks], "", color=colour, marker="o",
-                           linestyle=dashes)
         gain.axhline(0, **DASHED)
         contexts = sorted({context for use in uses.values() for context in use["contexts"]})
         gain.set_xticks(contexts, [f"{context:,}" for context in contexts])
@@ -168,7 +161,7 @@ def read_context_use(path: Path) -> dict[str, Any]:
     """What `lineartime evaluate --contexts` wrote. Raises DataError."""
     try:
         use = json.loads(read_bytes(path))
-        if not {"contexts", "gains", "gain_errors", "trained_context", "documents", "loss_by_position"} <= use.keys():
+        if not {"contexts", "gains", "gain_errors", "trained_context", "documents"} <= use.keys():
             raise ValueError
         return use
     except OSError as e:

@@ -60,36 +60,27 @@ def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives
     assert use.contexts == contexts and use.after == after
     assert use.document_D == [i for i, length in enumerate(LENGTHS) if length + 1 > after]
     assert use.n_tokens_D == [min(LENGTHS[i] + 1, n_most) - after for i in use.document_D]
-    shown = np.zeros((2, 2, n_most))
     for i, nll_L in zip(use.document_D, use.nll_DL, strict=True):
         ids = document(stream, i)[: n_most + 1]
         for context, nll in zip(contexts, nll_L, strict=True):
-            half, edge = context // 2, context in (contexts[0], longest)
+            half = context // 2
             expected = np.zeros(len(ids) - 1)
-            for target in range(0 if edge else after, len(expected)):
-                grid = context if edge else after
-                start = max(grid + ((target - grid) // half + 1) * half - context, 0)
-                assert start == 0 or context - half < target - start + 1 <= context
+            for target in range(after, len(expected)):
+                start = after + ((target - after) // half + 1) * half - context
+                assert context - half < target - start + 1 <= context
                 log_p = model(ids[None, start : target + 1])[0, -1].log_softmax(-1)
                 expected[target] = -log_p[ids[target + 1]].item()
             assert nll == pytest.approx(expected[after:].sum(), rel=1e-10)
-            if edge:
-                shown[int(context == longest), 0, : len(expected)] += expected
-                shown[int(context == longest), 1, : len(expected)] += 1
-    for first, last, short, long in use.loss_by_position:
-        for loss, (total, count) in zip((short, long), shown[:, :, first - 1 : last], strict=True):
-            assert loss == pytest.approx(total.sum() / count.sum(), rel=1e-10)
-    assert use.loss_by_position[0][0] == 1 and use.loss_by_position[-1][1] == n_most
 
 
 def test_losses_gains_and_their_errors() -> None:
-    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]], [(1, 16, 3.0, 2.5)])
+    use = ContextUse([8, 16], 8, [0, 2], [10, 30], [[20.0, 10.0], [90.0, 72.0]])
     assert use.losses == [110 / 40, 82 / 40] and use.gains == pytest.approx([0, 28 / 40])
     rest = [10 - 0.7 * 10, 18 - 0.7 * 30]
     assert use.gain_errors == pytest.approx([0, math.sqrt(2 * sum(x * x for x in rest)) / 40])
     assert use.to_dict()["documents"][1] == {"document": 2, "n_tokens": 30, "losses": [3.0, 2.4]}
     assert "+0.7000 +- 0.1500" in "\n".join(describe(use))
-    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]], [])
+    one = ContextUse([8, 16], 8, [0], [10], [[20.0, 10.0]])
     assert one.gain_errors == [None, None] and "+1.0000" in "\n".join(describe(one))
 
 
