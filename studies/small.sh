@@ -7,4 +7,4 @@ books=$1 out=$2 here=$(dirname "$0")
 export OMP_NUM_THREADS=1
 lineartime prepare "$books" --task pg19 --vocab-size 8192 --out "$out/data"
 lineartime train "$here/small.toml" --data "$out/data" --out "$out/run"
-lineartime export "$out/run" --out "$out/small" --about "$here/small.md" --prompt "It was a dark and stormy night, and"
+lineartime export "$out/run" --out "$out/small" --about "$here/small.md"

@@ -16,7 +16,6 @@ def export(
     data: Annotated[Path | None, "Prepared text that the card's scores are from; by default what the run was trained "
                     "on."] = None,
     about: Annotated[Path | None, "Markdown file with which the model card begins."] = None,
-    prompt: Annotated[str, "Prompt of the sample in the card; by default the sample begins a document."] = "",
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing.
@@ -27,9 +26,9 @@ def export(
     folder = named_folder(run)
     result = folder / RESULT_FILE
     if result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result):  # labels or vectors
-        if data is not None or about is not None or prompt:
+        if data is not None or about is not None:
             raise UsageError("options that do not go together", "export",
-                             "its report is the card: leave out --data, --about and --prompt")
+                             "its report is the card: leave out --data and --about")
         from lineartime.release.export import export_documents
 
         n_bytes = export_documents(folder, out)
@@ -42,7 +41,7 @@ def export(
 
     text = read_utf8(about) if about is not None else ""
     with Terminal() as terminal:
-        made = export(folder, out, data=data, about=text, prompt=prompt, device=pick_device(device),
+        made = export(folder, out, data=data, about=text, device=pick_device(device),
                       progress=terminal.count)
     for split, evaluation in made.scores.items():
         say(summary(split, evaluation.to_dict(), made.task))

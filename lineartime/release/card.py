@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -18,14 +18,7 @@ from lineartime.release.provenance import machine
 from lineartime.run_config import nearest_preset, run_config, shipped_models
 from lineartime.settings import replace_fields
 
-
-class Sample(NamedTuple):
-    """A prompt and its continuation with seed 0."""
-
-    prompt: str
-    text: str
-    n_tokens: int
-    temperature: float
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,8 @@ class Card:
     """Size of the file of weights."""
     scores: dict[str, Evaluation]
     """By split."""
-    sample: Sample | None
+    sample: str | None
+    """How a causal model begins a document: the first `SAMPLE_TOKENS` tokens."""
     provenance: dict[str, Any]
     """Commit, hardware and versions of the export."""
 
@@ -59,7 +53,8 @@ def model_card(card: Card, about: str) -> str:
     sections = [about, "## Model", model_table(card), "## Training", training_table(card),
                 code_block(train_command(card)), "## Held-out scores", scores_text(card)]
     if card.sample is not None:
-        sections += ["## Sample", sample_text(card.sample)]
+        sections += ["## Sample", f"The first {SAMPLE_TOKENS} tokens from the beginning of a document at temperature "
+                     f"{SAMPLE_TEMPERATURE} with seed 0, not chosen:", code_block(card.sample, "text")]
     return "\n\n".join([*sections, made_by(card.provenance)]) + "\n"
 
 
@@ -172,14 +167,6 @@ def scores_text(card: Card) -> str:
         markdown(["", *card.scores], lines, n_words=1),
         "Nats per token by position in the row: what a longer past is worth.",
         markdown(["position", *card.scores], by_position, n_words=1)])
-
-
-def sample_text(sample: Sample) -> str:
-    """The sample, with its prompt and settings."""
-    begun = "after the prompt" if sample.prompt else "from the beginning of a document"
-    first = f"The first {sample.n_tokens} tokens {begun} at temperature {sample.temperature} with seed 0, not chosen:"
-    prompt = ["Prompt:", code_block(sample.prompt, "text")] if sample.prompt else []
-    return "\n\n".join([*prompt, first, code_block(sample.prompt + sample.text, "text")])
 
 
 def made_by(made: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.load import is_exported, load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
-from lineartime.release.card import Card, Sample, front_matter, model_card
+from lineartime.release.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, Card, front_matter, model_card
 from lineartime.release.provenance import provenance
 from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_metrics, read_run
 from lineartime.run_config import RUN_FILE
@@ -33,7 +33,6 @@ from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_c
 logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
 SPLITS = ("validation", "test")
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
 
 
 class Exported(NamedTuple):
@@ -47,15 +46,14 @@ class Exported(NamedTuple):
     """Size of the file of weights."""
 
 
-def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, device: torch.device,
+def export(run: Path, out: Path, *, data: Path | None, about: str, device: torch.device,
            progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, what `transformers`
     reads, and a card with the scores of these rounded weights.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
-    Markdown. prompt: the prompt of the card's sample. progress counts scored tokens. Raises
-    UsageError if `out` exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
-    damage, ResourceError for the disk."""
+    Markdown. progress counts scored tokens. Raises UsageError if `out` exists, `run` is no run of a language model, or
+    the data is not the run's; CheckpointError for damage, ResourceError for the disk."""
     remove_leftovers(out)
     require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
@@ -83,7 +81,10 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, prompt: str, 
     if not lines:
         logger.warning(f"{run / METRICS_FILE} is missing or empty: the card has no training time")
     metrics = [line for line in lines if line["step"] <= facts["step"]]
-    sample = write_sample(model, tokenizer, prompt) if model.config.causal else None
+    sample = None
+    if model.config.causal:
+        (sample,) = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
+                             temperature=SAMPLE_TEMPERATURE)
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
     text = [(manifest, each.weight) for manifest, each in zip(manifests, read_mixture(named), strict=True)]
     task = manifests[0].settings.get("task")
@@ -138,10 +139,3 @@ def new_folder(out: Path, model: LanguageModel, config_json: str, tokenizer: Tok
             yield aside, int(entry["bytes"])
     except OSError as e:
         raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
-
-
-def write_sample(model: LanguageModel, tokenizer: Tokenizer, prompt: str) -> Sample:
-    """Continue a prompt as `lineartime generate` does with seed 0."""
-    ids = generate(model, [[tokenizer.end_of_document, *tokenizer.encode(prompt)]], max_new_tokens=SAMPLE_TOKENS,
-                   temperature=SAMPLE_TEMPERATURE)[0]
-    return Sample(prompt, tokenizer.decode(ids), len(ids), SAMPLE_TEMPERATURE)

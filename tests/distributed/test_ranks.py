@@ -114,7 +114,7 @@ def test_the_weights_of_a_sharded_run_are_exported_as_one_file(trained, tmp_path
     run = trained / "2"
     with pytest.raises(UsageError, match="the weights of a sharded run are in parts"):
         LineartimeForCausalLM.from_pretrained(run / "latest")
-    export(run, tmp_path / "out", data=None, about="", prompt="Once", device=torch.device("cpu"))
+    export(run, tmp_path / "out", data=None, about="", device=torch.device("cpu"))
     whole = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     model, _, _ = load_model(run)
     assert {name: p.detach().bfloat16().tolist() for name, p in model.named_parameters()} == {

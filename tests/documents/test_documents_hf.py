@@ -59,7 +59,7 @@ def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     code, said, err = call("export", out, "--out", tmp_path / "shared")
     assert code == 0 and "sentence-transformers" in said, err
     assert_refused(*call("export", out, "--out", tmp_path / "shared")[::2], 2, "the output exists already")
-    assert_refused(*call("export", out, "--out", tmp_path / "x", "--prompt", "x")[::2], 2, "leave out")
+    assert_refused(*call("export", out, "--out", tmp_path / "x", "--about", "x")[::2], 2, "leave out")
     ours, tokenizer, _ = lineartime.load_classifier(out)
     shared = lineartime.load_classifier(tmp_path / "shared")[0]
     assert lineartime.classify(shared, tokenizer, TEXTS) == lineartime.classify(ours, tokenizer, TEXTS)

@@ -65,7 +65,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
                  ["unfinished", "a", "b", "--max-new-tokens", "3"], ["small", "I", "--max-new-tokens", "2"]],
-    "export": [["run", "--out", "new", "--prompt", "Reader"]],
+    "export": [["run", "--out", "new", "--device", "cpu"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "models": [[]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],

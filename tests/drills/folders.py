@@ -132,7 +132,7 @@ def make(work: Path) -> Path:
         (made / f"text{name}.txt").write_text(part, encoding="utf-8")
         command(made, prepare(made / f"text{name}.txt", made / f"data{name}"))
         command(made, train(made / f"data{name}", made / f"run{name}", seed=number))
-        command(made, ["export", str(made / f"run{name}"), "--out", str(made / f"exported{name}"), "--prompt", PROMPT])
+        command(made, ["export", str(made / f"run{name}"), "--out", str(made / f"exported{name}")])
         use = ["--contexts", "8,16,32", "--out", str(made / f"contexts{name}.json")]
         command(made, ["evaluate", str(made / f"run{name}"), "--data", str(made / f"data{name}"), *use])
         ended = child.run(lambda n=name: save_pretrained(made / f"run{n}" / "latest", made / f"transformers{n}"), made)
