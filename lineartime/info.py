@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.attention.performer import BLOCK
-from lineartime.config import ModelConfig
+from lineartime.config import MODEL_FIELDS, SOURCES, ModelConfig
 from lineartime.decoding.cache import KeyValueCache
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel
@@ -21,10 +24,8 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
          "linear": "Linear"}
 """Values of fields by their names in the paper's tables, where the two differ."""
 
-OPTIONS = ("gate", "prefix_sum", "document_mask", "chunk_pooling", "chunk_parts", "overlap", "first_to_all",
-           "cls_softmax", "rope_base", "key_conv", "local_key_conv", "linear_scale_init", "local_scale_init",
-           "linear_rope", "linear_gate", "linear_norm", "linear_divisor", "keys_start_as_queries")
-"""Fields that the paper's tables do not have; `print_description` shows those that are not the default."""
+SHOWN = (*SOURCES["Tables 8-10"], "context", "query_key_dim", "attn_scale_len", "vocab_size", "causal")
+"""Fields that `print_description` always shows. It shows the others where they are not the default."""
 
 
 class Part(NamedTuple):
@@ -42,27 +43,17 @@ class Part(NamedTuple):
 class Flops(NamedTuple):
     """FLOPs of a forward pass, per token of a full row that is one document.
 
-    A multiply-add is 2, and only matmuls count: not `key_conv`, `linear_gate` and `linear_norm`. Causal scores are
-    counted in full, masked half included; a kernel that skips the masked half saves `masked` of `attention`."""
+    A multiply-add is 2, and only matmuls count. Causal scores are counted in full, masked half included. The backward
+    pass has twice as many: a matmul has two gradients, each a matmul of the same size."""
 
     projections: float
     attention: float
-    """q k^T and A v within a row or a chunk, Combiner's summaries, and first-to-all."""
-    linear: float
-    """k^T v and q (k^T v) of mixed chunk attention and of Performer, and learned chunk weights."""
+    """All that is no weight's product: scores, their product with the values, and states of chunks."""
     head: float
-    masked: float
-    constant: float = 0.0
-    """The part of `linear` that multiplies by a constant matrix of ones, which has one gradient instead of two."""
 
     @property
     def forward(self) -> float:
-        return self.projections + self.attention + self.linear + self.head
-
-    @property
-    def training(self) -> float:
-        """FLOPs of forward and backward: a matmul has two gradients, each a matmul of the same size."""
-        return 3 * self.forward - self.constant
+        return sum(self)
 
 
 class DecodingBytes(NamedTuple):
@@ -82,7 +73,6 @@ class Description(NamedTuple):
     specification: list[tuple[str, str]]
     """Rows of the paper's specification tables, named as printed there."""
     parts: list[Part]
-    flops: Flops
     decoding: DecodingBytes
 
     @property
@@ -91,12 +81,10 @@ class Description(NamedTuple):
 
 
 def describe(config: ModelConfig) -> Description:
-    """Describe a model without allocating it. FLOPs are at `config.context`; a model that does not decode has no
-    decoding state."""
+    """Describe a model without allocating it. A model that does not decode has no decoding state."""
     with torch.device("meta"):
-        model = LanguageModel(config)
-    parts = count_parameters(model)
-    return Description(specification(config, sum(part.total for part in parts)), parts, count_flops(model),
+        parts = count_parameters(LanguageModel(config))
+    return Description(specification(config, sum(part.total for part in parts)), parts,
                        decoding_bytes(config) if config.decodes else DecodingBytes(0, 0))
 
 
@@ -158,50 +146,19 @@ def count_parameters(model: LanguageModel) -> list[Part]:
     ]
 
 
-def count_flops(model: LanguageModel) -> Flops:
-    """FLOPs per token at `config.context`; see `Flops` for the rule."""
-    config = model.config
-    projections = sum(module.weight.numel() for module in model.layers.modules() if isinstance(module, nn.Linear))
-    qk, av = config.qk_width * config.n_heads, config.v_width * config.n_heads
-    chunk = config.chunk_size or config.context
-    # Keys per query in its row or chunk on average, masked ones included; the last chunk may be a part.
-    n_full, rest = divmod(config.context, chunk)
-    square = (n_full * chunk**2 + rest**2) / config.context
-    neighbours = (2 if config.causal else 3) if config.overlap else 1
-    attention = masked = linear = constant = 0.0
-    if config.attn_type == "rowmajor_axial":
-        attention = 2 * qk * (3 * chunk + 2 * config.n_chunks)
-    elif config.attn_type == "linear":
-        linear, constant = count_performer(config)
-    elif config.chunk_parts != "global":
-        attention = 2 * square * (qk + av) * neighbours
-        masked = (square - 1) * (qk + av) * config.causal
-    if config.attn_type == "mixed_chunk" and config.chunk_parts != "local":
-        linear = 4 * qk * config.v_width
-        if config.chunk_pooling == "attention":
-            linear += 2 * config.n_chunks**2 * qk * (1 + av) / config.context
-        elif not config.causal and config.document_mask == "exact":
-            linear += linear + 2 * square * (qk + av)  # chunks before, chunks after, the own chunk with its mask
-    if config.first_to_all:
-        attention += 2 * config.n_chunks * (qk + av)
-    if config.cls_softmax:
-        attention += 2 * chunk * neighbours * qk / config.context
-    n = config.n_layers
-    return Flops(2 * projections, n * attention, n * linear, 2 * model.embed.weight.numel(), n * masked, n * constant)
-
-
-def count_performer(config: ModelConfig) -> tuple[float, float]:
-    """FLOPs per token of one layer's k^T v and q (k^T v), numerator and denominator, and the part that multiplies by a
-    matrix of ones. "scan" and "matmul" form k^T v of each token as an outer product, which is not a matmul."""
-    pair = 2 * config.d_model * (config.qk_width + 1)
-    if not config.causal:
-        return 2 * pair, 0.0
-    if config.prefix_sum == "scan":
-        return pair, 0.0
-    filled_up = -(-config.context // BLOCK) * BLOCK / config.context
-    if config.prefix_sum == "matmul":
-        return filled_up * pair * (2 + BLOCK), filled_up * pair * BLOCK
-    return filled_up * (2 * pair + 2 * BLOCK * (2 * config.d_model + config.n_heads)), 0.0
+def count_flops(config: ModelConfig) -> Flops:
+    """FLOPs per token at `config.context`, as PyTorch counts them in a pass with tensors that have shapes and no data;
+    see `Flops` for the rule."""
+    with FakeTensorMode():
+        model = LanguageModel(config)
+        model.set_impl("reference")
+        if config.by_document:  # documents cannot be told in a tensor without data
+            model.config = replace(config, end_of_document=None)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, config.context, dtype=torch.long))
+    projections = 2 * sum(module.weight.numel() for module in model.layers.modules() if isinstance(module, nn.Linear))
+    head = 2 * model.embed.weight.numel()
+    return Flops(projections, counter.get_total_flops() / config.context - projections - head, head)
 
 
 def millions(n: float) -> str:
@@ -237,8 +194,8 @@ def print_description(config: ModelConfig, title: str) -> None:
         rows.append(("query and key width s", f"{config.query_key_dim:,}"))
     if config.attn_kernel == "relu2":
         rows.append(("n of relu²(q k / n + b)", f"{config.scale_len:,}"))
-    rows += [(name, str(getattr(config, name)).lower()) for name in OPTIONS
-             if getattr(config, name) != getattr(ModelConfig, name)]
+    rows += [(name, str(getattr(config, name)).lower()) for name in MODEL_FIELDS
+             if name not in SHOWN and getattr(config, name) != getattr(ModelConfig, name)]
     rows += [("vocabulary", f"{config.vocab_size:,}"), ("causal", "yes" if config.causal else "no")]
     console.print()
     print_table(console, ("Beside the paper's table", ""), rows)
@@ -248,16 +205,12 @@ def print_description(config: ModelConfig, title: str) -> None:
         *((part.name, millions(part.each), str(part.places), millions(part.total)) for part in described.parts),
         ("total", "", "", millions(described.n_parameters))], total=True)
 
-    flops = described.flops
-    parts = [("projections", flops.projections), ("attention", flops.attention), ("linear attention", flops.linear),
-             ("head", flops.head)]
+    flops = count_flops(config)
     console.print()
     print_table(console, (f"FLOPs per token at context {config.context:,}", "forward", "and backward"), [
-        *((name, millions(n), millions(3 * n)) for name, n in parts if n),
-        ("total", millions(flops.forward), millions(flops.training))], total=True)
-    console.print("A multiply-add is 2; matrix products only; backward is twice forward.")
-    if flops.masked:
-        console.print(f"A causal square is counted whole: {millions(flops.masked)} of the forward pass are masked.")
+        *((name, millions(n), millions(3 * n)) for name, n in flops._asdict().items()),
+        ("total", millions(flops.forward), millions(3 * flops.forward))], total=True)
+    console.print("Matrix products only, a causal square in full; backward is twice forward.")
 
     console.print("\nDecoding state of one row, float32", style="bold")
     decoding = described.decoding
