@@ -40,14 +40,14 @@ class Curves(NamedTuple):
     title: str
     unit: str
     """Of the losses, such as nats per token."""
-    tokens_per_step: int
-    step: np.ndarray
+    tokens: np.ndarray
+    """Millions of tokens that were trained on at each line of the metrics."""
     loss: np.ndarray
-    """The training loss of each step in `step`."""
-    held_out: list[tuple[int, float]]
-    """Steps and held-out losses."""
-    final: dict[str, Any]
-    """The run's result, empty until it is over."""
+    """The training loss there."""
+    held_out: list[tuple[float, float]]
+    """Millions of tokens and held-out losses."""
+    by_position: list[dict[str, float]]
+    """The last held-out loss by position in the row, empty until the run is over."""
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -60,82 +60,64 @@ def read_curves(run_dir: Path) -> Curves:
     if not training:
         raise UsageError("nothing to plot yet", run_dir, "let the training make a step")
     try:
-        scores = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
-        final: dict[str, Any] = {}
+        scores, by_position = [(line["step"], line["held_out"]["loss"]) for line in lines if "held_out" in line], []
         if (run_dir / RESULT_FILE).exists():
             final = read_result(run_dir)
+            by_position = final["held_out"].get("loss_by_position", [])
             if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
-                scores.append((final["steps"], final["held_out"]))
-        config = ModelConfig(**run["model"])
+                scores.append((final["steps"], final["held_out"]["loss"]))
+        config, millions_per_step = ModelConfig(**run["model"]), run["train"]["tokens_per_step"] / 1e6
         return Curves(
             f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
             UNITS.get(run["task"]) or ("nats per token" if config.causal else "nats per masked token"),
-            run["train"]["tokens_per_step"],
-            np.array([line["step"] for line in training]), np.array([line["loss"] for line in training]),
-            [(step, score["loss"]) for step, score in scores], final)
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
+            np.array([line["step"] for line in training]) * millions_per_step,
+            np.array([line["loss"] for line in training]),
+            [(step * millions_per_step, loss) for step, loss in scores], by_position)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError("damaged run", run_dir, f"{type(e).__name__}: {e}") from None
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw a run's loss into its folder and return the picture's path: training loss thin and smoothed, held-out loss
-    as points.
+    """Draw a run as `plot_side_by_side` does, into its folder, and return the picture's path.
 
     Raises UsageError where nothing has been trained, CheckpointError for a damaged run, ResourceError."""
-    import matplotlib
-
-    curves = read_curves(run_dir)
-    at_end = curves.final.get("held_out", {}).get("bits_per_byte")
-    with matplotlib.rc_context(STYLE):
-        figure, (axes,) = empty_figure(1)
-        axes.set(title=curves.title, xlabel=f"step of {curves.tokens_per_step:,} tokens",
-                 ylabel=f"loss, {curves.unit}")
-        start = len(curves.step) // 30  # the loss falls so fast there that the rest would be pressed flat
-        draw_curve(axes, curves.step[start:], curves.loss[start:], "", color=COLOURS[0], alpha=0.25, linewidth=0.7)
-        draw_curve(axes, curves.step[start:], smoothed(curves.loss)[start:], "training", color=COLOURS[0],
-                   linewidth=1.8)
-        if curves.held_out:
-            score = f", {at_end:.3f} bits per byte at the end" if at_end is not None else ""
-            steps, losses = zip(*curves.held_out, strict=True)
-            draw_curve(axes, steps, losses, f"held-out{score}", color=COLOURS[1], marker="o")
-        save_figure(figure, run_dir / PLOT_FILE, n_columns=3)
-    return run_dir / PLOT_FILE
+    return plot_side_by_side({read_curves(run_dir).title: run_dir}, run_dir / PLOT_FILE)
 
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
-    """Draw several runs in one picture: loss over tokens, and held-out loss by position in the context.
+    """Draw runs in one picture: training loss and held-out loss over tokens, and held-out loss by position in the
+    context.
 
     run_dirs: label to run. Losses compare where the tokenizer is the same. Raises UsageError where nothing has been
     trained, CheckpointError for a damaged run, ResourceError."""
     import matplotlib
 
     runs = {label: read_curves(run_dir) for label, run_dir in run_dirs.items()}
-    blocks = {label: curves.final.get("held_out", {}).get("loss_by_position", []) for label, curves in runs.items()}
     with matplotlib.rc_context(STYLE):
-        figure, (losses, *by_position) = empty_figure(2 if any(blocks.values()) else 1)
+        figure, (losses, *by_position) = empty_figure(2 if any(curves.by_position for curves in runs.values()) else 1)
         losses.set(title="held-out loss (points) and training loss", xlabel="million tokens of training",
                    ylabel=", ".join(sorted({curves.unit for curves in runs.values()})))
         for axes in by_position:
             axes.set(title="held-out loss by position", xlabel="position, tokens")
             use_powers_of_two(axes)
         for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
-            millions_per_step, start = curves.tokens_per_step / 1e6, len(curves.step) // 30
-            scored = bool(curves.held_out)
-            draw_curve(losses, curves.step[start:] * millions_per_step, smoothed(curves.loss)[start:],
-                       "" if scored else label, color=colour, linewidth=1.2, alpha=0.45 if scored else 1)
-            if scored:
-                steps, held_out = zip(*curves.held_out, strict=True)
-                draw_curve(losses, np.array(steps) * millions_per_step, held_out, label, color=colour, marker="o")
-            if blocks[label]:
-                draw_curve(by_position[0], middles(blocks[label]), [block["loss"] for block in blocks[label]], "",
-                           color=colour, marker="o")
+            start = len(curves.loss) // 30  # the loss falls so fast there that the rest would be pressed flat
+            draw_curve(losses, curves.tokens[start:], smoothed(curves.loss)[start:],
+                       "" if curves.held_out else label, color=colour, linewidth=1.2,
+                       alpha=0.45 if curves.held_out else 1)
+            if curves.held_out:
+                tokens, held_out = zip(*curves.held_out, strict=True)
+                draw_curve(losses, tokens, held_out, label, color=colour, marker="o")
+            if curves.by_position:
+                blocks = curves.by_position
+                middles = [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
+                draw_curve(by_position[0], middles, [block["loss"] for block in blocks], "", color=colour, marker="o")
         save_figure(figure, out_png, n_columns=3)
     return out_png
 
 
 def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
-    """Draw what models gain from context: the same tokens at several contexts, with standard errors over documents; and
-    loss by position in the document, at the shortest context and at the longest.
+    """Draw what models gain from context: the same tokens at several contexts, with standard errors over documents.
 
     files: label to what `lineartime evaluate --contexts` wrote. Raises DataError for anything else, ResourceError."""
     import matplotlib
@@ -204,11 +186,6 @@ def save_figure(figure: "Figure", path: Path, n_columns: int) -> None:
         figure.legend(loc="outside lower center", ncols=n_columns)
     with replaced(path) as file:
         figure.savefig(file, format="png", facecolor="white")
-
-
-def middles(blocks: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The middle of each block of positions on a logarithmic scale."""
-    return [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
