@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, TokenizersBackend
@@ -501,18 +500,12 @@ class LineartimeForQuestionAnswering(LineartimeModel):
         """start_logits and end_logits, `[B, T]`; padding has the least value of the dtype.
 
         start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
-        loss is the mean of their losses in nats. Positions outside the row and in its padding are ignored; if all are,
-        the loss is 0."""
-        require((start_positions is None) == (end_positions is None), "an answer has two ends",
-                "start_positions, end_positions", "give both or none")
+        loss is that of transformers: the mean of their losses in nats, without positions behind the row's end."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BT2 = self.model.logits(x_BTD)
         logits_BT2 = logits_BT2.masked_fill(~valid_BT[..., None], torch.finfo(logits_BT2.dtype).min)
         start_BT, end_BT = logits_BT2.unbind(-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = (position_loss(start_BT, start_positions, valid_BT)
-                    + position_loss(end_BT, end_positions, valid_BT)) / 2
+        loss = self.loss_function(at_least_float32(start_BT), at_least_float32(end_BT), start_positions, end_positions)
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT, hidden_states=states)
 
 
@@ -558,39 +551,23 @@ class LineartimeForTokenClassification(LineartimeModel):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
         """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is their mean in nats,
-        or their sum over `num_items_in_batch`, and 0 without labels."""
+        labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is that of
+        transformers: their mean in nats, or their sum over `num_items_in_batch`."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTL, loss = self.score(x_BTD), None
         if labels is not None:
-            loss = class_loss(logits_BTL, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
+            loss = self.loss_function(logits_BTL, labels.masked_fill(~valid_BT, -100), self.config,
+                                      num_items_in_batch=num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)
 
 
-def position_loss(logits_BT: Tensor, place_B: Tensor, valid_BT: Tensor) -> Tensor:
-    """-ln p of the places, the mean over those where a row has a token; 0 without one."""
-    inside_B = (place_B >= 0) & (place_B < logits_BT.shape[1])
-    known_B = inside_B & valid_BT.gather(1, torch.where(inside_B, place_B, 0)[:, None])[:, 0]
-    return class_loss(logits_BT, torch.where(known_B, place_B, -100), None)
-
-
-def class_loss(logits: Tensor, labels: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """-ln p of the labels other than -100 for logits `[..., L]`: see `mean_per_label`."""
-    total = F.cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), reduction="sum")
-    return mean_per_label(total, (labels != -100).sum(), n_items)
-
-
 def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """`LanguageModel.losses` of the labels other than -100, without the logits of others: see `mean_per_label`."""
+    """The mean of `LanguageModel.losses` of the labels other than -100, or their sum over `n_items`, without the logits
+    of other tokens; 0 without labels."""
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()
-    return mean_per_label(total, len(at_K), n_items)
-
-
-def mean_per_label(total: Tensor, n_labels: Tensor | int, n_items: Tensor | int | None) -> Tensor:
-    """A sum of losses over its labels, or over `n_items`; 0 without labels."""
-    return total / torch.as_tensor(n_labels if n_items is None else n_items).to(total.device).clamp(min=1)
+    return total / torch.as_tensor(len(at_K) if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
 register_checkpoint_conversion_mapping(
