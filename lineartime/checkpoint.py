@@ -180,8 +180,6 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
         steps = saved_steps(run_dir)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise CheckpointError("the run cannot be read", f"{run_dir}: {_reason(error)}") from error
     # From the newest to the oldest, until every rank finds its share of the files whole.
     for step in steps:
         path = run_dir / f"step-{step:08d}"

@@ -25,7 +25,7 @@ from lineartime.model import LanguageModel
 from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
 from lineartime.run import Run, different, read_fine_tuning
 from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
-from lineartime.runtime import is_picked, pick_device
+from lineartime.runtime import pick_device
 from lineartime.settings import require
 from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.transfer import is_flash, load_step
@@ -62,7 +62,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     stop, out = stop or StopSignal(), plan.out
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
     require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
-    picked = device if is_picked(device) else pick_device(device, tell=True)
+    picked = pick_device(device)
     loaded = load_model(plan.run)
 
     def watch(what: str, total: int | None = None, ranks: Ranks = ALONE) -> Callable[[int], None]:

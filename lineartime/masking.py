@@ -1,4 +1,4 @@
-"""Masked language modelling: the masks of a row, and text in which a model has filled them.
+"""Masked language modelling: the masks of a row.
 
 Row r of a stream is its tokens [r context, (r + 1) context); the last row may be shorter. Rows do not overlap, because
 every token can be a target in its own row. Masks are a pure function of (seed, epoch, row)."""
@@ -6,11 +6,8 @@ every token can be a target in its own row. Masks are a pure function of (seed, 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
-from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Mixture, TokenStream, require_mask, rows_of_step
-from lineartime.model import LanguageModel
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 """15% of the tokens are targets. Of the targets 80% become [MASK], 10% another token, and 10% stay."""
@@ -66,22 +63,3 @@ def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray,
     for row, start in enumerate(range(0, len(stream), context)):
         ids_T = stream.read(start, min(start + context, len(stream)))
         yield mask_tokens(ids_T, stream, seed=0, epoch=0, row=row)
-
-
-@torch.no_grad()
-def masked_sample(model: LanguageModel, tokenizer: Tokenizer, stream: TokenStream, *, n_documents: int = 4,
-                  n_tokens: int = 60) -> str:
-    """The beginnings of a split's first documents: with masks, with the masks filled by the model, and as they are."""
-    lines = []
-    for number in range(min(n_documents, stream.n_documents)):
-        first, last = (int(position) for position in stream.document_positions[number : number + 2])
-        ids_T = stream.read(first, min(last, first + n_tokens, first + model.config.context))
-        inputs_T, targets_T = mask_tokens(ids_T, stream, seed=0, epoch=0, row=number)
-        asked_T = targets_T != NO_TARGET
-        inputs_T[asked_T] = stream.mask
-        likeliest_T = model(torch.from_numpy(inputs_T)[None].to(model.embed.weight.device))[0].argmax(-1)
-        filled_T = np.where(asked_T, likeliest_T.cpu().numpy(), ids_T)
-        for name, row_T in (("masked", inputs_T), ("filled", filled_T), ("text", ids_T)):
-            lines.append(f"{name:<7} {' '.join(tokenizer.decode(row_T[1:].tolist()).split())}")
-        lines.append("")
-    return "\n".join(lines)

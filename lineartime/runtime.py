@@ -1,19 +1,15 @@
 """Process settings that affect speed (device, float32 precision, the C allocator), and memory use."""
 
 import ctypes
-import logging
 import os
 import resource
 import sys
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 
 from lineartime.distributed.ranks import launched
 from lineartime.errors import UsageError
-
-logger = logging.getLogger(__name__)
 
 LARGEST_KEPT = 32 * 2**20
 """Bytes from which on a block of memory goes back to the system when it is freed, see `choose_allocator`."""
@@ -32,16 +28,10 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
     return chosen
 
 
-def is_picked(device: torch.device | str | None) -> TypeGuard[torch.device]:
-    """Whether `device` is a processor or one GPU, and nothing is left to `pick_device`."""
-    return isinstance(device, torch.device) and (device.type == "cpu" or device.index is not None)
-
-
-def pick_device(device: torch.device | str | None = None, *, tell: bool = False,
-                give_back: bool = False) -> torch.device:
+def pick_device(device: torch.device | str | None = None, *, give_back: bool = False) -> torch.device:
     """The device `device` ("cpu" or "cuda"), by default cuda if available; also sets the process up for it, see
     `choose_settings`, also for give_back. Of the processes that `torchrun` starts on a machine each has a GPU of its
-    own. tell: log these settings. Raises UsageError for an unknown or missing device."""
+    own. Raises UsageError for an unknown or missing device."""
     name = device.type if isinstance(device, torch.device) else device
     if name not in (None, "cpu", "cuda"):
         raise UsageError("unknown device", name, "one of cpu, cuda")
@@ -55,9 +45,7 @@ def pick_device(device: torch.device | str | None = None, *, tell: bool = False,
                              "lower --nproc-per-node, or use --device cpu")
         picked = torch.device("cuda", local)
         torch.cuda.set_device(picked)
-    chosen = choose_settings(picked, give_back=give_back)
-    if tell:
-        logger.info(f"on {picked.type}: " + ", ".join(f"{what} {how}" for what, how in chosen.items()))
+    choose_settings(picked, give_back=give_back)
     return picked
 
 

@@ -176,13 +176,8 @@ def say_trained(done: "TrainResult") -> None:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
     for folder, each in done.scores.get("by_source", {}).items():
         say(f"         {folder}: {each['loss']:.3f} nats per {'masked ' * ('masked' in each)}token")
-    if not done.sample:
-        say("sample   none is written of a sharded model: see `lineartime generate`")
-    elif config.model.causal:
+    if done.sample:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
-    else:  # three lines: with masks, with what the model puts there, and as the text is
-        say("\n         ".join([f"sample   {out / 'sample.txt'}, with masks, with what the model puts there, and as it "
-                                "is:", *(line[:200] for line in done.sample.splitlines()[:3])]))
     say(f"\nrun      {out}")
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
     say(f"plot     {out / 'loss.png'}")

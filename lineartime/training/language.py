@@ -18,7 +18,6 @@ from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
 from lineartime.errors import ResourceError
 from lineartime.evaluation import evaluate_data
 from lineartime.generation.generate import generate
-from lineartime.masking import masked_sample
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken
 from lineartime.plot import PLOT_FILE, plot_run
@@ -47,7 +46,7 @@ class TrainResult:
     """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
     held-out split, after a short run of its first `TrainConfig.last_eval_tokens`) and "peak_mib"."""
     sample: str
-    """Generated text, or masked text that the model has filled if it is not causal; empty if the model is sharded."""
+    """Generated text; empty if the model is sharded or not causal."""
     already: bool
     """Whether the run was complete before, so that nothing was trained."""
 
@@ -125,9 +124,9 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: Ranks,
            progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, unless the model is sharded, write a
-    sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process in training; if
-    the run was resumed, earlier processes do not count."""
+    """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, if the model is causal and not
+    sharded, write a sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process
+    in training; if the run was resumed, earlier processes do not count."""
     # Before the scores, which need other memory than training.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(data, "validation")
@@ -142,15 +141,11 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     if not ranks.is_first:
         return result
-    stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
-    # A sample: masked text that the model fills, or text that it writes.
+    if run.is_sharded or not config.model.causal:  # of a sharded one all weights would be gathered for every token
+        return result
     model.eval()
-    if run.is_sharded:  # all weights would be gathered again for every token
-        return result
+    stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
     tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
-    if not config.model.causal:
-        write_atomically(run.out / SAMPLE_FILE, masked_sample(model, tokenizer, stream))
-        return result
     length = min(200, (config.model.max_len or 201) - 1)
     ids = generate(model, [[stream.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
                    seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]

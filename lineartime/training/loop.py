@@ -1,5 +1,6 @@
 """The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +33,12 @@ from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
 from lineartime.run import Run, Wanted, read_result
 from lineartime.run_config import RESULT_FILE, RunConfig
-from lineartime.runtime import is_picked, pick_device
+from lineartime.runtime import pick_device
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.stop import StopSignal
+
+logger = logging.getLogger(__name__)
 
 SAVED = "the last step is saved; the same command evaluates"
 
@@ -237,7 +240,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     begin returns what is trained; score returns the content of the result file. Raises as `in_rows`, `connected`,
     `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out, stop = Path(config.out), callbacks.stop
-    picked = device if is_picked(device) else pick_device(device, give_back=config.train.shard)
+    picked = pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel
     require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
     with (connected(picked.type, rank_timeout, n_in_row, partial(stop.check, "before the ranks met")) as ranks,
@@ -249,8 +252,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         complete = gather_json(found, ranks)[0]
         if complete is not None:
             return complete, True
-        if picked is not device:
-            pick_device(picked, tell=True, give_back=config.train.shard)
+        logger.info(f"on {picked.type}")
         model = fit(run, begin(ranks), picked, callbacks)
         if stop.agree(ranks):
             stop.check(SAVED)

@@ -42,7 +42,7 @@ def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pyte
     again = lineartime.train(settings)
     assert again.already and (again.scores, again.sample) == (result.scores, result.sample)
     assert capfd.readouterr() == ("", "")
-    assert any(record.name == "lineartime.runtime" and record.getMessage().startswith("on c")
+    assert any(record.name == "lineartime.training.loop" and record.getMessage().startswith("on c")
                for record in caplog.records)
 
 

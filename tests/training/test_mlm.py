@@ -12,12 +12,11 @@ from matplotlib.image import imread
 from command_line import assert_refused
 from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig, model_config
-from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import open_split
 from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation, evaluate
 from lineartime.load import load_model
-from lineartime.masking import NO_TARGET, mask_tokens, masked_sample
+from lineartime.masking import NO_TARGET, mask_tokens
 from lineartime.model import LanguageModel, masked_token_losses
 from lineartime.objectives import MaskedTokens
 from lineartime.run import read_metrics
@@ -138,7 +137,7 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     assert losses[0] == pytest.approx(math.log(300), rel=0.02) and np.mean(losses[-4:]) < np.mean(losses[:4])
     model, tokenizer, _ = load_model(out)
     assert not model.config.causal and model.config.norm == "scale_norm" and tokenizer.mask == stream.mask
-    assert (out / "sample.txt").read_text() == masked_sample(model, tokenizer, stream)
+    assert not (out / "sample.txt").exists()  # it writes no text
     assert imread(out / "loss.png").shape[1] == 1200
 
 
@@ -194,23 +193,6 @@ def test_the_score_in_training_reads_as_many_tokens_as_asked(data, stream, tmp_p
 
 def test_where_no_token_is_masked_the_loss_is_zero():
     assert (Evaluation(0, 0.0, 0, 0, [], n_read=5).loss, Evaluation(0, 0.0, 0, 0, [], n_read=5).perplexity) == (0, 1)
-
-
-# What a person sees
-
-
-def test_the_sample_shows_masks_what_the_model_says_and_the_text(data, stream):
-    tokenizer = load_tokenizer(data / "tokenizer.json")
-    model = tiny(stream)
-    with torch.no_grad():
-        model.head_bias[tokenizer.encode("Q")[0]] = 1e3
-    lines = masked_sample(model, tokenizer, stream).splitlines()
-    assert [line[:8] for line in lines[:3]] == ["masked  ", "filled  ", "text    "]
-    masked, filled, text = (line[8:] for line in lines[:3])
-    n_masked = masked.count("[MASK]")
-    assert 1 <= n_masked < 20 and "<|endoftext|>" not in masked
-    assert filled.replace(" ", "") == masked.replace("[MASK]", "Q").replace(" ", "")
-    assert text.replace(" ", "") in tokenizer.decode(stream.read(1, 200).tolist()).replace("\n", "").replace(" ", "")
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
