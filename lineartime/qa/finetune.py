@@ -26,7 +26,6 @@ from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import (
     WindowConfig,
     answer_questions,
-    separator_of,
     span_logits,
     span_losses,
     stack_rows,
@@ -86,9 +85,9 @@ class QuestionTask:
                  watch: Callable[..., Callable[[int], None]]):
         self.plan, self.watch, self.result_facts = plan, watch, dict[str, Any]()
         self.pretrained, self.tokenizer, self.loaded_from = loaded
-        require(separator_of(self.tokenizer) < self.pretrained.config.vocab_size,
-                "[SEP] is outside the model's vocabulary", str(plan.run),
-                "pretrain on data from `lineartime prepare --mlm`")
+        separator = self.tokenizer.separator
+        require(separator is not None and separator < self.pretrained.config.vocab_size, "the model has no [SEP]",
+                str(plan.run), "questions need one: pretrain on data from `lineartime prepare --mlm`")
         changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
         context = QUESTIONS_CONTEXT if plan.context is None else plan.context
         self.windows = WindowConfig(context, plan.stride, plan.max_answer_tokens)

@@ -36,44 +36,27 @@ def f1(prediction: str, accepted: Iterable[str], rules: Rules) -> float:
     """The harmonic mean of the precision and recall of words, as multisets; the best over the accepted answers.
 
     0 without a shared word, as in the official scripts, so two empty answers match exactly and have an F1 of 0."""
-    return max((_f1(normalize(prediction, rules).split(), normalize(answer, rules).split()) for answer in accepted),
-               default=0.0)
-
-
-def _f1(prediction: list[str], answer: list[str]) -> float:
-    shared = sum((Counter(prediction) & Counter(answer)).values())
-    if shared == 0:
-        return 0.0
-    precision, recall = shared / len(prediction), shared / len(answer)
-    return 2 * precision * recall / (precision + recall)
+    said, best = normalize(prediction, rules).split(), 0.0
+    for answer in accepted:
+        right = normalize(answer, rules).split()
+        shared = sum((Counter(said) & Counter(right)).values())
+        if shared > 0:
+            precision, recall = shared / len(said), shared / len(right)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return best
 
 
 def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict[str, Any]:
     """The scores of predictions by question id, each by the rules of its question's source: "exact_match" and "f1" in
     percent over the "n_questions" that have an accepted answer; those without a prediction, "n_missing", count as 0.
     Raises DataError if no question has an answer."""
-    em = overlap = 0.0
-    n_questions = n_missing = 0
-    for question in questions:
-        if not question.accepted:
-            continue
-        n_questions += 1
-        if question.id not in predictions:
-            n_missing += 1
-            continue
-        em += exact_match(predictions[question.id], question.accepted, question.rules)
-        overlap += f1(predictions[question.id], question.accepted, question.rules)
-    if not n_questions:
+    asked = [question for question in questions if question.accepted]
+    if not asked:
         raise DataError("no question has an answer to compare with", "the questions", "scores need labelled questions")
-    return {"exact_match": 100 * em / n_questions, "f1": 100 * overlap / n_questions, "n_questions": n_questions,
-            "n_missing": n_missing}
-
-
-def score_answers(questions: Sequence[Question], answers: Mapping[str, str]) -> dict[str, Any]:
-    """The counts "questions" and "questions_without_document"; if any question has an accepted answer, also those of
-    `score`."""
-    counts = {"questions": len(questions), "questions_without_document": sum(not q.documents for q in questions)}
-    return counts | (score(questions, answers) if any(question.accepted for question in questions) else {})
+    said = [(predictions[each.id], each.accepted, each.rules) for each in asked if each.id in predictions]
+    return {"exact_match": 100 * sum(exact_match(*each) for each in said) / len(asked),
+            "f1": 100 * sum(f1(*each) for each in said) / len(asked), "n_questions": len(asked),
+            "n_missing": len(asked) - len(said)}
 
 
 def in_words(scores: Mapping[str, float]) -> str:

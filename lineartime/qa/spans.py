@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.errors import UsageError
 from lineartime.model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.qa.metrics import occurrences, score_answers, words_of
+from lineartime.qa.metrics import occurrences, score, words_of
 from lineartime.qa.questions import Question
 from lineartime.settings import require, require_precision
 
@@ -49,10 +48,6 @@ class WindowConfig:
         for name in ("stride", "max_answer_tokens"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1", f"{name} = {value}")
-
-    def question(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """A question's ids, cut to a quarter of the context."""
-        return tokenizer.encode(text)[: self.context // 4]
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
         """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty text has none."""
@@ -107,19 +102,13 @@ class Window(NamedTuple):
     answered: bool
 
 
-def separator_of(tokenizer: Tokenizer) -> int:
-    """The id of [SEP]. Raises UsageError for a tokenizer without it."""
-    if tokenizer.separator is None:
-        raise UsageError("the run's tokenizer has no [SEP]", "questions need one",
-                         "pretrain on data from `lineartime prepare --mlm`")
-    return tokenizer.separator
-
-
 def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
-    """All windows of a question, in the order of its documents. An answer counts only if the window holds all of it.
+    """All windows of a question, which is cut to a quarter of the context, in the order of its documents. An answer
+    counts only if the window holds all of it.
     Answers are SQuAD's gold spans, otherwise every place that `metrics.occurrences` finds, widened to whole tokens."""
-    separator = separator_of(tokenizer)
-    asked = windows.question(tokenizer, question.text)
+    separator = tokenizer.separator
+    assert separator is not None, "the tokenizer has no [SEP]"
+    asked = tokenizer.encode(question.text)[: windows.context // 4]
     head = np.array([tokenizer.end_of_document, *asked, separator], np.int64)
     for number, document in enumerate(question.documents):
         text = document.text()
@@ -144,10 +133,9 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) 
             yield Window(ids, roles, number, first, len(head), stop, answered), passage
 
 
-COUNTS = ("questions", "unlabelled", "without_document", "answer_not_found", "windows", "windows_with_answer",
-          "windows_left_out")
+COUNTS = ("questions", "unlabelled", "without_document", "answer_not_found", "windows", "windows_with_answer")
 """What is counted of training questions: those without an answer and those without text, which are left out; those
-whose answer no window holds whole; and the windows that are trained on, and that are not."""
+whose answer no window holds whole; and the windows that are trained on."""
 
 
 @dataclass
@@ -176,7 +164,7 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
     The choice is a function of (seed, question id, document, place). progress is called with the number of questions
     read."""
     rows = TrainingWindows()
-    counts, small = rows.counts, np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    counts = rows.counts
     for question in questions:
         counts["questions"] += 1
         if progress is not None:
@@ -192,11 +180,9 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
             key = f"{seed}/{question.id}/{window.document}/{window.first}".encode()
             drawn = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") / 2**64
             if window.answered or drawn < negatives:
-                rows.ids.append(window.ids.astype(small))
+                rows.ids.append(window.ids.astype(tokenizer.dtype))
                 rows.roles.append(window.roles)
                 counts["windows_with_answer"] += window.answered
-            else:
-                counts["windows_left_out"] += 1
         counts["without_document"] += n_windows == 0
         counts["answer_not_found"] += n_windows > 0 and not found
     counts["windows"] = len(rows)
@@ -340,15 +326,17 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
 
     context: tokens in a window, by default as in training; stride and max_answer_tokens as in `WindowConfig`.
     batch_rows: windows read at once. precision: "float32" or "bfloat16". progress is called with the number of
-    questions answered. The scores are "context", "windows", "loss" (nats per labelled window), and those of
-    `metrics.score_answers`. Raises UsageError for wrong values and a context that is too long, DataError for documents
-    that cannot be read."""
+    questions answered. The scores are "context", "windows", "loss" (nats per labelled window), "questions",
+    "questions_without_document" and, if any question has an accepted answer, those of `metrics.score`. Raises
+    UsageError for wrong values and a context that is too long, DataError for documents that cannot be read."""
     require_precision(precision)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,
                                                 precision=precision, progress=progress)
-    return {"context": windows.context, "windows": n_windows, "loss": loss} | score_answers(questions, answers), answers
+    scores = score(questions, answers) if any(question.accepted for question in questions) else {}
+    return {"context": windows.context, "windows": n_windows, "loss": loss, "questions": len(questions),
+            "questions_without_document": sum(not each.documents for each in questions), **scores}, answers
 
 
 def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:

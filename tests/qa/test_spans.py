@@ -30,7 +30,6 @@ from lineartime.qa.spans import (
     TOKEN,
     WindowConfig,
     predict,
-    separator_of,
     span_logits,
     span_losses,
     training_windows,
@@ -105,9 +104,7 @@ def test_windows_are_cls_question_sep_document_sep(tokenizer, text, other, quest
     assert seen == {i: set(range(len(tokenizer.encode(each)))) for i, each in enumerate((text, other))}
 
 
-def test_a_tokenizer_without_sep_and_impossible_windows_are_refused():
-    with pytest.raises(UsageError, match=r"no \[SEP\].*--mlm"):
-        separator_of(byte_tokenizer())
+def test_impossible_windows_are_refused():
     for wrong in ({"context": 15}, {"context": 64, "stride": 0}, {"context": 64, "max_answer_tokens": 0}):
         with pytest.raises(UsageError):
             WindowConfig(**wrong)
@@ -146,7 +143,6 @@ def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
     none, some, every = (rows(share).counts for share in (0, 0.3, 1))
     for each in (none, some, every):
         assert list(each.values())[:4] == [34, 1, 1, 2]
-        assert each["windows"] + each["windows_left_out"] == every["windows"]
     assert none["windows"] == none["windows_with_answer"] == every["windows_with_answer"] >= 30
     without = every["windows"] - none["windows"]
     assert 0.2 * without < some["windows"] - none["windows"] < 0.4 * without
