@@ -183,8 +183,7 @@ class LineartimeCache(Cache):
         if self.state is not None:
             self.state.select(indices)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -192,9 +191,6 @@ class LineartimeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.n_columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
 
     def crop(self, max_length: int) -> None:
         """Raises UsageError: a sum over tokens cannot forget some of them exactly."""

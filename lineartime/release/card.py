@@ -152,21 +152,14 @@ MASKED_SCORES: list[tuple[str, Callable[[Evaluation], str]]] = [
 
 
 def scores_text(card: Card) -> str:
-    """The scores of all splits side by side, then the losses by position in the row."""
+    """The scores of all splits side by side."""
     kinds = CAUSAL_SCORES if card.config.causal else MASKED_SCORES
     lines = [["documents", *(f"{sum(manifest.splits[split].documents for manifest, _ in card.text):,}"
                              for split in card.scores)]]
     lines += [[name, *(text(score) for score in card.scores.values())] for name, text in kinds]
-    losses = {split: {(first, last): loss for first, last, loss in score.loss_by_position}
-              for split, score in card.scores.items()}
-    blocks = sorted({block for by_block in losses.values() for block in by_block})
-    by_position = [[f"{first:,} to {last:,}", *(f"{by_block[first, last]:.4f}" if (first, last) in by_block else ""
-                                               for by_block in losses.values())] for first, last in blocks]
     return "\n\n".join([
         f"Of the weights in this folder, in float32 arithmetic, every token once, in rows of {card.config.context:,}.",
-        markdown(["", *card.scores], lines, n_words=1),
-        "Nats per token by position in the row: what a longer past is worth.",
-        markdown(["position", *card.scores], by_position, n_words=1)])
+        markdown(["", *card.scores], lines, n_words=1)])
 
 
 def made_by(made: dict[str, Any]) -> str:

@@ -78,10 +78,6 @@ def test_a_model_learns_the_same_where_ranks_share_its_rows(folder, data, result
         assert found == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_run_resumes_wherever_it_was_stopped(results):
-    assert results["interrupted"] == []
-
-
 def shared_run(name="flash", n=2, **changes):
     config = {**CONFIGS, **UNPACKED, **BIDIRECTIONAL}[name]
     base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,

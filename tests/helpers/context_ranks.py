@@ -5,7 +5,6 @@ It forks `WORLD` ranks, which do every case one after the other, and writes the 
 import datetime
 import json
 import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +16,13 @@ import torch.distributed as dist
 from lineartime.config import TrainConfig
 from lineartime.distributed.ordered import gather_parts, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
-from lineartime.errors import Stopped
 from lineartime.masking import NO_TARGET
 from lineartime.model import masked_token_losses, token_losses
 from lineartime.ops import reference
 from lineartime.plan import numbers_sent
-from lineartime.training import Division, StopSignal, compute_gradient, train
+from lineartime.training import Division, compute_gradient, train
 from tiny_models import CONFIGS, random_ids, random_model
-from tiny_runs import SETTINGS, what_is_left
+from tiny_runs import SETTINGS
 
 WORLD, LENGTH, N_LAYOUTS = 4, 48, 8
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -43,10 +41,6 @@ OFTEN = ["flash", "flash long memory"]
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv"]
 SHARDED = {"shard": True, "clip_scope": "global"}
-INTERVALS = {"steps": 9, "save_every": 2, "eval_every": 3, "tokens_per_step": 256, "eval_tokens": 100}
-STOPS = [(3, signal.SIGTERM), (5, "kill"), (7, "kill"), (7, signal.SIGINT)]
-"""After these steps a run is stopped, which saves, or killed, which does not. So it resumes from 3, 4, 6 and 7 steps:
-from multiples of either interval, of both, and of neither."""
 
 
 def model_of(name, causal, end_of_document=None):
@@ -216,36 +210,7 @@ def run_cases(world, data):
     settings = {"model": "flash", "data": data, **SETTINGS, **SHARDED, "steps": 3}
     for n in (2, 4):
         train({**settings, "context_parallel": n, "out": str(Path(data).parent / f"shared-{n}")}, device="cpu")
-    results["interrupted"] = different_after_stops(data, world.is_first)
     return results
-
-
-class Killed(Exception):
-    """Raised by all ranks after the same step: nothing is saved, as when a node is lost."""
-
-
-def different_after_stops(data, is_first):
-    """The files of a run, interrupted at each of `STOPS`, that are not those of a run that is left alone."""
-    left = []
-    for stops in ((), STOPS):
-        out = Path(data).parent / f"stops-{len(stops)}"
-        settings = {"model": "flash", "data": data, **SETTINGS, **INTERVALS, **SHARDED, "out": str(out)}
-        for step, how in (*stops, (None, None)):
-            stop = StopSignal()
-
-            def at_step(record, step=step, how=how, stop=stop):
-                if record["step"] == step and "loss" in record:
-                    if how == "kill":
-                        raise Killed
-                    stop.number = how
-
-            try:
-                train(settings, device="cpu", stop=stop, on_step=at_step)
-                assert step is None
-            except (Killed, Stopped):
-                dist.barrier()  # rank 0 may be ahead of the others with the lock
-        left.append(what_is_left(out) if is_first else {})
-    return [name for name in sorted({*left[0], *left[1]}) if left[0].get(name) != left[1].get(name)]
 
 
 def main(out, data):
