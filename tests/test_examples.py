@@ -34,7 +34,7 @@ def test_a_gau_in_a_model_of_ones_own() -> None:
 
 
 def test_a_training_loop(tmp_path: Path) -> None:
-    before, after = loaded("examples", "train_loop").main(20, tmp_path / "data")
+    before, after = loaded("examples", "train_loop").main(10, tmp_path / "data")
     assert after < before - 0.3
 
 
@@ -45,7 +45,7 @@ def test_a_long_prompt() -> None:
 
 
 def test_labels_of_long_documents(tmp_path: Path) -> None:
-    assert loaded("examples", "long_document_labels").main(2, tmp_path, n_words=60) >= 0.75
+    assert loaded("examples", "long_document_labels").main(1, tmp_path, n_words=60) >= 0.75
 
 
 @pytest.mark.filterwarnings("default")
