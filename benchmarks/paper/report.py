@@ -68,7 +68,7 @@ def finetune_speedups(results: Results) -> pd.Series:
 
 
 def n_parameters(results: Results) -> pd.Series:
-    known = pd.concat([results.trained.n_parameters.droplevel("seed"), results.timed.n_parameters]).dropna()
+    known = pd.concat([results.trained.n_parameters.droplevel("seed"), results.steps.n_parameters]).dropna()
     return known.groupby(level=CELL).first()
 
 
@@ -229,7 +229,7 @@ def notes(results: Results) -> list[str]:
         (table.columns, results.columns), (table.models, results.rows)) if len(known) < len(every)]
     failures = [f"{row}, {column}{'' if seed is None else f', seed {seed}'}: {in_markdown(error)}"
                 for (row, column, _, seed), error in results.failed.items()]
-    records = [*results.trained.record, *results.finetuned.record, *results.timed.record]
+    records = [*results.trained.record, *results.finetuned.record, *results.steps.record]
     hardware = PAPER[table.name].get("hardware")
     return [*([f"<sub>{' '.join(words)}</sub>"] if words else []),
             *([f"At this scale {NOT_RUN}: {'; '.join(left_out)}."] if left_out else []),

@@ -85,16 +85,10 @@ class Results:
     """By row, column and seed."""
     finetuned: pd.DataFrame
     """By row, column and seed."""
-    timed: pd.DataFrame
-    """By row and column, several lines each. Oldest first, but the run that timed most of a column is last: numbers in
-    one column should be of one run."""
+    steps: pd.DataFrame
+    """By row and column. All times in a column are of one run."""
     failed: dict[Place, str]
     """What failed and never went well."""
-
-    @property
-    def steps(self) -> pd.DataFrame:
-        """The last line of every cell that was timed."""
-        return self.timed.groupby(level=CELL, sort=False).tail(1)
 
 
 def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Results:
@@ -138,12 +132,11 @@ def frame_of(well: dict[Place, list[Record]], kind: Kind) -> pd.DataFrame:
 
 
 def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
-    """The run of each column last that timed most of it, the newest of several."""
-    # The run with most lines of a column, of several the newest, is moved to the end.
+    """Of each column the run that timed most of it, of several the newest."""
     runs = timed.groupby(["column", "run"]).time.agg(["size", "max"]).reset_index().sort_values(["size", "max", "run"])
     best = runs.groupby("column").run.last()
     in_best = timed.run == best.reindex(timed.index.get_level_values("column")).to_numpy()
-    return pd.concat([timed[~in_best], timed[in_best]])
+    return timed[in_best].groupby(level=CELL, sort=False).tail(1)
 
 
 def of_cell(frame: Any, row: str | None, column: str | None = None) -> Any:
@@ -186,16 +179,12 @@ def gaps(results: Results, what: str) -> pd.Series:
 
 
 def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
-    """By row and column: the reference's time of a step over the row's ("value"), in the last run that measured both,
-    and quartile over opposite quartile ("low", "high")."""
-    # Each row's times per token beside the reference's of the same column and run; the last run that has both stays.
-    times = results.timed[["median", "q1", "q3"]].div(results.timed.tokens, axis=0).assign(run=results.timed.run)
-    theirs = times[times.index.get_level_values("row") == reference].reset_index()
-    both = times.reset_index().merge(theirs.drop_duplicates(["column", "run"], keep="last"), on=["column", "run"],
-                                     suffixes=("", "_theirs"))
-    both = both.rename(columns={"row_x": "row"}).drop_duplicates(CELL, keep="last").set_index(CELL)
-    return pd.DataFrame({"value": both["median_theirs"] / both["median"], "low": both.q1_theirs / both.q3,
-                         "high": both.q3_theirs / both.q1})
+    """By row and column: the reference's time of a step over the row's ("value"), and quartile over opposite quartile
+    ("low", "high")."""
+    ours = results.steps[["median", "q1", "q3"]].div(results.steps.tokens, axis=0)
+    theirs = of_cell(ours, reference).droplevel("row").reindex(ours.index, level="column")
+    return pd.DataFrame({"value": theirs["median"] / ours["median"], "low": theirs.q1 / ours.q3,
+                         "high": theirs.q3 / ours.q1}).dropna()
 
 
 def speedups(results: Results, reference: str | None) -> pd.DataFrame:
