@@ -21,8 +21,6 @@ from lineartime.settings import require
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
-PIECES = 8
-"""Turns that a block is decoded in, so that the cases share what the machine does to them."""
 FEW = 8
 """Tokens before the first timed block."""
 
@@ -58,12 +56,12 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                 "repeats": setup.repeats, "capture": capture, "place": setup.place}, row, batch_size))
     require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
             "raise --quadratic-up-to for models whose cache grows")
-    return measure.side_by_side(cases, "decode", setup, FEW, n_turns=PIECES, hold=True)
+    return measure.side_by_side(cases, "decode", setup, FEW, hold=True)
 
 
 def decoded_tokens(config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int, capture: bool,
                    place: Row) -> Generator[Row, Row, None]:
-    """The job of a case: makes the state, then decodes a piece of a block whenever it is asked."""
+    """The job of a case: makes the state, then decodes a block whenever it is asked, or a few tokens without timing."""
     on, settings = measure.set_up(**place)
     model = LanguageModel(ModelConfig(**config)).to(on).eval()
     block_tokens = whole_chunks(model.config)
@@ -73,30 +71,27 @@ def decoded_tokens(config: Row, n_tokens: int, batch_size: int, precision: str, 
     with packed_weights(model):
         state = filled_state(model, n_tokens, batch_size, room)
         captured = CapturedStep(model, state) if capture else None
-        ids_B, times = torch.zeros_like(state.seq_lens_B), Times()
-        # Piece -1 is the first few tokens, which are not timed.
-        answer: Row = {"settings": settings, "times": {}}
-        for piece in range(-1, repeats * PIECES):
-            if piece >= 0:
-                yield answer
-                # A token of another state comes before, so that the weights are where they are while a text is decoded,
-                # whatever the cases before have done to the processor's memory.
-                decode_step(model, ids_B, model.decoding_state(batch_size))
+        ids_B, times, slowest = torch.zeros_like(state.seq_lens_B), Times(), []
+        answer: Row = {"settings": settings}
+        while True:
+            order = yield answer
+            # A token of another state comes before, so that the weights are where they are while a text is decoded,
+            # whatever the cases before have done to the processor's memory.
+            decode_step(model, ids_B, model.decoding_state(batch_size))
             measure.wait(on)
             marks = [measure.mark(on)]
-            for _ in range(FEW if piece < 0 else block_tokens * (piece + 1) // PIECES - block_tokens * piece // PIECES):
+            for _ in range(block_tokens if order["timed"] else FEW):
                 ids_B = (decode_step(model, ids_B, state) if captured is None else captured(ids_B)).argmax(-1)
                 marks.append(measure.mark(on))
             measure.wait(on)
-            measure.add_times(times if piece >= 0 else {}, marks)
-            if (piece + 1) % PIECES == 0:  # a block is whole: a row's times are means of blocks
-                blocks = {clock: [each[i : i + block_tokens] for i in range(0, len(each), block_tokens)]
-                          for clock, each in times.items()}
-                answer = answer | {"times": {clock: list(map(statistics.fmean, each))
-                                             for clock, each in blocks.items()}}
-        slowest = [max(block) for block in blocks["gpu_ms" if "gpu_ms" in blocks else "cpu_ms"]]
-        yield answer | {"slowest_token_ms": measure.spread(slowest), "peak_mib": peak_bytes(on) / 2**20,
-                        "allocated_state_bytes": state.n_bytes // batch_size}
+            if order["timed"]:
+                block = Times()
+                measure.add_times(block, marks)
+                for clock, ms in block.items():  # a row's times are means of blocks
+                    times.setdefault(clock, []).append(statistics.fmean(ms))
+                slowest.append(max(block["gpu_ms" if "gpu_ms" in block else "cpu_ms"]))
+                answer = {"times": times, "slowest_token_ms": measure.spread(slowest),
+                          "peak_mib": peak_bytes(on) / 2**20}
 
 
 @torch.inference_mode()

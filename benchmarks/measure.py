@@ -24,7 +24,7 @@ import torch
 from benchmarks import Row
 from benchmarks.append import append_json_lines, rows_in
 from lineartime.errors import LineartimeError
-from lineartime.release.provenance import commit, provenance
+from lineartime.release.provenance import provenance
 from lineartime.runtime import available_bytes, choose_settings, peak_bytes
 from lineartime.settings import require, require_name
 from lineartime.training import out_of_memory
@@ -77,14 +77,13 @@ class Case:
         return f"{self.row['label']}, context {self.row['context_tokens']:,}, {self.row['dtype']}"
 
 
-def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: int, *, n_turns: int = 1,
+def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: int, *,
                  hold: bool | None = None) -> list[Row]:
     """Check every case, then let those that passed take turns; a row for each, with "failed" and no times where a case
     did not pass or its process died.
 
-    benchmark, warm_up: columns of all rows. n_turns: of each case in a round; if it is 1, a round that is not timed
-    comes first. hold: whether a process keeps its memory between its turns; by default where there is enough for
-    all."""
+    benchmark, warm_up: columns of all rows. hold: whether a process keeps its memory between its turns, and a round
+    that is not timed comes first; by default where there is enough for all."""
     # All processes import at once, and wait to be asked.
     workers = [Worker(case.job, case.arguments) for case in cases]
     try:
@@ -100,9 +99,8 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
         for i in alive:
             answers[i]["settings"]["between_steps"] = "keeps memory" if hold else "gives memory back"
         # Who gives its memory back has to warm up before each turn instead.
-        rounds = setup.repeats * n_turns
-        for number in range(-1 if hold and n_turns == 1 else 0, rounds):
-            setup.progress(f"round {number + 1} of {rounds}")
+        for number in range(-1 if hold else 0, setup.repeats):
+            setup.progress(f"round {number + 1} of {setup.repeats}")
             for i in alive[:: -1 if number % 2 else 1]:  # so that no case always follows the same one
                 answer = workers[i].ask({"warm": 0 if hold else 1, "release": not hold, "timed": number >= 0})
                 answers[i] = answer if "failed" in answer else answers[i] | answer
@@ -128,15 +126,6 @@ def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> 
     found = {"seconds": round(time.process_time() - began, 1)} | found | provenance() | {"command": command}
     append_json_lines(path, [found])
     return found
-
-
-def rows_of_commit(path: Path) -> list[Row]:
-    """The rows of a file that were measured at the commit that is here, with no changes; a last line that was cut off
-    is left out. Raises DataError for a file that is not of rows."""
-    here = commit()
-    if here is not None and here.endswith("+changes"):
-        return []
-    return [row for row in rows_in(path) if row.get("commit") == here]
 
 
 def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:

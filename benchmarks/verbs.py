@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from benchmarks import ROOT, Row, decode, op, pages, step
-from benchmarks.append import append_json_lines
+from benchmarks.append import append_json_lines, rows_in
 from benchmarks.cells import LISTS, measure_call, named_calls, shape_named, shaped_config
-from benchmarks.measure import Setup, print_rows, rows_of_commit
+from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
 from benchmarks.paper.report import table_section, tables_shown
 from benchmarks.paper.results import read_records
@@ -111,11 +111,11 @@ def benchmark_run(
     device: Device = None,
 ) -> None:
     """Measure the named cells of cells.toml, each by a call of its own; the same command goes on where it stopped.
-    Calls are left out whose rows the file has from the same commit."""
+    Calls whose rows the file has are left out."""
     calls, failed = named_calls(names), []
     rows.parent.mkdir(parents=True, exist_ok=True)
     where = ["--threads", str(threads), "--device", pick_device(device).type]
-    done = {row.get("cell") for row in rows_of_commit(rows)}
+    done = {row.get("cell") for row in rows_in(rows)}
     for number, (name, words) in enumerate(calls.items(), 1):
         if name not in done:
             note(f"{name} ({number} of {len(calls)})")
@@ -148,7 +148,7 @@ def reproduce(
     with StopSignal().listening(say_stopping) as stop:
         n_rows = sum(runner.reproduce(name, cast(ScaleName, scale), place, stop) for name in names)
     say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")
-    say(f"next     python -m benchmarks report {names[0] if len(names) == 1 else ''} --scale {scale} --rows {path}")
+    say(f"next     python -m benchmarks report {names[0] if len(names) == 1 else ''} --rows {path}")
 
 
 def recall(
@@ -200,7 +200,6 @@ def check_and_show(stop: StopSignal, terminal: Terminal, record: Row) -> None:
 def report(
     table: Annotated[str | None, f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, or {RECALL}.",
                      "TABLE"] = None,
-    scale: Annotated[str | None, "paper, gpu or cpu; by default each that has rows."] = None,
     rows: Annotated[Path | None, "File of rows; by default the committed ones."] = None,
     into: Annotated[tuple[Path, ...], "Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, "
                                       "<!-- speed: begin --> or <!-- recall pairs: begin -->; also several."] = (),
@@ -209,9 +208,7 @@ def report(
     """The paper's numbers beside ours, as Markdown; or `speed`, or `recall`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
     require_name("table", table or SPEED, [*TABLES, SPEED, RECALL])
-    require_name("scale", scale or "cpu", SCALE_NAMES)
     of_paper = table not in (SPEED, RECALL)
-    require(scale is None or (of_paper and not into), "arguments that do not go together", "--scale", "leave it out")
     require(table is None or not of_paper or not into, "arguments that do not go together", f"{table} and --into",
             "leave out the table: the page's places name theirs")
     path = rows or ROOT / "benchmarks" / "rows" / f"{'quality' if of_paper else table}.jsonl"
@@ -228,5 +225,4 @@ def report(
     elif kind == "recall":
         print("\n\n".join(f"### {task}\n\n{recall_report.section(measured, task)}" for task in recall_report.ABOUT))
     else:
-        shown = tables_shown(measured, [table] if table else [], [cast(ScaleName, scale)] if scale else [])
-        print("\n".join(map(table_section, shown)), end="")
+        print("\n".join(map(table_section, tables_shown(measured, [table] if table else [*TABLES]))), end="")

@@ -11,7 +11,7 @@ import pandas as pd
 from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
 from benchmarks.paper.results import CELL, GAPS, Record, Results, gaps, results_of, speedups, spread, step_speedups
-from benchmarks.paper.tables import PAPER, SCALE_NAMES, TABLES, Kind, ScaleName, caption_of, printed, step_speedup
+from benchmarks.paper.tables import PAPER, SCALE_NAMES, Kind, caption_of, printed, step_speedup
 from lineartime.markdown import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
@@ -110,12 +110,11 @@ NOTES = {
 """Below a table that shows the measure."""
 
 
-def tables_shown(records: Sequence[Record], names: Sequence[str], scales: Sequence[ScaleName]) -> list[Results]:
-    """Tables, by default all, at the scales, by default all, that have records of them; one without any is shown
-    once."""
+def tables_shown(records: Sequence[Record], names: Sequence[str]) -> list[Results]:
+    """Tables at the scales that have records of them; one without any is shown once."""
     shown = []
-    for name in names or TABLES:
-        at_scales = [results_of(name, scale, records) for scale in scales or SCALE_NAMES[::-1]]
+    for name in names:
+        at_scales = [results_of(name, scale, records) for scale in SCALE_NAMES[::-1]]
         shown += [results for results in at_scales if results.rows] or at_scales[:1]
     return shown
 

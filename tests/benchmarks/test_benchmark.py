@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks import measure
-from benchmarks.append import append_json_lines
-from benchmarks.measure import Worker, add_times, in_own_process, mark, provenance, rows_of_commit, spreads
+from benchmarks.measure import Worker, add_times, in_own_process, mark, spreads
 from benchmarks.step import training_steps
+from lineartime.release.provenance import commit, provenance
 
 
 def test_times_have_quartiles_and_say_which_clock_counts(monkeypatch):
@@ -47,29 +47,17 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True)
         path.write_text("a\n")
     monkeypatch.setenv("LINEARTIME_COMMIT", "abc")
-    assert measure.commit() == "abc"
+    assert commit() == "abc"
     monkeypatch.delenv("LINEARTIME_COMMIT")
-    assert measure.commit() is None  # a repository around an installed package is not the package's
+    assert commit() is None  # a repository around an installed package is not the package's
     git("add", ".")
     git("commit", "-q", "-m", "one")
-    head = measure.commit()
+    head = commit()
     assert head is not None and len(head) == 40
     rows.write_text("{}\n")
-    assert measure.commit() == head  # a row is no change of the program
+    assert commit() == head  # a row is no change of the program
     file.write_text("b\n")
-    assert measure.commit() == head + "+changes"
-
-
-def test_rows_of_this_commit_need_not_be_measured_again(tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(measure, "commit", lambda: "abc")
-    assert rows_of_commit(path) == []
-    append_json_lines(path, [{"commit": "abc", "a": 1}, {"commit": "abd", "a": 2}, {"commit": "abc+changes", "a": 3}])
-    with path.open("a") as file:
-        file.write('{"commit": "abc", "a":')  # killed while writing
-    assert rows_of_commit(path) == [{"commit": "abc", "a": 1}]
-    monkeypatch.setattr(measure, "commit", lambda: "abc+changes")  # nobody knows whether the changes are the same
-    assert rows_of_commit(path) == []
+    assert commit() == head + "+changes"
 
 
 def test_what_has_a_row_is_not_measured_again(tmp_path):

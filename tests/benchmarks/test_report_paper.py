@@ -93,8 +93,6 @@ def test_the_command_prints_a_table(call: Call):
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
-    (("gap", "--scale", "tpu"), 2, "unknown scale: tpu"),
-    (("speed", "--scale", "cpu"), 2, "arguments that do not go together: --scale; leave it out"),
     (("gap", "--into", "README.md"), 2, "arguments that do not go together: gap and --into; leave out the table"),
     (("gap", "--rows", "nothing.jsonl"), 3,
      "no rows to report: nothing.jsonl; `python -m benchmarks reproduce` writes them"),
