@@ -7,7 +7,7 @@ are.
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,7 +22,7 @@ from benchmarks.recall.study import STUDY
 from benchmarks.speed import speed_section, tables_of
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.errors import DataError, UsageError
-from lineartime.settings import require, require_name
+from lineartime.settings import require_name
 
 Kind = Literal["speed", "table", "recall"]
 
@@ -44,22 +44,26 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
 
 def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any]) -> tuple[str, dict[str, Picture]]:
     """A page's text with its places of a kind filled, and the pictures they show by file name. page, images: where both
-    will be, for the links between them.
-
-    Raises UsageError for a page without a whole place, or one for something that does not exist."""
+    will be, for the links between them. Raises as `with_places`, and UsageError for what does not exist."""
     drawn: dict[str, Picture] = {}
 
-    def fill(found: re.Match[str]) -> str:
-        made, pictures = shown(kind, rows, found[2].split(), Path(os.path.relpath(images, page.parent)).as_posix())
+    def made(names: list[str]) -> str:
+        text, pictures = shown(kind, rows, names, Path(os.path.relpath(images, page.parent)).as_posix())
         drawn.update(pictures)
-        return f"{found[1]}\n{made}\n{found[4]}"
+        return text
 
+    return with_places(text, page, kind, made), drawn
+
+
+def with_places(text: str, page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
+    """A page's text whose places of a kind hold what is made of the names in their marks. Raises UsageError for a page
+    without a whole place."""
     place = re.compile(rf"(<!-- {kind}((?: [\w.+-]+)*): begin -->\n)(.*?)(<!-- {kind}(?:\2)?: end -->)", re.DOTALL)
-    made, n_places = place.subn(fill, text)
+    with_tables, n_places = place.subn(lambda found: f"{found[1]}\n{made(found[2].split())}\n{found[4]}", text)
     if not n_places or len(re.findall(rf"<!-- {kind}\b[^>]*-->", text)) != 2 * n_places:
         raise UsageError("no whole place for the tables", page, "it needs a line such as <!-- speed: begin --> or <!-- "
                          "table lm_wiki40b cpu: begin -->, and under it the same with end")
-    return made, drawn
+    return with_tables
 
 
 def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tuple[str, dict[str, Picture]]:
@@ -99,9 +103,6 @@ def page_text(page: Path) -> str:
 
 
 def fill_place(page: Path, name: str, made: str) -> None:
-    """Fill a page's one place of this name, for scripts that make their own tables. Raises UsageError for a page
-    without it, DataError for one that cannot be read."""
-    place = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
-    text, n_places = place.subn(lambda found: f"{found[1]}\n{made}\n\n{found[2]}", page_text(page))
-    require(n_places == 1, "no place for the table", str(page), f"add <!-- {name}: begin -->, <!-- {name}: end -->")
-    write_atomically(page, text)
+    """Fill a page's place of this name, for scripts that make their own tables. Raises UsageError for a page without
+    it, DataError for one that cannot be read."""
+    write_atomically(page, with_places(page_text(page), page, name, lambda _: f"{made}\n"))

@@ -25,8 +25,6 @@ TITLES = {"step": "A training step", "decode": "Decoding", "decode-read": "Decod
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]
 """Columns that tell the lines of a table apart."""
-SAME_SIZE = 1.3
-"""Runs whose models' numbers of parameters are within this factor share a table; the models of one run always do."""
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
            ("flash-pytorch", "bfloat16"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
@@ -75,23 +73,14 @@ def measurement(row: Row) -> Row:
 
 
 def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
-    """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and size of model.
-
-    Where one context was measured with several numbers of tokens in a step, each number's rank makes a table: the
-    largest ones stand together."""
+    """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and size of FLASH."""
     if not rows:
         return []
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
-    # Sizes that are within SAME_SIZE of the next smaller one are of one class; a run has the size of its FLASH.
-    size_of_run = ours_first(cells).drop_duplicates("run").set_index("run").n_parameters
-    sizes = size_of_run.drop_duplicates().sort_values()
-    classes = dict(zip(sizes, (sizes > SAME_SIZE * sizes.shift(fill_value=0)).cumsum(), strict=True))
-    cells["size"] = cells.run.map(size_of_run).map(classes)
-    # A context with several numbers of tokens in a step is in as many tables.
-    keys = ["benchmark", "name", "hardware", "threads", "size"]
-    cells["rank"] = cells.groupby([*keys, "context"]).n_tokens.rank("dense", ascending=False)
+    cells["size"] = cells.run.map(ours_first(cells).drop_duplicates("run").set_index("run").n_parameters)
     order = {benchmark: i for i, benchmark in enumerate(TITLES)}
-    return sorted((table for _, table in cells.groupby([*keys, "rank"], sort=False)), key=lambda table: (
+    tables = (table for _, table in cells.groupby(["benchmark", "name", "hardware", "threads", "size"], sort=False))
+    return sorted(tables, key=lambda table: (
         order.get(table.benchmark.iat[0], len(order)), table.device.iat[0] == "cpu", size_of(table),
         table.name.iat[0], -table.n_tokens.max()))
 
@@ -103,7 +92,7 @@ def ours_first(cells: pd.DataFrame) -> pd.DataFrame:
 
 def size_of(table: pd.DataFrame) -> int:
     """The number of parameters of FLASH, else of the first model."""
-    return int(ours_first(table).n_parameters.iat[0])
+    return int(table["size"].iat[0])
 
 
 def contexts_of(table: pd.DataFrame) -> list[int]:

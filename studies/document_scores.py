@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score
 
 from benchmarks import Row
-from benchmarks.paper.memory import difference_text, differences
+from benchmarks.paper.memory import difference_text
 from benchmarks.recall.report import spread_text
 from lineartime.markdown import markdown
 from studies.labelled_texts import TASKS, Passages
@@ -70,7 +71,8 @@ def tables(rows: Sequence[Row]) -> str:
 
 def less_text(rows: Sequence[Row], side: tuple[str, str], other: tuple[str, str], length: int, score: str) -> str:
     """A score of one side less the other's, paired by seed. A side is a model and how it reads."""
-    return difference_text(differences(by_seed(rows, *side, length, score), by_seed(rows, *other, length, score)))
+    ours, theirs = (pd.Series(by_seed(rows, *each, length, score), dtype=float) for each in (side, other))
+    return difference_text(ours - theirs)
 
 
 def by_seed(rows: Sequence[Row], model: str, reading: str, length: int, score: str = "accuracy") -> dict[int, float]:

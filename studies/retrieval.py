@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics.pairwise import linear_kernel
@@ -22,7 +23,7 @@ from sklearn.metrics.pairwise import linear_kernel
 import lineartime
 from benchmarks import Row
 from benchmarks.append import append_json_lines, rows_in
-from benchmarks.paper.memory import difference_text, differences
+from benchmarks.paper.memory import difference_text
 from benchmarks.recall.report import spread_text
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.markdown import markdown
@@ -109,8 +110,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         found[row["model"], row["tokens"]][row["seed"]] = row["accuracy"]
     accuracies = [[name, *(spread_text([*found[name, length].values()]) for length in LENGTHS)] for name in names]
-    less = [[name, *(difference_text(differences(found[name, length], found["TF-IDF", length])) for length in LENGTHS)]
-            for name in names[1:]]
+    less = [[name, *(difference_text(pd.Series(found[name, length]) - pd.Series(found["TF-IDF", length]))
+                     for length in LENGTHS)] for name in names[1:]]
     lengths = [f"{length:,} tokens of a half" for length in LENGTHS]
     return "\n\n".join([
         markdown(["vectors", *lengths], accuracies),

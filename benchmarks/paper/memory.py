@@ -15,7 +15,6 @@ import pandas as pd
 
 from benchmarks.markdown import listed, tokens
 from benchmarks.paper.results import Record, Results, of_cell, step_speedups
-from benchmarks.paper.tables import Cell
 from lineartime.markdown import markdown
 
 LOCAL = "FLASH (LocalOnly)"
@@ -73,11 +72,6 @@ def compared(results: Results) -> Pairs:
     references = (results.table.reference, *OWN_REFERENCE.values())
     return [(row, OWN_REFERENCE.get(row, str(results.table.reference))) for row in results.rows
             if row not in references]
-
-
-def differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> "pd.Series[float]":
-    """Ours less theirs, of the seeds that both have."""
-    return (pd.Series(ours, dtype=float) - pd.Series(theirs, dtype=float)).dropna()
 
 
 def half_width(values: "pd.Series[float]") -> float:
@@ -223,11 +217,6 @@ def tokens_part(results: Results) -> str:
 
 def parts(results: Results) -> list[str]:
     """The study's tables in Markdown, each under what it is."""
-    records, left = dict(results.trained.record.items()), []
-    for row, column in results.table.cells[results.scale.name]:
-        seeds = [str(seed) for seed in Cell(results.table, row, column, results.scale).seeds
-                 if not results.table.evaluations.keys() <= records.get((row, column, seed), {}).keys()]
-        left += [f"{row}, seed {', '.join(seeds)}"] if seeds else []
     contexts, classes = losses_of(results, by_context), losses_of(results, by_class)
     others = (LOCAL, *OWN_REFERENCE, *OWN_REFERENCE.values())
     with_local = [(row, LOCAL) for row in results.rows if row not in others]
@@ -235,7 +224,6 @@ def parts(results: Results) -> list[str]:
     scored = listed(f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents" for use in uses) or "tokens"
     trained = listed(f"{column.context:,}" for column in results.table.columns.values())
     return [
-        *([f"Not measured yet, or not evaluated: {'; '.join(left)}."] if left else []),
         f"{DIFFERENCES} One seed has no interval and claims nothing.",
         whole_part(results),
         "**Equal time.** Losses of the part of the split that is scored during training, when the first of the two "
