@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.atomic_io import fsync, hashed_file, is_as_written, locked, open_regular, read_bytes
+from lineartime.atomic_io import fsync, hashed_file, is_as_written, locked, read_bytes
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.errors import CheckpointError, ResourceError
 
@@ -139,7 +139,8 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     """A safetensors file's header, and its tensors' names in file order: by falling width, which aligns them, then by
     name.
 
-    Not the library's writer, which needs a second copy of the state in memory and does not flush the file."""
+    Not the library's writer: some versions make a second copy of the state in memory, others a file that only its owner
+    can read, and none flushes the file."""
     # The file is the header's length, the header, and the tensors' bytes; data_offsets count from the header's end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(named, key=lambda name: (-named[name].element_size(), name))
@@ -352,15 +353,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path, entry: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a regular file has the size and the SHA-256 of its entry in the manifest."""
-    if is_as_written(path, entry):
-        return
-    try:
-        with open_regular(path) as file:
-            reason = f"its {os.fstat(file.fileno()).st_size:,} bytes are not those of {MANIFEST}"
-    except OSError as error:
-        reason = f"cannot be read ({_reason(error)})"
-    raise _damage(path, reason)
+    """Raise CheckpointError unless a file has the size and the SHA-256 of its entry in the manifest."""
+    if not is_as_written(path, entry):
+        raise _damage(path, f"it is not the file that {MANIFEST} describes" if path.exists() else "it is missing")
 
 
 def _run_of(path: Path) -> str | None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -328,17 +327,6 @@ def test_a_second_holder_is_told_who_holds_the_run(tmp_path):
             assert caught.value.exit_code == 6 and "\n" not in str(caught.value)
     with lock(tmp_path / "a" / "run"):
         pass
-
-
-def test_a_program_that_the_holder_started_does_not_hold_the_lock(tmp_path):
-    with lock(tmp_path):
-        child = subprocess.Popen(["sleep", "30"], close_fds=False)
-    try:
-        with lock(tmp_path):
-            pass
-    finally:
-        child.kill()
-        child.wait()
 
 
 def test_no_pickle_is_reachable():
