@@ -14,6 +14,7 @@ from lineartime.errors import UsageError
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.onednn import packed_weights
 from lineartime.model import LanguageModel
+from lineartime.settings import require
 
 PIECE_TOKENS = 2048
 """Prompt tokens of a row read at once, in whole chunks; bounds the memory of a long prompt."""
@@ -84,20 +85,16 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
 
 
 LEAST_TEMPERATURE = 1e-6
+"""A smaller one would divide logits to infinity."""
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise UsageError for a sampling setting outside its range."""
-    if max_new_tokens < 0:
-        raise UsageError("max_new_tokens must not be negative", f"{max_new_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise UsageError("temperature must be a number of at least 0", f"{temperature}", "0 takes the likeliest token")
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise UsageError("temperature is too small to divide by", f"{temperature}", "0 takes the likeliest token")
-    if top_k is not None and top_k < 1:
-        raise UsageError("top_k must be at least 1", f"{top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError("top_p must lie in (0, 1]", f"{top_p}")
+    require(max_new_tokens >= 0, "max_new_tokens must not be negative", f"{max_new_tokens}")
+    require(temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf,
+            f"temperature must be 0 or at least {LEAST_TEMPERATURE}", f"{temperature}", "0 takes the likeliest token")
+    require(top_k is None or top_k >= 1, "top_k must be at least 1", f"{top_k}")
+    require(top_p is None or 0 < top_p <= 1, "top_p must lie in (0, 1]", f"{top_p}")
 
 
 def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens: int,
