@@ -4,20 +4,13 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.options import Device, Precision
-from lineartime.cli.terminal import (
-    Terminal,
-    counted_documents,
-    interrupted_at_once,
-    note,
-    results_are_files,
-    say_stopping,
-)
+from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Fields, MaxTokens, PairField, TextField
 from lineartime.run_config import named_folder
@@ -56,9 +49,8 @@ def embed(
     goes on with the file."""
     folder = named_folder(model)
     check_paths(options, (".jsonl", ".npy"))
-    with interrupted_at_once():
-        from lineartime.documents.embed import embedded_row
-        from lineartime.load import load_model
+    from lineartime.documents.embed import embedded_row
+    from lineartime.load import load_model
 
     loaded, tokenizer, _ = load_model(folder)
     write_results("embed", loaded, tokenizer, options, embedded_row)
@@ -73,9 +65,8 @@ def classify(
     goes on with the file."""
     folder = named_folder(model)
     check_paths(options, (".jsonl",))
-    with interrupted_at_once():
-        from lineartime.documents.classify import labelled_row
-        from lineartime.load import load_classifier
+    from lineartime.documents.classify import labelled_row
+    from lineartime.load import load_classifier
 
     loaded, tokenizer, _ = load_classifier(folder)
     if loaded.head.pairs and options.pair_field is None:
@@ -95,19 +86,6 @@ def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
         check_out(options.out, endings)
 
 
-@dataclass
-class ReadCounts:
-    """What has been read so far, and since when."""
-
-    n_documents: int = 0
-    n_tokens: int = 0
-    n_cut: int = 0
-    begun: float = field(default_factory=time.monotonic)
-
-    def speed(self) -> str:
-        return f"{self.n_tokens / max(time.monotonic() - self.begun, 1e-9):,.0f} tokens/s"
-
-
 def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", options: ReadOptions,
                   row_of: "Callable[[Example, Mean], dict[str, Any]]") -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
@@ -120,7 +98,9 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
 
     files, out = options.files, options.out
     fields = Fields(options.text_field, options.pair_field)
-    reading, counts = Reading(options.max_tokens, options.batch_rows, options.precision), ReadCounts()
+    reading = Reading(options.max_tokens, options.batch_rows, options.precision)
+    n_read = n_tokens = 0
+    begun = time.monotonic()
     model.to(pick_device(options.device))
     saved = ("nothing is kept of what was printed" if out is None else
              f"what is read is in {part_of(out)}; stdin cannot be gone on with" if "-" in files else
@@ -128,16 +108,21 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     # Stdin is read first: a signal that comes while it is waited for ends the process at once.
     inputs = [read_stdin() if name == "-" else name for name in files]
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
-        def show(n_read: int) -> None:
-            counts.n_tokens = n_read
-            terminal.count("documents", counts.n_documents, n_documents, counts.speed())
+        def speed() -> str:
+            return f"{n_tokens / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"
+
+        def show(n: int) -> None:
+            nonlocal n_tokens
+            n_tokens = n
+            terminal.count("documents", n_read, n_documents, speed())
             stop.check(saved)
 
         def rows(n_done: int = 0) -> Iterator[dict[str, Any]]:
+            nonlocal n_read
             read = itertools.islice(read_examples(inputs, fields), n_done, None)
             for example, mean in named_means(model, tokenizer, read, reading, progress=show):
                 yield row_of(example, mean)
-                counts.n_documents, counts.n_cut = counts.n_documents + 1, counts.n_cut + mean.is_cut
+                n_read += 1
 
         # All are looked through first, so that a wrong document is refused before a model has read those before it.
         checked = stop.watch("nothing is read yet", terminal.count, "documents checked", None)
@@ -158,14 +143,6 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                     n_documents -= n_done
                 for row in rows(n_done):
                     add(row)
-    note_read(counts, options)
-
-
-def note_read(counts: ReadCounts, options: ReadOptions) -> None:
-    """Say how much was read, how fast, and where the results are."""
-    note(f"read     {counted_documents(counts.n_documents)}, {counts.n_tokens:,} tokens in "
-         f"{time.monotonic() - counts.begun:,.1f} s: {counts.speed()}")
-    if counts.n_cut:
-        note(f"cut      {counted_documents(counts.n_cut)} to {options.max_tokens:,} tokens")
-    if options.out is not None:
-        note(f"written  {options.out}")
+    note(f"read     {counted_documents(n_read)}, {n_tokens:,} tokens: {speed()}")
+    if out is not None:
+        note(f"written  {out}")

@@ -47,9 +47,8 @@ class EvaluateOptions:
     device: Device = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_rows", "context", "document_tokens", "max_answer_tokens"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes whole numbers from 1")
+        require(self.batch_rows is None or self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}",
+                "it takes whole numbers from 1")
         given = given_options(self)
         for name, others in GO_WITH.items():
             for other in others:
@@ -90,7 +89,7 @@ def evaluate_text(run: Path, data: Path, options: EvaluateOptions) -> None:
                           precision=options.precision, ranks=ranks,
                           progress=terminal.counting("evaluating", stream.n_tokens))
     scores, unit = result.to_dict(), "nats per token" if result.n_read is None else "nats per masked token"
-    lines = [summary(options.split, scores, stream.task),
+    lines = [summary(options.split, scores),
              *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
                for first, last, loss in result.loss_by_position)]
     facts |= {"split": options.split, "context": options.context or model.config.context}

@@ -44,7 +44,7 @@ def export(
         made = export(folder, out, data=data, about=text, device=pick_device(device),
                       progress=terminal.count)
     for split, evaluation in made.scores.items():
-        say(summary(split, evaluation.to_dict(), made.task))
+        say(summary(split, evaluation.to_dict()))
     say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
         "transformers)")
     say(f"card     {out / 'README.md'}")

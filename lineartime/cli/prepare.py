@@ -37,7 +37,7 @@ def prepare(
     from lineartime.data.prepare import join as join_parts
     from lineartime.data.prepare import prepare_text
 
-    with Terminal(stay=True) as terminal, saved_stdin(settings) as settings:
+    with Terminal() as terminal, saved_stdin(settings) as settings:
         manifest = (join_parts(settings.inputs, settings.out, progress=terminal.count) if join else
                     prepare_text(settings, progress=terminal.count))
     say_prepared(manifest, settings.out, settings.part)

@@ -1,20 +1,13 @@
 """`lineartime finetune` and `lineartime answer`, and `evaluate --questions`."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.generate import read_prompts
 from lineartime.cli.options import Device, RankTimeout, given_options
-from lineartime.cli.terminal import (
-    Terminal,
-    counted_documents,
-    interrupted_at_once,
-    results_are_files,
-    say,
-    say_stopping,
-)
+from lineartime.cli.terminal import Terminal, counted_documents, results_are_files, say, say_stopping
 from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.errors import DataError, UsageError
 from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
@@ -54,9 +47,8 @@ def finetune(
         raise UsageError("options are missing", f"--task {plan.task}",
                          f"it takes --{'questions' if of_questions else 'documents'}, --validation and --out")
     plan = plan if of_questions else replace(plan, data=documents)
-    with interrupted_at_once():
-        from lineartime.finetuning import finetune
-        from lineartime.training import StopSignal
+    from lineartime.finetuning import finetune
+    from lineartime.training import StopSignal
 
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
@@ -92,58 +84,51 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
         say(f"next     lineartime {plan.task} {out} FILES")
 
 
-@dataclass(frozen=True)
-class AnswerOptions:
-    """What `lineartime answer` takes. Raises UsageError for what is wrong or missing."""
-
-    run: Annotated[str, "A folder of `lineartime finetune`, or one of its runs or checkpoints.", "RUN"]
-    question: Annotated[str, "The question."] = ""
-    document: Annotated[tuple[str, ...], "Text file in which the answer is searched, `-` for stdin; may be given again."
-                        ] = ()
-    context: Annotated[int | None, "Tokens in a window; by default as in training."] = None
-    stride: Stride = None
-    max_answer_tokens: MaxAnswerTokens = 30
-    batch_rows: Annotated[int, "Windows read at once; changes only speed and memory."] = 4
-    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
-    device: Device = None
-
-    def __post_init__(self) -> None:
-        require(bool(self.question.strip() and self.document), "options are missing", "answer",
-                'it takes --question "..." and --document FILE')
-        require(self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}", "it takes whole numbers from 1")
-        require(self.document.count("-") <= 1, "stdin is read once", "-", "name it once")
-
-
-def answer(options: AnswerOptions) -> None:
+def answer(
+    run: Annotated[str, "A folder of `lineartime finetune`, or one of its runs or checkpoints.", "RUN"],
+    *,
+    question: Annotated[str, "The question."],
+    document: Annotated[tuple[str, ...], "Text file in which the answer is searched, `-` for stdin; may be given "
+                        "again."],
+    context: Annotated[int | None, "Tokens in a window; by default as in training."] = None,
+    stride: Stride = None,
+    max_answer_tokens: MaxAnswerTokens = 30,
+    batch_rows: Annotated[int, "Windows read at once; changes only speed and memory."] = 4,
+    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
+    device: Device = None,
+) -> None:
     """Answer one question from documents of any length."""
-    folder = named_folder(options.run)
+    require(bool(question.strip()), "no question", "--question", 'give --question "..."')
+    require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
+    require(document.count("-") <= 1, "stdin is read once", "-", "name it once")
+    folder = named_folder(run)
     from lineartime.data.read_text import check_text
     from lineartime.qa.questions import Document, Question, read_utf8
 
-    check_text(options.question, "the question", "--question")
+    check_text(question, "the question", "--question")
     documents = tuple(Document("stdin", read_prompts("-")[0]) if name == "-" else Document(name, read_utf8(Path(name)))
-                      for name in options.document)
+                      for name in document)
     if not any(each.text().strip() for each in documents):
-        raise DataError("nothing but white space", ", ".join(options.document))
+        raise DataError("nothing but white space", ", ".join(document))
     from lineartime.load import load_span_model
     from lineartime.qa.spans import WindowConfig, predict
     from lineartime.runtime import pick_device
 
     model, tokenizer, facts = load_span_model(folder)
-    context = model.config.context if options.context is None else options.context
-    windows = WindowConfig(context, options.stride, options.max_answer_tokens)
+    context = context or model.config.context
+    windows = WindowConfig(context, stride, max_answer_tokens)
     model.check_length(context)
     with Terminal() as terminal:
-        asked = [Question("", options.question, documents, (), ())]
-        (found,) = predict(model.to(pick_device(options.device)), tokenizer, asked, windows,
-                           batch_rows=options.batch_rows, progress=terminal.counting("windows read"))
+        asked = [Question("", question, documents, (), ())]
+        (found,) = predict(model.to(pick_device(device)), tokenizer, asked, windows,
+                           batch_rows=batch_rows, progress=terminal.counting("windows read"))
     if (span := found.span) is None:
-        raise DataError("the tokenizer finds nothing in the document", ", ".join(options.document))
+        raise DataError("the tokenizer finds nothing in the document", ", ".join(document))
     # The answer, with the text around it.
     where, text = documents[span.document].name, documents[span.document].text()
     before, answer, after = (" ".join(part.split()) for part in (
         text[max(span.start - 120, 0) : span.start], span.text, text[span.stop : span.stop + 120]))
-    if options.as_json:
+    if as_json:
         say(json.dumps({**facts, "answer": span.text, "score": span.score, "document": where, "start": span.start,
                         "stop": span.stop, "before": before, "after": after, "windows": found.n_windows}))
         return

@@ -3,13 +3,12 @@
 import io
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from lineartime.errors import escaped
 
@@ -17,29 +16,32 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-class Screen(io.TextIOWrapper):
+class Screen:
     """stdout or stderr, where text from files cannot steer the terminal: control characters, and characters that the
     terminal's encoding lacks, are written as escapes such as `\\x1b`."""
 
     def __init__(self, stream: TextIO, lenient: bool):
         """lenient: what cannot be written, because the reader has gone or the disk is full, is dropped."""
-        stream.flush()
-        super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=stream.isatty())
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         self.stream = stream
         self.dropped: tuple[type[Exception], ...] = (OSError,) if lenient else ()
 
     def write(self, text: str) -> int:
         with suppress(*self.dropped):
-            super().write(escaped(text))
+            self.stream.write(escaped(text))
         return len(text)
 
     def flush(self) -> None:
         with suppress(*self.dropped):
-            super().flush()
+            self.stream.flush()
 
     def isatty(self) -> bool:
         """False, so that no library styles text: its escape sequences would be written as text too."""
         return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 @contextmanager
@@ -51,20 +53,19 @@ def screens() -> Iterator[None]:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     sys.stdin = sys.stdin or open(0, encoding="utf-8")
-    whole = sys.stdout, sys.stderr
-    sys.stdout = Screen(sys.stdout or open(1, "w", encoding="utf-8"), lenient=False)
-    sys.stderr = Screen(sys.stderr or open(2, "w", encoding="utf-8"), lenient=True)
+    before = sys.stdout, sys.stderr
+    out = Screen(sys.stdout or open(1, "w", encoding="utf-8"), lenient=False)
+    err = Screen(sys.stderr or open(2, "w", encoding="utf-8"), lenient=True)
+    sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
     try:
         yield
     finally:
-        for screen, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        for screen, number in ((out, 1), (err, 2)):
             try:
-                screen.flush()
                 screen.stream.flush()
             except OSError:  # nothing is left to flush at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            screen.detach()
-        sys.stdout, sys.stderr = whole
+        sys.stdout, sys.stderr = before
 
 
 def results_are_files() -> None:
@@ -88,35 +89,22 @@ def say_stopping(name: str) -> None:
         os.write(2, f"\n{name}: stops at the next safe moment and saves; another one ends it at once\n".encode())
 
 
-@contextmanager
-def interrupted_at_once() -> Iterator[None]:
-    """End the process at the first SIGINT inside the block: a library that is being imported may drop the
-    KeyboardInterrupt that Python would raise, and the process would go on."""
-    def end(number: int, frame: FrameType | None) -> None:
-        with suppress(OSError):
-            os.write(sys.stderr.fileno(), b"error: interrupted\n")
-        os._exit(130)
+class Lines(logging.Handler):
+    """Prints the library's log, a line per record: information on stdout, warnings on stderr."""
 
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def shown_log() -> Iterator[None]:
-    """Print the library's log inside the block, a line per record: information on stdout, warnings on stderr."""
-    def show(record: logging.LogRecord) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING:
             say(record.getMessage())
         else:  # a kernel that does not run is a note
             kind = "note" if record.name.startswith("lineartime.ops") else "warning"
             note(f"{kind}: {record.getMessage()}")
 
-    logger, lines = logging.getLogger("lineartime"), logging.Handler()
+
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Print the library's log inside the block."""
+    logger, lines = logging.getLogger("lineartime"), Lines()
     level = logger.level
-    lines.emit = show  # type: ignore[method-assign]
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     try:
@@ -126,25 +114,14 @@ def shown_log() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def duration(seconds: float) -> str:
-    """A time in words, to one unit."""
-    if seconds < 10:
-        return "a few seconds"
-    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"about {seconds / length:,.0f} {unit}"
-    return f"about {seconds:.0f} seconds"
-
-
 class Terminal:
     """Progress of the library's functions on stderr: one live bar at a time on a terminal; elsewhere a line every ten
     seconds. Both tell the time left."""
 
-    def __init__(self, *, stay: bool = False) -> None:
-        """stay: whether finished bars stay visible, as those of training always do."""
+    def __init__(self) -> None:
         from rich.console import Console
 
-        self.console, self.stay = Console(file=getattr(sys.stderr, "stream", sys.stderr)), stay
+        self.console = Console(file=getattr(sys.stderr, "stream", sys.stderr))
         self.bar: Progress | None = None
         self.what, self.last_line, self.words, self.held_out = "", time.time(), "", ""
 
@@ -170,22 +147,18 @@ class Terminal:
         # Off a terminal, as in a log file: a line now and then.
         if not self.console.is_terminal and time.time() - self.last_line >= 10:
             self.last_line = time.time()
-            note("  ".join(filter(None, [shown, words, self.left() and f"{self.left()} left"])))
-
-    def left(self) -> str:
-        """The time left in words, by the speed of the last minutes; "" while that is not known."""
-        seconds = None if self.bar is None else self.bar.tasks[0].time_remaining
-        return "" if not seconds else duration(seconds)
+            left = self.bar.tasks[0].time_remaining  # by the speed of the last minutes
+            note("  ".join(filter(None, [shown, words, f"{timedelta(seconds=round(left))} left" if left else ""])))
 
     def new_bar(self, what: str, done: float, total: int | None) -> "Progress":
-        """A live bar, which is shown on a terminal alone."""
+        """A live bar, which is shown on a terminal alone. That of training stays there when it is over."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         left = [] if total is None else [TextColumn("left"), TimeRemainingColumn()]
         bar = Progress(TextColumn("{task.fields[shown]}", markup=False), BarColumn(),
                        TextColumn("{task.description}", markup=False), TimeElapsedColumn(), *left, console=self.console,
-                       transient=not self.stay and what != "step", disable=not self.console.is_terminal,
-                       get_time=time.time, speed_estimate_period=600)
+                       transient=what != "step", disable=not self.console.is_terminal, get_time=time.time,
+                       speed_estimate_period=600)
         task = bar.add_task("", total=total, shown=what)
         bar.tasks[task].completed = done  # what was done before is not counted in the speed
         bar.start()
@@ -201,7 +174,6 @@ class Terminal:
         if "held_out" in record:
             self.held_out = f"  held-out {record['held_out']['loss']:.3f}"
             return
-        self.held_out = "" if step == 1 else self.held_out  # that of the run before, at another learning rate
         if step == steps or not self.words:  # the first step and the last one are told at once
             self.last_line = 0.0
         self.words = f"loss {record['loss']:.3f}{self.held_out}  {record['clock']['tokens_per_s']:,.0f} tokens/s"
@@ -213,18 +185,11 @@ def counted_documents(n: int) -> str:
     return f"{n:,} document" + "s" * (n != 1)
 
 
-def summary(name: str, scores: dict[str, Any], task: str | None) -> str:
-    """A line of the scores of `Evaluation.to_dict`; the usual measure of the data's task comes first."""
-    loss, perplexity, n_tokens = scores["loss"], f"{scores['perplexity']:.1f}", f"{scores['n_tokens']:,} "
+def summary(name: str, scores: dict[str, Any]) -> str:
+    """A line of the scores of `Evaluation.to_dict`."""
     if "masked" in scores:
-        return (f"{name:<8} masked {loss:.3f} nats per masked token, perplexity {perplexity} "
-                f"({n_tokens}of {scores['n_read']:,} tokens masked)")
-    by_token, by_word = f"{perplexity} per token", f"{scores['word_perplexity']:.1f} per word"
-    if task == "pg19":
-        counted = "the published word count" if scores["word_count"] == "published" else "counted words"
-        by_token, by_word = f"{by_word} ({scores['n_words']:,} words, {counted})", by_token
-    measures = [f"perplexity {by_token} and {by_word}", f"{scores['bits_per_byte']:.3f} bits per byte",
-                f"{loss:.3f} nats per token"]
-    if task not in ("pg19", "wiki40b"):
-        measures.sort(key=lambda measure: "bits" not in measure)
-    return f"{name:<8} {', '.join(measures)} ({n_tokens}tokens)"
+        return (f"{name:<8} masked {scores['loss']:.3f} nats per masked token, perplexity {scores['perplexity']:.1f} "
+                f"({scores['n_tokens']:,} of {scores['n_read']:,} tokens masked)")
+    return (f"{name:<8} {scores['bits_per_byte']:.3f} bits per byte, {scores['loss']:.3f} nats per token, perplexity "
+            f"{scores['perplexity']:.1f} per token and {scores['word_perplexity']:.1f} per word "
+            f"({scores['n_tokens']:,} tokens, {scores['n_words']:,} {scores['word_count']} words)")

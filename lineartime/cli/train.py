@@ -1,6 +1,5 @@
 """`lineartime train`: a model, from nothing or from weights; its plan, its time, and what it gave."""
 
-from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.atomic_io import read_toml
 from lineartime.cli.options import Device, RankTimeout, Setting
-from lineartime.cli.terminal import (
-    Terminal,
-    interrupted_at_once,
-    results_are_files,
-    say,
-    say_stopping,
-    summary,
-)
+from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.cli.tracking import Tracker, require_tracker
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
@@ -24,11 +16,6 @@ from lineartime.run_config import DEFAULT_SIZE, RESULT_FILE, SIZES, RunConfig, c
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
     from lineartime.training import TrainResult
-
-COUNTED_FROM = 1e12
-"""FLOPs of a run, at least, from which its memory is counted, which takes seconds."""
-TIMED = 3
-"""Micro-batches of the run that are timed before its time is told."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +62,14 @@ def train(
     if log is not None:
         require_tracker(log)
     given = options.settings() | settings
-    with interrupted_at_once():  # the imports take seconds
-        config = config_for_data(given)
-        from lineartime.data.tokens import read_manifests
-        from lineartime.training import StopSignal, train
+    config = config_for_data(given)
+    from lineartime.data.tokens import read_manifests
+    from lineartime.training import StopSignal, train
 
     manifests = read_manifests(config.data)
-    say_plan(config, manifests, given.get("size"), device)
+    say_plan(config, manifests, given.get("size"))
+    steps, n_micro_batches = config.train.steps, config.rows_per_step // config.micro_batch_rows
+    per_step = max(n_micro_batches * config.train.context_parallel // launched().size, 1)
     is_logged = log is not None and launched().is_first
     tracker = closing(Tracker(f"{config.out}/tensorboard")) if is_logged else nullcontext()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
@@ -90,8 +78,12 @@ def train(
             if track is not None:
                 track(record)
 
+        def on_micro_batch(step: int, number: int) -> None:
+            words = f"micro-batch {number + 1}/{per_step}  {terminal.words}" if per_step > 1 else terminal.words
+            terminal.count("step", step + number / per_step, steps, words.rstrip())
+
         done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
-                     on_micro_batch=shown_pace(config, terminal), rank_timeout=rank_timeout)
+                     on_micro_batch=on_micro_batch, rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
@@ -100,14 +92,12 @@ def train(
     say_trained(done)
 
 
-def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None, device: str | None) -> None:
-    """Print what a run of the size that was named will read, make and take, unless it is complete."""
+def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
+    """Print what a run of the size that was named will read and make, unless it is complete."""
     from lineartime.info import describe
-    from lineartime.runtime import available_bytes, pick_device
 
     if (Path(config.out) / RESULT_FILE).exists():
         return
-    # What the model is, and what it will read.
     model, train = config.model, config.train
     n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
     held_out = tokens_of(manifests, "validation")
@@ -116,49 +106,15 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None, d
     say(f"size     {size or f'{DEFAULT_SIZE}; to choose another, name a size: ' + ', '.join(SIZES)}")
     say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {layers} of width "
         f"{model.d_model}{chunks}")
-    if config.preset == "flash" and config.source is None and not model.is_ablated_gau:
-        say("also     flash is the paper's; flash+ learns to recall what is further back than a chunk")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {n_tokens / n_train:,.2f} epochs"
         + (": above ten, the model learns the text by heart; lower --steps" if n_tokens > 10 * n_train else ""))
-    # What memory it takes, if the run is long enough that counting it does not matter: 6 FLOPs a parameter and token.
-    if 6 * model.least_parameters * n_tokens < COUNTED_FROM:
-        return
-    from lineartime.plan import plan
-
-    found, n_ranks, available = plan(config, launched().size), launched().size, available_bytes()
-    if pick_device(device).type == "cuda":
-        say(f"memory   about {(found.total - found.process - found.holes) / 2**30:.1f} GiB of tensors in each process")
-        return
-    free = "" if available is None else f"; {available / 2**30:.1f} GiB are free"
-    if available is not None and found.total > available:
-        free += ". It will not fit: name a smaller --size, or lower micro_batch_tokens"
-    each = f" in each of {n_ranks} processes" if n_ranks > 1 else ""
-    say(f"memory   about {found.total / 2**30:.1f} GiB{each}{free}")
 
 
 def tokens_of(manifests: "list[Manifest]", split: str) -> int:
     """The tokens of a split of all texts."""
     return sum(manifest.splits[split].tokens for manifest in manifests if split in manifest.splits)
-
-
-def shown_pace(config: RunConfig, terminal: Terminal) -> Callable[[int, int], None]:
-    """An `on_micro_batch` of training: shows how far a step is, and prints how long the run will take once a few
-    micro-batches are timed."""
-    train, n_begun, is_told = config.train, 0, False
-    per_step = max(config.rows_per_step // config.micro_batch_rows * train.context_parallel // launched().size, 1)
-
-    def show(step: int, number: int) -> None:
-        nonlocal n_begun, is_told
-        where = f"micro-batch {number + 1}/{per_step}" if per_step > 1 else ""
-        terminal.count("step", step + number / per_step, train.steps, "  ".join(filter(None, [where, terminal.words])))
-        n_begun += 1
-        if n_begun > TIMED and not is_told and (left := terminal.left()):
-            is_told = True
-            say(f"time     {left} for {train.steps - step:,} steps")
-
-    return show
 
 
 def say_trained(done: "TrainResult") -> None:
@@ -167,10 +123,8 @@ def say_trained(done: "TrainResult") -> None:
     from lineartime.data.tokens import read_manifests
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
-    manifests = read_manifests(config.data)
-    tasks = [manifest.settings.get("task") for manifest in manifests]
-    say(summary("held-out", scores, tasks[0] if len(set(tasks)) == 1 else None))
-    n_held_out = tokens_of(manifests, "validation")
+    say(summary("held-out", scores))
+    n_held_out = tokens_of(read_manifests(config.data), "validation")
     evaluate = f"lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation"
     if n_held_out > config.train.last_eval_tokens:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")

@@ -166,7 +166,6 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (3, ["damaged manifest", "short"], ["evaluate", run, "--data", short]),
         (2, ["wrong contexts"], [*evaluate, "--contexts", "64,32"]),
         (2, ["--batch-rows"], [*evaluate, "--contexts", "32,64", "--batch-rows", "2"]),
-        (2, ["max_answer_tokens = -1"], [*evaluate, "--max-answer-tokens", "-1"]),
         (2, ["--out goes with --contexts"], [*evaluate, "--out", tmp_path / "x.json"]),
         (3, ["no document has", "work"], [*evaluate, "--contexts", "32,1000000"]),
         (6, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
@@ -185,21 +184,6 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
 def test_debug_shows_the_traceback(call: Call) -> None:
     code, _, err = call("--debug", "info", "flsh")
     assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("error: ")
-
-
-def test_an_interrupt_that_a_library_drops_ends_the_process_all_the_same() -> None:
-    """Inside the block Python's KeyboardInterrupt is not raised, so that nothing can catch it."""
-    code = """
-import os, signal
-from lineartime.cli.terminal import interrupted_at_once
-with interrupted_at_once():
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        pass
-print("went on")"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
 def test_the_stack_of_cpp_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
