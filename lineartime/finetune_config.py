@@ -29,6 +29,9 @@ ROWS_PER_STEP, WARMUP_SHARE = 32, 0.1
 N_SCORINGS = {"questions": 5, "classify": 10, "embed": 10}
 """Held-out scorings in a run."""
 MOST_EPOCHS = 10**6
+OTHER_SETTINGS = {"learning_rate": "give --learning-rates", **dict.fromkeys(
+    ("shard", "context_parallel", "window_tokens"), "it is for language modelling")}
+"""Settings of training that a fine-tuning does not take, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -97,21 +100,11 @@ class FineTuning:
                     f"it takes whole numbers from {least}")
         require(0 <= self.negatives <= 1, "negatives is a share", f"negatives = {self.negatives}",
                 "it lies between 0 and 1")
-        self.check_settings()
-
-    def check_settings(self) -> None:
-        """Raise UsageError for `settings` that no fine-tuning has."""
-        given = self.settings
-        require(not given.get("shard"), "a fine-tuning is not sharded", "shard = true", "leave it out")
-        require("learning_rate" not in given, "several learning rates are tried", "learning_rate",
-                "give --learning-rates")
-        for name, off in (("context_parallel", 1), ("window_tokens", None)):
-            require(given.get(name) in (None, off), f"{name} is for language modelling", f"{name} = {given.get(name)}",
-                    "leave it out")
-        if self.task != "questions":  # those of questions depend on the model
-            require("eval_tokens" not in given, "all held-out documents are scored", "eval_tokens", "leave it out")
-            for name in given:
+        for name in self.settings:
+            if self.task != "questions":  # those of questions depend on the model
                 require_name("setting of training", name, TRAIN_FIELDS)
+            require(name not in OTHER_SETTINGS and (name != "eval_tokens" or self.task == "questions"),
+                    "no setting of this fine-tuning", name, OTHER_SETTINGS.get(name, "all held-out texts are scored"))
 
     @property
     def rates(self) -> tuple[float, ...]:

@@ -1,6 +1,5 @@
 """Labels of documents: one class or several, read from the mean of a document's last hidden states."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -113,9 +112,7 @@ def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
     if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
         raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
                         f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
-    # Classes that are whole numbers are in the order of numbers: "9" is before "10".
-    numeric = all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
-    return Head(PROBLEMS[kind], tuple(sorted(names, key=lambda name: (int(name) if numeric else 0, name))))
+    return Head(PROBLEMS[kind], tuple(sorted(names)))
 
 
 def require_known(head: Head, documents: TokenizedTexts) -> None:

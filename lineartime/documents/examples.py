@@ -78,7 +78,10 @@ def read_examples(inputs: Iterable[Path | str | bytes], fields: Fields | None = 
             yield of_text("".join(text_blocks(io.BytesIO(each), "stdin")), "stdin", fields)
             continue
         for path in files_of(each):  # a file of rows has a document in each row, any other is one document
-            require_readable(path)
+            check_text(str(path), "its name", ascii(str(path)))  # rows could not hold it
+            require(ending_of(path.name) != "", "unknown kind of file", str(path), READS)
+            if not path.is_file():
+                raise DataError("cannot read the input", path, "there is no such file, or it is not a regular one")
             if not is_one_document(path.name):
                 yield from of_rows(read_rows(path, columns), str(path), fields, labels)
                 continue
@@ -124,15 +127,6 @@ def files_of(name: Path | str) -> list[Path]:
                       f"({len(others):,} files); {READS}")
         files += [path / each for each in names]
     return files
-
-
-def require_readable(path: Path) -> None:
-    """Raise DataError for what is no regular file and for a name that results could not hold, UsageError for a file of
-    an unknown kind."""
-    check_text(str(path), "its name", ascii(str(path)))
-    if not path.is_file():
-        raise DataError("cannot read the input", path, "there is no such file, or it is not a regular one")
-    require(ending_of(path.name) != "", "unknown kind of file", str(path), READS)
 
 
 def example_of(file: str, number: int, where: str, text: str, second: str | None,

@@ -1,20 +1,16 @@
-"""The report of a fine-tuning on documents: `report.md`, and for labels `predictions.jsonl`, a line a document."""
+"""The report of a fine-tuning on documents."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lineartime.atomic_io import write_atomically
 from lineartime.config_json import Head
 from lineartime.documents import metrics
-from lineartime.documents.classify import label_losses, prediction_of, targets_of
-from lineartime.documents.texts import TokenizedTexts
 from lineartime.markdown import in_markdown, markdown
 
-REPORT_FILE, PREDICTIONS_FILE = "report.md", "predictions.jsonl"
+REPORT_FILE = "report.md"
 
 
 def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str, Any], baseline: str,
@@ -41,17 +37,6 @@ def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str
              "## Learning rates", "", "On the validation, at the best step of each run.", "",
              markdown(["learning rate", "step", *spaced[1:]], rates, 2), "", *more]
     write_atomically(out / REPORT_FILE, "\n".join(lines) + "\n")
-
-
-def write_predictions(out: Path, head: Head, texts: TokenizedTexts, logits_NL: np.ndarray) -> None:
-    """Write what the model says of each document, in order: its place, its label, the predicted label, the loss (of
-    several classes their sum) and the logits."""
-    targets = torch.from_numpy(targets_of(head, texts.labels))
-    losses_N = label_losses(head, torch.from_numpy(logits_NL), targets).reshape(len(texts), -1).sum(1).tolist()
-    rows = ({"where": where, "label": label, "predicted": prediction_of(head, logits_L).label, "loss": loss,
-             "logits": logits_L.tolist()}
-            for where, label, loss, logits_L in zip(texts.where, texts.labels, losses_N, logits_NL, strict=True))
-    write_atomically(out / PREDICTIONS_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def class_lines(head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:

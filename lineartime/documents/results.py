@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEGINS = b'{"lineartime_rows": "'
 N_CHECKSUM = 16
 """Bytes of a checksum."""
 VECTOR = "embedding"
@@ -83,7 +82,7 @@ def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[in
     description: what the rows are made from. Raises UsageError for a file of other rows, ResourceError for the disk and
     a file that another process writes."""
     path = part_of(out)
-    first = BEGINS + hashlib.sha256(json.dumps(description).encode()).hexdigest().encode() + b'"}\n'
+    first = b'{"lineartime_rows": "%b"}\n' % hashlib.sha256(json.dumps(description).encode()).hexdigest().encode()
     n_rows = 0
 
     def add(row: dict[str, Any]) -> None:

@@ -155,9 +155,9 @@ class DocumentTask:
         if n_longer:
             logger.info(f"          {n_longer:,} are longer than a row of {self.config.context:,} tokens: an "
                         "epoch trains on one stretch of each, held-out ones are read whole")
-        self.n_cut = sum(texts.n_cut for texts in self.splits.values())
-        if self.n_cut:
-            logger.info(f"cut       {self.n_cut:,} documents to {self.plan.max_tokens:,} tokens")
+        n_cut = sum(texts.n_cut for texts in self.splits.values())
+        if n_cut:
+            logger.info(f"cut       {n_cut:,} documents to {self.plan.max_tokens:,} tokens")
 
     def new_model(self, seed: int) -> LanguageModel:
         torch.manual_seed(seed)
@@ -196,21 +196,16 @@ class DocumentTask:
         model.to(device)
         reading, counted = reading_of(best), self.watch("scoring the best", texts.n_tokens, ranks)
         if self.learns_labels:
-            targets, lines = targets_of(self.head, texts.labels), list[str]()
+            targets = targets_of(self.head, texts.labels)
             logits_NL = read_logits(model, texts.ids, reading, counted)
             scores = metrics.score_labels(self.head, logits_NL, targets)
             baseline, without = "without_reading", metrics.simplest(self.head, self.targets, targets)
-            if ranks.is_first:
-                report.write_predictions(out, self.head, texts, logits_NL)
-                lines = report.class_lines(self.head, targets, logits_NL)
+            lines = report.class_lines(self.head, targets, logits_NL)
         else:
             scores, lines = score_texts(model, texts, reading, counted), [vectors.HOW]
             counted = self.watch("scoring without training", texts.n_tokens, ranks)
             baseline, without = "without_training", score_texts(self.pretrained.to(device), texts, reading, counted)
-        counts = {"train": len(self.train), "validation": len(self.validation), "tokens": self.train.n_tokens,
-                  "cut": self.n_cut}
-        found = {"task": self.plan.task, baseline: without, self.unit: counts,
-                 **({"test": scores} if "test" in self.splits else {})}
+        found = {"task": self.plan.task, baseline: without, **({"test": scores} if "test" in self.splits else {})}
         if ranks.is_first:
             words = f"{self.words(scores)} on {len(texts):,} {'test' if 'test' in found else 'validation'} {self.unit}"
             report.write_report(out, words, {"best": name, "learning_rates": rates, **found}, scores, baseline, lines)
