@@ -85,7 +85,7 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
     return [(each.name, each.opts[0], bool(each.is_flag)) for each in found.params if each.opts[0].startswith("--")]
 
 
-FITTING = {"tokenizer": ("tokenizer_",), "questions": (".json",), "data": (".json",), "evidence": ("model_zero",),
+FITTING = {"questions": (".json",), "data": (".json",), "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
            "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "": ("model_", ".toml")}
 """Parts of the names of odd files that an option, or an argument (""), would take for its own."""

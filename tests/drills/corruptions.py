@@ -179,30 +179,18 @@ def replace(path: Path, random: Random) -> str:
 
 
 def not_finite(path: Path, random: Random) -> str:
-    """NaN for a tensor's first number, or for all; or a header that says something else."""
+    """NaN for a tensor's first number, or for all."""
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     name = random.choice([each for each in header if each != "__metadata__"])
     start, stop = (8 + length + at for at in header[name]["data_offsets"])
-    kind = random.choice(["first", "all", "length", "shape", "dtype", "twice", "offsets"])
-    width = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}.get(header[name]["dtype"], 4)
-    nan = {2: b"\xc0\x7f", 4: b"\x00\x00\xc0\x7f", 8: b"\x00" * 6 + b"\xf8\x7f"}[width]
-    if kind in ("first", "all"):
-        stop = start + width if kind == "first" else stop
-        data[start:stop] = nan * ((stop - start) // width)
-    elif kind == "length":
-        data[:8] = struct.pack("<Q", random.choice([0, length + 1, length - 1, 2**32, 2**63, 2**64 - 1]))
-    else:
-        shape = random.choice([header[name]["shape"][::-1], [2**40, 2**40]])
-        offsets = random.choice([[0, 0], [-4, 0], [0, 2**63], [5, 3]])
-        header[name] |= {"shape": {"shape": shape}, "dtype": {"dtype": random.choice(["F16", "I32", "U8", "F99"])},
-                         "offsets": {"data_offsets": offsets}}.get(kind, {})
-        text, other = json.dumps(header), f'"{random.choice(list(header))}"' if kind == "twice" else f'"{name}"'
-        text = text.replace(f'"{name}"', other, 1)
-        data[: 8 + length] = struct.pack("<Q", len(text.encode())) + text.encode()
+    nan = {"F32": b"\0\0\xc0\x7f", "BF16": b"\xc0\x7f", "F16": b"\0\x7e", "F64": bytes(6) + b"\xf8\x7f"}[
+        header[name]["dtype"]]
+    stop = random.choice([start + len(nan), stop])
+    data[start:stop] = nan * ((stop - start) // len(nan))
     path.write_bytes(data)
-    return f"{kind} of {name}"
+    return name
 
 
 def delete(path: Path, random: Random) -> str:
@@ -302,7 +290,7 @@ def plausible(path: Path, how: str) -> bool:
     if how.startswith("delete"):
         return path.name == "result.json"  # the run has not ended yet
     if how.startswith("not_finite"):
-        return how.startswith("not_finite: dtype")  # the same bytes as integers, which `transformers` takes
+        return False
     try:
         if not path.stat().st_size:
             return False

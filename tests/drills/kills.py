@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from drills import child, folders
 from drills.disk import SIGNALS, disturbed
 from drills.folders import MADE, Command, verb
-
-ROWS = [{"row": number, "text": "é" * number} for number in range(12)]
 
 
 class Scenario(NamedTuple):
@@ -27,23 +25,6 @@ class Scenario(NamedTuple):
     """A folder of `made` that is copied to `it` first."""
     when_done: str = ""
     """What a command says, with code 2, that does not go over what is complete."""
-
-
-def append_rows(made: Path, it: Path, out: Path) -> Callable[[], object]:
-    """Append the rows that a file lacks, one process at a time."""
-    def append() -> None:
-        from benchmarks.append import append_json_lines
-        from lineartime import checkpoint
-        from lineartime.atomic_io import read_json_lines
-
-        path = out / "rows.jsonl"
-        with checkpoint.lock(out):
-            there = read_json_lines(path, lambda row: row["row"], "a row") if path.exists() else []
-            for row in ROWS:
-                if row["row"] not in there:
-                    append_json_lines(path, [row])
-
-    return child.as_verb(append)
 
 
 THERE = "the output exists already"
@@ -63,7 +44,6 @@ SCENARIOS: dict[str, Scenario] = {
         "--predictions", "{out}/predictions.json")),
     "plot": Scenario(verb("plot", "{it}"), "run"),
     "plot, side by side": Scenario(verb("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
-    "rows": Scenario(append_rows),
     **{f"{name} of documents": Scenario(verb(*folders.read_documents(MADE, Path("{out}") / name)), when_done=THERE)
        for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl")},
     "finetune for labels": Scenario(verb(*folders.finetune_documents(MADE, "classify", "{it}"))),
@@ -71,7 +51,7 @@ SCENARIOS: dict[str, Scenario] = {
     "prepare --add-tokens": Scenario(verb(*folders.add_tokens(MADE, "{it}"))),
     "train --from": Scenario(verb(*folders.train_from("{made}/run", "{made}/extended", "{it}"))),
 }
-OFTEN = ["train", "train, resumed", "prepare", "finetune", "export", "rows"]
+OFTEN = ["train", "train, resumed", "prepare", "finetune", "export"]
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]
 
 

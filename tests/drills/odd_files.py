@@ -1,4 +1,5 @@
-"""Files that nobody means to give to a program: bombs, depths, wrong types, names with escape sequences."""
+"""Files that nobody means to give to a program: depths, wrong types, names with escape sequences. Bombs and odd
+tokenizers are in cli/test_hostile.py."""
 
 import gzip
 import json
@@ -39,43 +40,7 @@ def make(made: Path) -> None:
         "fields.jsonl": b'{"text": 3}\n{"txt": "a"}\n', "halves.jsonl": b'{"text": "\\ud800 \\udc00"}\n' * 9,
     }.items():
         (odd / name).write_bytes(data)
-    line = gzip.compress(b"a" * (16 << 20), mtime=0)  # of a gigabyte
-    (odd / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "', mtime=0) + line * 64 + gzip.compress(b'"}\n',
-                                                                                                          mtime=0))
-    (odd / "lines.jsonl.gz").write_bytes(gzip.compress(b"\n" * (16 << 20), mtime=0) * 16)
-    parquet_bomb(odd / "bomb.parquet")
-    tokenizers(json.loads((made / "data/tokenizer.json").read_text()), odd)
     models(made, odd)
-
-
-def parquet_bomb(path: Path) -> None:
-    """A column of 40 GB in a file of a few megabytes."""
-    import pyarrow
-    from pyarrow import parquet
-
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4000, pyarrow.int32()),
-                                                pyarrow.array(["a" * 10_000_000]))
-    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd")
-
-
-def tokenizers(good: dict, odd: Path) -> None:
-    """Files that are nearly a tokenizer."""
-    vocab = good["model"]["vocab"]
-    first = next(iter(vocab))
-    for name, change in {
-        "types": {"model": good["model"] | {"vocab": list(vocab)}},
-        "no_vocab": {"model": good["model"] | {"vocab": {}, "merges": []}},
-        "id": {"model": good["model"] | {"vocab": vocab | {"zzz": 2**32 - 1}}},
-        "same_id": {"model": good["model"] | {"vocab": {word: 0 for word in vocab}}},
-        "cycle": {"model": good["model"] | {"merges": [[first, first]] * 500}},
-        "added": {"added_tokens": [{**token, "id": 2**32 - 1} for token in good["added_tokens"]]},
-        "none_added": {"added_tokens": []},
-        "null": {"model": None},
-        "decoder": {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 10_000}},
-        "normalizer": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "a" * 100_000}},
-        "escape": {"added_tokens": [{**token, "content": ESCAPE} for token in good["added_tokens"]]},
-    }.items():
-        (odd / f"tokenizer_{name}.json").write_text(json.dumps(good | change))
 
 
 def models(made: Path, odd: Path) -> None:

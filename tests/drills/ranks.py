@@ -41,7 +41,7 @@ class Fault(NamedTuple):
     number: int = 0  # a signal, for the victims or the process that holds the store
     seconds: float = 0.0  # when it is sent, from the start
     disk: dict[str, Any] | None = None  # of the victims, see `Disk`
-    limit: int | None = None  # bytes of a victim's files, whose stderr is full too if it is odd
+    limit: int | None = None  # bytes of a victim's files
     port: str = "agent"
 
     def __str__(self) -> str:
@@ -78,8 +78,6 @@ def rank(number: int, port: int, given: list[str], fault: Fault, out: Path) -> C
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(fault.n_ranks),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                        "TORCHELASTIC_USE_AGENT_STORE": str(fault.port == "agent")}
-        if number in fault.victims and (fault.limit or 0) % 2:
-            os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
         child.verb(given)()
 
     return disturbed(call, out, **fault.disk) if fault.disk and number in fault.victims else call
@@ -148,9 +146,8 @@ def wrong(fault: Fault, ended: list[Ended]) -> tuple[str, str] | None:
             return verdict or "code", said
     failed = [each.code for each in others if each.code]
     lines = sum(child.last_words(each.err) for each in ended)
-    least = bool(failed) and not (fault.limit or 0) % 2
     most = 1 if fault.port == "agent" and fault.kind != "store" else fault.n_ranks
-    if not least <= lines <= most:
+    if not bool(failed) <= lines <= most:
         return "noisy", said
     return ("code", said) if failed and fault.kind in ("fails", "full") and 6 not in failed else None
 
