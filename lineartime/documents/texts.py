@@ -15,9 +15,6 @@ from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.run_config import RunConfig
 
-LEAST_HALF = 2
-"""Tokens that each half of a document has at least, the end-of-document token among them."""
-
 
 @dataclass
 class TokenizedTexts:
@@ -86,7 +83,7 @@ def halves(ids: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
     """The two halves of a document, each of which begins with the end-of-document token. Raises DataError."""
     middle = (len(ids) + 1) // 2
     first, second = ids[:middle], np.concatenate([ids[:1], ids[middle:]])
-    if min(len(first), len(second)) < LEAST_HALF:
+    if min(len(first), len(second)) < 2:  # one of them has the end-of-document token alone
         raise DataError("a document that is too short to be halved", where,
                         "take it out, or name a second text with --pair-field")
     return first, second

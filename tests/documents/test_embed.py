@@ -123,19 +123,6 @@ def test_a_signal_keeps_what_is_read(folder, tmp_path, warm_command):
     assert "Traceback" not in err and part.read_bytes().count(b"\n") > 1 and not (tmp_path / "v.npy").exists()
 
 
-def test_a_signal_ends_the_waiting_for_stdin(folder, warm_command):
-    line = [*warm_command, "embed", folder / "model", "-"]
-    process = subprocess.Popen([*map(str, line)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    with process.stdin, process.stdout, process.stderr:
-        process.stdin.write(b'{"text": "one"}\n' * 20_000)  # more than a pipe holds, so it is being read
-        time.sleep(1)  # until it is waited for
-        process.send_signal(signal.SIGTERM)  # a shell lets its background jobs ignore SIGINT
-        process.wait(30)
-        out, err = process.stdout.read(), process.stderr.read().decode()
-    assert process.returncode in (143, -signal.SIGTERM) and not out and "Traceback" not in err, err
-
-
 def test_bad_input_is_one_line(folder, tmp_path, call):
     lines, text, model = tmp_path / "x.jsonl", folder / "texts" / "0.txt", folder / "model"
     lines.write_text('{"text": "good"}\n' * 400 + '{"text": " "}\n')
