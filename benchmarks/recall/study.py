@@ -10,9 +10,10 @@ from typing import Any
 
 from benchmarks import ROOT, Row
 from benchmarks.append import append_json_lines, rows_in
+from benchmarks.cells import shaped_config
 from benchmarks.recall.measure import OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import TASKS, Task, text_task
-from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config
+from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.evaluation import load_with_split
 from lineartime.release.provenance import provenance
 from lineartime.settings import require, require_name
@@ -40,16 +41,12 @@ def task_of(name: str, data: Path | None) -> Task:
 
 
 def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
-    """A model of the study at its sizes, with any field replaced. Raises UsageError for an unknown one."""
+    """A model of the study at its sizes, with any field replaced, see `shaped_config`. Raises UsageError for an unknown
+    one."""
     require_name("model", model, STUDY["models"])
     own = dict(STUDY["models"][model])
-    preset = own.pop("preset")
-    sizes = {name: value for name, value in STUDY["sizes"].items() if name in MODEL_FIELDS}
-    sizes |= STUDY["sizes"]["gau" if PRESETS[preset].ffn == "gau" else "pairs"]
-    if PRESETS[preset].chunk_size is None:
-        del sizes["chunk_size"]
     of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
-    return model_config(preset, **{**sizes, **of_task, **own, **settings})
+    return shaped_config(own.pop("preset"), shape=STUDY["sizes"], settings={**of_task, **own, **settings})
 
 
 def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
