@@ -31,14 +31,12 @@ from lineartime.training import out_of_memory
 
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
-OnRows = Callable[[list[Row]], None]
-"""Gets the rows that were measured together, as soon as they are there."""
 Job = Callable[..., Generator[Row, Row, None]]
 """What is done in a process of its own: its answers, and orders for all but the first."""
 
 
 def ignore(_: object) -> None:
-    """Do nothing: for callers who want neither progress nor rows before the end."""
+    """Do nothing: for callers who want no progress."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Whether kernels compute what the reference does is not asked here: tests/ops/tes
 
 import importlib
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.measure import Case, OnRows, Setup, Times, ignore
+from benchmarks.measure import Case, Setup, Times
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
 from lineartime.ops.reference import rotary
@@ -72,16 +72,15 @@ MODEL_OF = {"gated_quadratic_attention": "flash-quad"}
 
 
 def benchmark_op(name: str, configs: Sequence[ModelConfig], setup: Setup, *, tokens: int = 8192,
-                 precisions: Sequence[str] = ("float32",), on_rows: OnRows = ignore) -> list[Row]:
-    """Time and memory of forward and backward of one op; a row per implementation, model and type.
+                 precisions: Sequence[str] = ("float32",)) -> Iterator[list[Row]]:
+    """Time and memory of forward and backward of one op; for each type and model yields a row per implementation.
 
     The op has the sizes that a model gives it in a step of `tokens` (one row where the context is longer). The
-    implementations of a model and type take turns. Kernels are left out on a processor. Raises UsageError for an
+    implementations take turns. Kernels are left out on a processor. Raises UsageError for an
     unknown op or type."""
     require_name("op", name, OPS)
     measure.require_measurable(precisions, models=len(configs), repeats=setup.repeats, threads=setup.threads,
                                tokens=tokens)
-    rows: list[Row] = []
     for precision, config in itertools.product(precisions, configs):
         n_rows, cases = max(tokens // config.context, 1), []
         for variant in VARIANTS if setup.device == "cuda" else VARIANTS[:-1]:
@@ -91,10 +90,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], setup: Setup, *, tok
             cases.append(Case(measure_op, {
                 "name": name, "label": variant, "config": to_dict(config), "n_rows": n_rows, "precision": precision,
                 "place": setup.place}, row, n_rows * config.context))
-        made = measure.side_by_side(cases, "op", setup, 2)
-        on_rows(made)
-        rows += made
-    return rows
+        yield measure.side_by_side(cases, "op", setup, 2)
 
 
 def implementation(name: str, variant: str, config: ModelConfig) -> Implementation:

@@ -77,17 +77,13 @@ def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
     if not rows:
         return []
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
-    cells["size"] = cells.run.map(ours_first(cells).drop_duplicates("run").set_index("run").n_parameters)
+    ours_first = cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
+    cells["size"] = cells.run.map(ours_first.drop_duplicates("run").set_index("run").n_parameters)
     order = {benchmark: i for i, benchmark in enumerate(TITLES)}
     tables = (table for _, table in cells.groupby(["benchmark", "name", "hardware", "threads", "size"], sort=False))
     return sorted(tables, key=lambda table: (
         order.get(table.benchmark.iat[0], len(order)), table.device.iat[0] == "cpu", size_of(table),
         table.name.iat[0], -table.n_tokens.max()))
-
-
-def ours_first(cells: pd.DataFrame) -> pd.DataFrame:
-    """FLASH's rows before others."""
-    return cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
 
 
 def size_of(table: pd.DataFrame) -> int:

@@ -4,7 +4,7 @@ import math
 import re
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks import Row, measure, peers
-from benchmarks.measure import Case, OnRows, Setup, Times, ignore
+from benchmarks.measure import Case, Setup, Times
 from benchmarks.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.distributed.ordered import parts_of
@@ -64,20 +64,17 @@ class StepCase:
         return 1, min(self.config.context, 5 * (self.config.chunk_size or 256) // 2)
 
 
-def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False,
-                   on_rows: OnRows = ignore) -> list[Row]:
-    """Time and memory of whole training steps; a row per case.
+def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False) -> Iterator[list[Row]]:
+    """Time and memory of whole training steps; yields the rows of the cases that were measured together.
 
-    Those of one context and type take a step in turn, round and round; with `together` those of one type do. on_rows
-    gets the rows of those that were measured together, which share their "run". Before a time counts, the loss and the
-    gradient have been compared with those of the same weights in eager float32."""
+    Those of one context and type take a step in turn, round and round; with `together` those of one type do. Before a
+    time counts, the loss and the gradient have been compared with those of the same weights in eager float32."""
     measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=setup.repeats,
                                threads=setup.threads, **{"tokens of a step": min(
                                    (min(case.tokens, case.config.context) for case in cases), default=1)})
     groups: dict[object, list[StepCase]] = {}
     for case in cases:
         groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         @cache  # cases of one model share what they are compared with
         def wanted(model: str, config: ModelConfig, shape: tuple[int, int]) -> Row:
@@ -87,11 +84,8 @@ def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = 
                 "label": model, "config": to_dict(config), "shape": shape, "path": path, "place": setup.place})}
 
         for group in groups.values():
-            made = measure.side_by_side([measured_case(case, setup.place, wanted) for case in group], "step", setup,
-                                        WARM_UP, hold=None if setup.device == "cpu" else False)
-            on_rows(made)
-            rows += made
-    return rows
+            yield measure.side_by_side([measured_case(case, setup.place, wanted) for case in group], "step", setup,
+                                       WARM_UP, hold=None if setup.device == "cpu" else False)
 
 
 def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Case:

@@ -93,14 +93,16 @@ def benchmark_step(
     Any --set applies to every model that has the field."""
     cases = step.step_cases(labels or DEFAULT, how.contexts or (512, 2048, 8192), how.precisions, tokens=tokens,
                             config_of=how.config)
-    step.benchmark_step(cases, how.setup, together=together, on_rows=how.show_and_keep)
+    for rows in step.benchmark_step(cases, how.setup, together=together):
+        how.show_and_keep(rows)
 
 
 def benchmark_op(how: How, name: Annotated[str, f"{', '.join(op.OPS)}.", "OP"], tokens: Tokens = 8192) -> None:
     """Forward and backward of one op: the reference, the same compiled and, on a GPU, the kernels, side by side."""
     config = how.config(op.MODEL_OF.get(name, "flash"))
-    op.benchmark_op(name, [replace(config, context=n) for n in how.contexts or (2048,)], how.setup, tokens=tokens,
-                    precisions=how.precisions, on_rows=how.show_and_keep)
+    configs = [replace(config, context=n) for n in how.contexts or (2048,)]
+    for rows in op.benchmark_op(name, configs, how.setup, tokens=tokens, precisions=how.precisions):
+        how.show_and_keep(rows)
 
 
 def benchmark_run(

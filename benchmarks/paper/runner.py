@@ -288,7 +288,8 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
         label = parse_label(config.preset + (":compiled" if config.train.compile else ""))
         cases.append(StepCase(label, config.model, config.train.micro_batch_tokens, config.train.precision))
     threads = 1 if place.device == "cpu" else place.threads
-    measured = benchmark_step(cases, Setup(threads=threads, device=place.device, progress=progress))
+    # A column has one context, and its cells one type.
+    (measured,) = benchmark_step(cases, Setup(threads=threads, device=place.device, progress=progress))
     rows = [{**row, "machine": row.get("settings"), **facts_of(cell, "step", None)}
             for cell, row in zip(column, measured, strict=True)]
     append_json_lines(place.rows, rows)

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from benchmarks import measure, peers
+from benchmarks import measure, peers, step
 from benchmarks.cells import shaped_config
 from benchmarks.measure import Setup
 from benchmarks.peers import WINDOW_TOKENS, parse_label
-from benchmarks.step import benchmark_step, step_cases
+from benchmarks.step import step_cases
 from lineartime.config import ModelConfig, to_dict
 from lineartime.errors import UsageError
 from lineartime.info import describe
@@ -25,6 +25,10 @@ def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
 
 def cells(*labels, contexts=(64,), precisions=("float32",), **options):
     return step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
+
+
+def benchmark_step(*args, **options):
+    return [row for rows in step.benchmark_step(*args, **options) for row in rows]
 
 
 here = pytest.fixture(lambda monkeypatch: work_here(monkeypatch))
@@ -47,12 +51,12 @@ def test_a_label_is_a_model_and_how_it_runs():
 
 
 def test_rows_say_what_was_measured(here):
-    given = []
-    rows = benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)), Setup(repeats=3),
-                          on_rows=given.append)
+    given = [*step.benchmark_step(cells("flash", "transformer++:unfused", "flash-pytorch", contexts=(64, 32)),
+                                  Setup(repeats=3))]
+    rows = [row for some in given for row in some]
     assert [(row["label"], row["context_tokens"]) for row in rows] == [
         (label, context) for context in (64, 32) for label in ("flash", "transformer++:unfused", "flash-pytorch")]
-    assert given == [rows[:3], rows[3:]] and [len({row["run"] for row in some}) for some in given] == [1, 1]
+    assert [(len(some), len({row["run"] for row in some})) for some in given] == [(3, 1), (3, 1)]
     for row in rows:
         assert row["benchmark"] == "step" and row["unit"] == "step" and row["tokens_per_step"] == 128
         assert row["clock"] == "cpu" and row["cpu_ms"]["n"] == row["wall_ms"]["n"] == row["repeats"] == 3
