@@ -12,8 +12,7 @@ import torch
 
 from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
-from lineartime.distributed.ordered import gather_rows
-from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.distributed.ranks import ALONE, Ranks, gather_rows
 from lineartime.errors import NumericsError, UsageError
 from lineartime.load import load_model
 from lineartime.masking import masked_rows

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lineartime.distributed.ranks import ALONE, Ranks, gather, process_group
+from lineartime.distributed.ranks import ALONE, Ranks, gather, gather_rows, process_group
 from lineartime.settings import require
 
 VECTOR = 64
@@ -174,13 +174,6 @@ def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
             pieces = row.split([stop - start for start, stop in share])
             for t, (start, stop), piece in zip(flat, share, pieces, strict=True):
                 t[start:stop] = piece
-
-
-def gather_rows(values: Tensor, ranks: Ranks) -> list[Tensor]:
-    """The values of every rank, in rank order, which may be of different lengths. values: `[N]`."""
-    lengths = gather(torch.tensor(len(values)), ranks).tolist()
-    rows = gather(nn.functional.pad(values, (0, max(lengths) - len(values))), ranks)
-    return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
 def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) -> Tensor:

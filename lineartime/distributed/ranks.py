@@ -233,19 +233,23 @@ def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
     return out.view(ranks.size, *values.shape)
 
 
+def gather_rows(values: "Tensor", ranks: Ranks) -> list["Tensor"]:
+    """The values of every rank, in rank order, which may be of different lengths. values: `[N]`."""
+    import torch
+
+    lengths = gather(torch.tensor(len(values)), ranks).tolist()
+    rows = gather(torch.nn.functional.pad(values, (0, max(lengths) - len(values))), ranks)
+    return [row[:n] for row, n in zip(rows, lengths, strict=True)]
+
+
 def gather_json(value: Any, ranks: Ranks) -> list[Any]:
     """A JSON value of every rank, in rank order, on each."""
     import torch
 
     if ranks.size == 1:
         return [value]
-    # Collectives take tensors of one size: the lengths are gathered first, then texts padded to the longest.
-    text = json.dumps(value).encode()
-    lengths = gather(torch.tensor([len(text)]), ranks).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = gather(padded, ranks)
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist())) for row in gather_rows(text, ranks)]
 
 
 def wait_for_all(ranks: Ranks) -> None:
