@@ -1,5 +1,4 @@
-"""The verbs that say what there is: `lineartime models` and `lineartime config`, which do not import torch, and
-`lineartime info`."""
+"""The verbs that say what there is: `lineartime config`, which does not import torch, and `lineartime info`."""
 
 import textwrap
 import typing
@@ -10,33 +9,8 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import PRESETS, model_config, source_of
-from lineartime.run_config import SIZES, read_config, run_config, shipped_models, weights_folder
+from lineartime.run_config import read_config, run_config, shipped_models, weights_folder
 from lineartime.settings import describe_kind, replace_fields, require
-
-MODELS = {
-    "transformer": "learned positions, GELU: for calibration",
-    "transformer+": "Transformer with RoPE: the paper's baseline",
-    "transformer++": "Transformer with RoPE and GLU: the strongest baseline",
-    "performer": "linear attention with a ReLU kernel: a baseline",
-    "performer-matmul": "Performer, its sums by matmuls: for the paper's latency table",
-    "combiner": "attention to a chunk and to summaries of the others: a baseline",
-    "mc-tfm++": "Transformer++ with mixed chunk attention: to see what the GAU adds",
-    "flash-quad": "GAU with quadratic attention: to compare with FLASH",
-    "flash": "GAU with mixed chunk attention: for long rows and long prompts",
-    "flash+": "FLASH that learns to recall across chunks: ours, not the paper's"}
-"""What each preset is."""
-
-
-def models() -> None:
-    """List the models that can be trained, and their sizes."""
-    for name, what in MODELS.items():
-        say(f"{name:<17} {what}")
-    say("")
-    for size in SIZES:
-        run = run_config({"model": "flash", "size": size, "data": "-", "out": "-"})
-        say(f"{size:<17} about {run.model.least_parameters / 1e6:.0f} M parameters, FLASH has {run.model.n_layers} "
-            f"layers of width {run.model.d_model}; {run.train.steps:,} steps of {run.train.tokens_per_step:,} tokens")
-    say("\na trained model that ships with the package: small (`lineartime generate small`)")
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:

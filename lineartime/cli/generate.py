@@ -2,11 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
-from lineartime.atomic_io import MAX_BYTES, read_bytes
+from lineartime.atomic_io import MAX_BYTES
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal
 from lineartime.errors import UsageError
@@ -25,7 +23,6 @@ def generate(
     prompts: Annotated[tuple[str, ...], "Texts to continue; `-` reads one from stdin. Without any, a new document "
                        "begins.", "PROMPTS"] = (),
     *,
-    prompt_file: Annotated[tuple[Path, ...], "File with a prompt; may be given again."] = (),
     max_new_tokens: Annotated[int, "Most tokens to add."] = 200,
     temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8,
     top_k: Annotated[int | None, "Draw from the k likeliest tokens only."] = None,
@@ -38,7 +35,7 @@ def generate(
     """Continue prompts.
     One prompt is printed as it grows; several are continued together and printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
-    run, texts = named_folder(model), read_prompts(prompts, prompt_file)
+    run, texts = named_folder(model), [read_prompt(text) for text in prompts] or [""]
     import torch
 
     from lineartime.generation.generate import check_sampling, generate
@@ -80,23 +77,14 @@ def generate(
         print(f"== {number}\n{text}")
 
 
-def read_prompts(prompts: Sequence[str], files: Sequence[Path] = ()) -> list[str]:
-    """The prompts of a command line, in order: arguments (`-` for stdin), then files; without any, one empty prompt."""
-    require(prompts.count("-") <= 1, "stdin is read once", "-", "name it once")
-    found = []
-    for text in prompts:
-        name = "stdin" if text == "-" else "the command line"
-        found.append((name, sys.stdin.buffer.read(MAX_BYTES + 1) if text == "-" else os.fsencode(text)))
-        require(len(found[-1][1]) <= MAX_BYTES, "the prompt is too long", name, f"it takes {MAX_BYTES:,} bytes")
-    for path in files:
-        try:
-            found.append((str(path), read_bytes(path)))
-        except OSError as e:
-            raise UsageError("cannot read the prompt", path, e.strerror) from None
-    texts = []
-    for name, data in found:
-        try:
-            texts.append(data.decode("utf-8-sig"))
-        except UnicodeDecodeError as e:
-            raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
-    return texts or [""]
+def read_prompt(text: str) -> str:
+    """A prompt of the command line; `-` reads it from stdin."""
+    if text == "-":
+        name, data = "stdin", sys.stdin.buffer.read(MAX_BYTES + 1)
+    else:
+        name, data = "the command line", os.fsencode(text)
+    require(len(data) <= MAX_BYTES, "the prompt is too long", name, f"it takes {MAX_BYTES:,} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None

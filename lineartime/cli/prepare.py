@@ -1,18 +1,12 @@
 """`lineartime prepare`: text into tokens."""
 
-import dataclasses
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lineartime.atomic_io import scratch_folder
 from lineartime.cli.options import given_options
 from lineartime.cli.terminal import Terminal, results_are_files, say
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import UsageError
 from lineartime.settings import require
 
 if TYPE_CHECKING:
@@ -37,32 +31,10 @@ def prepare(
     from lineartime.data.prepare import join as join_parts
     from lineartime.data.prepare import prepare_text
 
-    with Terminal() as terminal, saved_stdin(settings) as settings:
+    with Terminal() as terminal:
         manifest = (join_parts(settings.inputs, settings.out, progress=terminal.count) if join else
                     prepare_text(settings, progress=terminal.count))
     say_prepared(manifest, settings.out, settings.part)
-
-
-@contextmanager
-def saved_stdin(settings: PrepareSettings) -> Iterator[PrepareSettings]:
-    """The settings, with a file beside `out` in the place of `-`, because text is read several times. It goes with the
-    block."""
-    inputs, stdin = settings.inputs, Path("-")
-    if stdin not in inputs:
-        yield settings
-        return
-    if inputs.count(stdin) > 1:
-        raise UsageError("stdin is read once", "-", "name it once")
-    with scratch_folder(Path(os.path.realpath(settings.out))) as folder:
-        path = folder / "stdin.txt"
-        with path.open("wb") as file:
-            while block := (b"" if sys.stdin is None else sys.stdin.buffer.read(1 << 20)):
-                if b"\0" in block:  # and not the endless copy of a device
-                    raise DataError("a NUL byte: this is no text", "stdin")
-                file.write(block)
-        if not path.stat().st_size:
-            raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
-        yield dataclasses.replace(settings, inputs=tuple(path if each == stdin else each for each in inputs))
 
 
 def say_counts(manifest: "Manifest") -> None:

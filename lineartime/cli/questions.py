@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lineartime.cli.generate import read_prompts
+from lineartime.cli.generate import read_prompt
 from lineartime.cli.options import Device, RankTimeout, given_options
 from lineartime.cli.terminal import Terminal, counted_documents, results_are_files, say, say_stopping
 from lineartime.distributed.ranks import TIMEOUT_S, launched
@@ -77,7 +77,6 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
     if plan.task == "questions":
         say(f"answers  {out / 'predictions.json'}")
-        say(f"metrics  {out / result['best'] / 'metrics.jsonl'}, {out / 'result.json'}")
         say(f"next     lineartime answer {out} --question \"Who wrote it?\" --document FILE")
     else:
         say(f"report   {out / 'report.md'}")
@@ -100,13 +99,12 @@ def answer(
     """Answer one question from documents of any length."""
     require(bool(question.strip()), "no question", "--question", 'give --question "..."')
     require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
-    require(document.count("-") <= 1, "stdin is read once", "-", "name it once")
     folder = named_folder(run)
     from lineartime.data.read_text import check_text
     from lineartime.qa.questions import Document, Question, read_utf8
 
     check_text(question, "the question", "--question")
-    documents = tuple(Document("stdin", read_prompts("-")[0]) if name == "-" else Document(name, read_utf8(Path(name)))
+    documents = tuple(Document("stdin", read_prompt("-")) if name == "-" else Document(name, read_utf8(Path(name)))
                       for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))

@@ -1,13 +1,9 @@
 """`--log tensorboard`: the lines of `metrics.jsonl` for TensorBoard too, in the folder `tensorboard` of the run."""
 
 import importlib.util
-import logging
-from collections.abc import Callable
 from typing import Any
 
 from lineartime.settings import require, require_name
-
-logger = logging.getLogger(__name__)
 
 
 def require_tracker(name: str) -> None:
@@ -19,18 +15,13 @@ def require_tracker(name: str) -> None:
 
 class Tracker:
     """An `on_step` of training that writes each line for TensorBoard. The files are opened at the first line, so that a
-    run that is complete leaves no trace. When TensorBoard fails, that is said once and nothing more is written."""
+    run that is complete leaves no trace."""
 
     def __init__(self, folder: str):
         self.folder = folder
         self.writer: Any = None
-        self.failed = False
 
     def __call__(self, record: dict[str, Any]) -> None:
-        self.attempt(self.write, record)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Write the numbers of a line of the metrics."""
         from torch.utils.tensorboard import SummaryWriter
 
         step = record["step"]
@@ -43,17 +34,7 @@ class Tracker:
     def close(self) -> None:
         """Write what is still in memory."""
         if self.writer is not None:
-            self.attempt(self.writer.close)
-
-    def attempt(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Call a library that is not ours, whose errors do not stop the training."""
-        if self.failed:
-            return
-        try:
-            act(*arguments)
-        except Exception as e:
-            logger.warning(f"tensorboard does not go on: {type(e).__name__}: {e}; the metrics are in metrics.jsonl")
-            self.failed = True
+            self.writer.close()
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:

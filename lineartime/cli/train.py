@@ -134,7 +134,6 @@ def say_trained(done: "TrainResult") -> None:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
-    say(f"plot     {out / 'loss.png'}")
-    say(f"metrics  {out / 'metrics.jsonl'}, {out / 'result.json'}")
+    say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
     say(f"next     {generate}{evaluate}")

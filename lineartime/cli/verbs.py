@@ -16,7 +16,6 @@ from lineartime.errors import UsageError
 
 VERBS: dict[Callable[..., None], list[str]] = {
     prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
-                      "cat notes.txt | lineartime prepare - --out data --held-out 0.05",
                       "prepare --sample --out data --held-out 0.1 --vocab-size 1024"],
     train.train: ["train flash --data data --out run",
                   "train flash --data data --out run --size small --set seed=1",
@@ -28,7 +27,6 @@ VERBS: dict[Callable[..., None], list[str]] = {
                         'echo "Reader, I" | lineartime generate run -'],
     export_plot.export: ["export run --out folder"],
     export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
-    describe.models: ["models"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
     describe.info: ["info flash --set context=8192", "info flash --plan 4", "info data --verify"],
     questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512",

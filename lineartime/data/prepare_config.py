@@ -19,7 +19,7 @@ class PrepareSettings:
     """What text is prepared, and how. Raises UsageError for wrong values, and for settings that exclude each other."""
 
     inputs: Annotated[tuple[Path, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
-                      ".bz2, .xz or .zst) or .parquet; folders of them; or `-` for one document on stdin.", "INPUTS"]
+                      ".bz2, .xz or .zst) or .parquet; or folders of them.", "INPUTS"]
     out: Annotated[Path, "Folder for the prepared tokens."]
     sample: Annotated[bool, "Read the book that ships with the package instead."] = False
     tokenizer: Annotated[str | Path, "train (make one from this text), bytes, a tokenizer.json, or a run, an exported "

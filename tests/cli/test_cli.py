@@ -74,16 +74,13 @@ def test_a_toml_file_and_overrides(data: Path, tmp_path: Path, call: Call) -> No
     assert stored["steps"] == 2 and stored["learning_rate"] == 1e-3 and stored["clip"] is None
 
 
-def test_prepare_reads_stdin_and_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
-    prepare = ["prepare", "-", "--out", tmp_path / "data", "--tokenizer", "bytes", "--held-out", 0.2]
-    code, out, _ = call(*prepare, stdin=TEXT)
+def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "book.txt").write_text(TEXT)
+    prepare = ["prepare", tmp_path / "book.txt", "--out", tmp_path / "data", "--tokenizer", "bytes", "--held-out", 0.2]
+    code, out, _ = call(*prepare)
     assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
-    assert "train flash --data" in out and [path.name for path in tmp_path.iterdir()] == ["data"]
-    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["sources"][0]["name"] == "stdin.txt"
-    assert "nothing to do" in call(*prepare, stdin=TEXT)[1]
-    code, _, err = call("prepare", "-", "-", "--out", tmp_path / "twice", stdin=TEXT)
-    assert_refused(code, err, 2, "stdin is read once")
-    code, _, err = call(*prepare, "--vocab-size", 500, stdin=TEXT)
+    assert "train flash --data" in out and "nothing to do" in call(*prepare)[1]
+    code, _, err = call(*prepare, "--vocab-size", 500)
     assert_refused(code, err, 2, "this tokenizer has its own vocabulary", "leave out --vocab-size")
 
 
@@ -95,14 +92,11 @@ def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> No
     assert json.loads(out)["bits_per_byte"] == pytest.approx(stored["bits_per_byte"], rel=1e-6)
 
 
-def test_generate_from_arguments_file_and_stdin(run: Path, tmp_path: Path, call: Call) -> None:
-    (tmp_path / "prompt.txt").write_text("The quick")
+def test_generate_from_arguments_and_stdin(run: Path, call: Call) -> None:
     how = ["--max-new-tokens", 12, "--temperature", 0]
     code, one, _ = call("generate", run, "The quick", *how)
     assert code == 0 and one.startswith("The quick")
-    assert call("generate", run, "--prompt-file", tmp_path / "prompt.txt", *how)[1] == one
     assert call("generate", run, "-", *how, stdin="The quick")[1] == one
-    assert_refused(*call("generate", run, "-", "-", *how, stdin="The quick")[::2], 2, "stdin is read once")
     several = call("generate", run, "The quick", "A much longer prompt than the other", *how)[1]
     assert several.startswith("== 1\n" + one.rstrip("\n")) and "== 2\nA much longer" in several
     assert call("generate", run, "The", "--seed", 5)[1] == call("generate", run, "The", "--seed", 5)[1]
@@ -169,7 +163,6 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["--out goes with --contexts"], [*evaluate, "--out", tmp_path / "x.json"]),
         (3, ["no document has", "work"], [*evaluate, "--contexts", "32,1000000"]),
         (6, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
-        (2, ["UTF-8", "bad.txt"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
         (2, ["'int8' is not one of 'float32', 'bfloat16'"], ["generate", run, "x", "--precision", "int8"]),
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
         (2, ["--out"], ["plot", run, run]),

@@ -12,8 +12,7 @@ import typer
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.cli import verbs
-from lineartime.cli.describe import MODELS
-from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig
+from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 
 APP = typer.main.get_command(verbs.app)
 EXAMPLES = {verb.__name__: examples for verb, examples in verbs.VERBS.items()}
@@ -22,11 +21,9 @@ EXAMPLES = {verb.__name__: examples for verb, examples in verbs.VERBS.items()}
 def test_torch_is_not_imported_for_what_there_is_and_for_help(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every example in a help is parsed by its verb, which is not called."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    for line in ("models", "config", "config transformer++ --size tiny", "--version"):
+    for line in ("config", "config transformer++ --size tiny", "--version"):
         code, out, err = call(*line.split())
         assert (code, err) == (0, "") and out, line
-    _, out, _ = call("models")
-    assert list(MODELS) == list(PRESETS) and all(f"{name} " in out for name in PRESETS)
     for verb, examples in EXAMPLES.items():
         code, out, err = call(verb, "--help")
         assert (code, err) == (0, "")

@@ -20,7 +20,6 @@ from pyarrow import parquet
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.errors import ResourceError
-from lineartime.release.card import Sample, sample_text
 from lineartime.run_config import model_folder, run_config
 from lineartime.training import new_model
 from tiny_runs import command as train_command
@@ -110,19 +109,15 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
     for path in sorted(tmp_path.glob("*.toml")):
         code, _, err = call("train", path)
         assert_refused(code, err, 2, "cannot read the configuration", path)
-        code, _, err = call("generate", "small", "--prompt-file", path)
-        assert_refused(code, err, 2, "cannot read the prompt", path)
         code, _, err = call("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", path)
         assert_refused(code, err, 2, "cannot read the tokenizer", path)
         code, _, err = call("evaluate", "small", "--questions", path)
         assert_refused(code, err, 3, path)
 
 
-def test_an_endless_stdin_is_refused_and_so_is_a_closed_one(tmp_path: Path, warm_command: list[str]) -> None:
+def test_an_endless_stdin_is_refused(warm_command: list[str]) -> None:
     done = shell("lineartime generate small - < /dev/zero", warm_command)
     assert_refused(done.returncode, done.stderr, 2, "the prompt is too long: stdin")
-    done = shell(f"lineartime prepare - --out {tmp_path / 'out'} <&-")
-    assert_refused(done.returncode, done.stderr, 3, "no text: stdin")
 
 
 def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:
@@ -165,7 +160,7 @@ def test_a_stdout_that_is_full_or_closed(tmp_path: Path, warm_command: list[str]
         done = shell(line, command)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), line
         assert (tmp_path / folder / ("result.json" if "run" in folder else "manifest.json")).exists()
-    full = shell("lineartime models > /dev/full")  # here the text is the result
+    full = shell("lineartime config > /dev/full")  # here the text is the result
     assert (full.returncode, full.stderr) == (6, "error: No space left on device\n")
     first = shell("lineartime info flash | head -1", warm_command, PYTHONUNBUFFERED="1")
     assert (first.returncode, first.stdout[:5], first.stderr) == (0, "flash", "")
@@ -193,13 +188,6 @@ def test_a_terminal_gets_tables_without_escapes(warm_command: list[str]) -> None
                 printed += block
     os.close(reader)
     assert process.returncode == 0 and b"Specification" in printed and b"x1b" not in printed and b"\x1b" not in printed
-
-
-def test_a_sample_cannot_break_out_of_the_model_card() -> None:
-    prompt, text = "`</pre>\n```", "\n````\n# Trust me\n```"
-    lines = sample_text(Sample(prompt, text, 5, 0.8)).split("\n")
-    assert [line for line in lines if line.startswith("`````")] == ["`````text", "`````"]
-    assert lines.index("````text") < lines.index("````") < lines.index("`````text") < lines.index("# Trust me")
 
 
 def test_memory_that_runs_out_anywhere_is_said_in_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,19 +22,6 @@ def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monk
         assert_refused(code, err, 2, words)
 
 
-@pytest.mark.parametrize("broken", ["__init__", "add_scalar", "close"])
-def test_an_error_is_said_once(broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-                               monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(f"torch.utils.tensorboard.SummaryWriter.{broken}", full)
-    with closing(Tracker(str(tmp_path))) as on_step:
-        on_step(LINE)
-        on_step(LINE)
-    assert caplog.messages == ["tensorboard does not go on: OSError: no space left; the metrics are in metrics.jsonl"]
-
-
 def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
     """Also of a run that went on and wrote lines again; and nothing is written for a run that is complete."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

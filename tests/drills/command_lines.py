@@ -43,7 +43,6 @@ RECIPES: dict[str, list[list[str]]] = {
     "prepare": [["text.txt", "--out", "new", "--vocab-size", "280", "--held-out", "0.2", "--jobs", "1"],
                 ["text.jsonl.gz", "--out", "new", "--tokenizer", "bytes", "--validation", "text2.txt"],
                 ["text.txt", "--out", "data", "--vocab-size", "280", "--held-out", "0.2"],
-                ["-", "--out", "new", "--tokenizer", "bytes", "--jobs", "1"],
                 ["text.txt", "--out", "new", "--tokenizer", "run", "--held-out", "0.2", "--jobs", "1"]],
     "train": [folders.train("data", "new", steps=3)[1:], folders.train("data", "unfinished")[1:],
               ["odd/ok.toml", "--steps", "2", "--context", "16", "--tokens-per-step", "32", *TINY, "--set",
@@ -67,7 +66,6 @@ RECIPES: dict[str, list[list[str]]] = {
                  ["unfinished", "a", "b", "--max-new-tokens", "3"], ["small", "I", "--max-new-tokens", "2"]],
     "export": [["run", "--out", "new", "--device", "cpu"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
-    "models": [[]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
 }
@@ -87,7 +85,7 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
 
 FITTING = {"questions": (".json",), "data": (".json",), "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
-           "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "": ("model_", ".toml")}
+           "document": (".txt", ".json"), "about": (".md", ".txt"), "": ("model_", ".toml")}
 """Parts of the names of odd files that an option, or an argument (""), would take for its own."""
 
 
