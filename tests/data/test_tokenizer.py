@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lineartime.atomic_io import read_toml
-from lineartime.cli.generate import read_prompts
 from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
     WORDS,
@@ -71,12 +70,11 @@ def test_a_continuation_keeps_the_space_before_it():
         assert "".join(step(i) for i in ids) == after
 
 
-def test_a_byte_order_mark_is_no_part_of_a_token_a_setting_or_a_prompt(tmp_path):
-    for name, text in (("tokens", "quokka\nwombat"), ("toml", "steps = 1"), ("prompt", "It was")):
+def test_a_byte_order_mark_is_no_part_of_a_token_or_a_setting(tmp_path):
+    for name, text in (("tokens", "quokka\nwombat"), ("toml", "steps = 1")):
         (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
     assert with_tokens(TRAINED, tmp_path / "tokens").decode([TRAINED.vocab_size]) == "quokka"
     assert read_toml(tmp_path / "toml") == {"steps": 1}
-    assert read_prompts([], [tmp_path / "prompt"]) == ["It was"]
 
 
 ODD = ["the", " it", "a", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\xa0", "\u3000",
