@@ -70,9 +70,8 @@ def test_every_output_has_the_same_vectors_in_order(folder, vectors, tmp_path, c
 
 
 def test_a_cut_is_said(folder, call):
-    _, out, err = call("embed", folder / "model", folder / "texts", "--max-tokens", 17)
+    _, out, _ = call("embed", folder / "model", folder / "texts", "--max-tokens", 17)
     assert [json.loads(line)["cut"] for line in out.splitlines()] == [False, False, True, False]
-    assert "cut      1 document to 17 tokens" in err
 
 
 def test_a_file_name_that_is_not_utf8_is_refused(folder, tmp_path, call):
