@@ -75,11 +75,11 @@ def tiny(preset: str, **fields: object) -> LanguageModel:
     return LanguageModel(model_config(preset, **{**sizes, **chunk, **fields}))
 
 
-def head_inputs(n_rows: int, n_tokens: int, s: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def head_inputs(n_rows: int, n_tokens: int, s: int, dtype: torch.dtype, chunk: int = 128) -> dict[str, Tensor]:
     """What attention of made heads takes: but for bias and gates of one type, and the same numbers in every type."""
     return {"uv": random(n_rows, n_tokens, 2 * 64, seed=4).bfloat16().to(dtype),
             "heads": (0.7 * random(4, n_rows, n_tokens, s, seed=7)).bfloat16().to(dtype),
-            "w": random(255, seed=3) / 3, "gate": random(n_rows, n_tokens, seed=9)}
+            "w": random(2 * chunk - 1, seed=3) / 3, "gate": random(n_rows, n_tokens, seed=9)}
 
 
 def gated_heads(leaves: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:

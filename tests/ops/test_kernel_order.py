@@ -8,36 +8,25 @@ import triton
 import triton.language as tl
 
 import launch_order
+from kernel_law import S, documents, make_inputs, run
 from lineartime.layers import rotary
 from lineartime.ops import decode_step, gradients, mixed_chunk, norm, quadratic
-
-S = 128
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2).to(dtype).requires_grad_()
 
 
-def attention(op, n_heads, n_bias, n_tokens, e, dtype, **how):
-    """Output and gradients for two rows of several documents; the second ends in padding."""
-    sin, cos = (x.detach() for x in rotary(torch.arange(n_tokens)[None], S, torch.float32))
-    inputs = [numbers(2, n_tokens, 2 * e + S, dtype=dtype), numbers(n_heads, S, seed=1), numbers(n_heads, S, seed=2),
-              numbers(n_bias, seed=3)]
-    ids_BT = (torch.arange(n_tokens) // 50).repeat(2, 1)
-    ids_BT[1, -n_tokens // 7:] = -1
-    out = op(*inputs[:3], sin, cos, inputs[3], segment_ids_BT=ids_BT, **how)
-    given = numbers(*out.shape, seed=4, dtype=dtype).detach()
-    return [out.detach(), *torch.autograd.grad(out, inputs, given)]
+def chunks():
+    return run(mixed_chunk.gated_chunk_attention, make_inputs(2, 140, torch.bfloat16), chunk_size=128, causal=True,
+               segment_ids_BT=documents(2, 140))
 
 
-def chunks(causal, n_tokens):
-    return attention(mixed_chunk.gated_chunk_attention, 4, 255, n_tokens, 64, torch.bfloat16, chunk_size=128,
-                     causal=causal)
-
-
-def row(n_tokens):
-    return attention(quadratic.gated_quadratic_attention, 2, 2 * n_tokens - 1, n_tokens, 64, torch.bfloat16,
-                     scale_len=100, causal=True)
+def row():
+    inputs = make_inputs(2, 140, torch.bfloat16, chunk=140)
+    inputs |= {name: inputs[name][:2] for name in ("gamma", "beta")}
+    return run(quadratic.gated_quadratic_attention, inputs, scale_len=100, causal=True,
+               segment_ids_BT=documents(2, 140))
 
 
 def norms():
@@ -71,7 +60,7 @@ def decode():
     return made
 
 
-CASES = [(lambda: chunks(True, 140), {(mixed_chunk, "MANY_CHUNKS"): 0}), (lambda: row(140), {}),
+CASES = [(chunks, {(mixed_chunk, "MANY_CHUNKS"): 0}), (row, {}),
          (norms, {(norm, "MAX_PROGRAMS"): 3}), (decode, {})]
 KERNELS = {name for module in (decode_step, gradients, mixed_chunk, norm, quadratic)
            for name, each in vars(module).items() if isinstance(each, triton.runtime.interpreter.InterpretedFunction)}
@@ -81,17 +70,17 @@ KERNELS = {name for module in (decode_step, gradients, mixed_chunk, norm, quadra
 def test_no_launch_depends_on_the_order_of_its_programs(monkeypatch):
     """By the addresses that programs read and write, and by the bits of all results in other orders."""
     launched = set()
-    for run, settings in CASES:
+    for case, settings in CASES:
         with monkeypatch.context() as patch:
             for (module, name), value in settings.items():
                 patch.setattr(module, name, value)
             with launch_order.watched(monkeypatch) as launches:
-                first = run()
+                first = case()
             assert {launch.kernel: launch.faults() for launch in launches if launch.faults()} == {}
             assert all(bool(x.isfinite().all()) for x in first)
             for order in ("backwards", "shuffled"):
                 with launch_order.in_order(monkeypatch, order):
-                    again = run()
+                    again = case()
                 assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), order
         launched |= {launch.kernel for launch in launches if len(launch.loads) > 1}
     assert launched <= KERNELS and len(launched) == 13

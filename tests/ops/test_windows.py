@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_law import assert_held, assert_near, random
+from kernel_law import S, assert_held, assert_near, head_inputs, make_inputs, run_heads
 from lineartime import ops
 from lineartime.config import model_config
 from lineartime.errors import UsageError
@@ -14,33 +14,10 @@ from lineartime.model import LanguageModel
 from lineartime.ops import dispatch, reference, windows
 from tiny_models import random_ids
 
-E, S = 24, 16
 LAYOUTS = {"one document": None,
            "documents and padding": [[0] * 50 + [1] + [2] * 200 + [3] * 49, [0] * 128 + [1] * 100 + [-1] * 72,
                                      [0] * 300],
            "begins at chunks": [[0] * 64 + [1] * 64 + [2] * 172, [0] * 299 + [1], [-1] * 300]}
-
-
-def make_inputs(n_rows: int, n_tokens: int, chunk: int, dtype: torch.dtype,
-                parameters: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    sin, cos = reference.rotary(torch.arange(n_tokens)[None], S, torch.float64)
-    made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
-            "w": random(2 * chunk - 1, seed=3) / 3}
-    return {"uvz": random(n_rows, n_tokens, 2 * E + S, seed=4).to(dtype),
-            **{name: x.to(parameters) for name, x in made.items()}}
-
-
-def run_heads(op, ids_BT: Tensor | None, pooling: str, dtype: torch.dtype, chunk: int) -> list[Tensor]:
-    """The output, and the gradients of uv, the four heads, w and the gates."""
-    made = [random(3, 300, 2 * E, seed=4), *(random(3, 300, S, seed=n) for n in (5, 6, 7, 8)),
-            random(2 * chunk - 1, seed=3) / 3, random(3, 300, seed=9)]
-    leaves = [x.to(dtype).requires_grad_() for x in made]
-    uv, *heads, w, gate = leaves
-    gate_BT = gate.double().sigmoid() if dtype == torch.float64 else gate.float().sigmoid()
-    heads[3] = (heads[3] * gate_BT[..., None]).to(dtype)
-    out = op(uv, heads, w, chunk_size=chunk, causal=True, segment_ids_BT=ids_BT, pooling=pooling,
-             gate_BT=gate_BT if pooling == "written" else None)
-    return [out.detach(), *torch.autograd.grad(out, leaves, random(*out.shape, seed=1).bfloat16().to(dtype))]
 
 
 @pytest.mark.parametrize(("chunk", "window", "pooling", "layout"), [
@@ -52,12 +29,13 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
     """All rows in one window, windows of single rows, of single chunks; chunks that blocks do not divide."""
     monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
-    ours, theirs = (run_heads(module.gated_head_attention, ids_BT, pooling, torch.float64, chunk)
-                    for module in (windows, reference))
+    inputs = {name: x.double() for name, x in head_inputs(3, 300, 16, torch.float64, chunk).items()}
+    ours, theirs = (run_heads(module.gated_head_attention, inputs, pooling == "written", chunk_size=chunk, causal=True,
+                              segment_ids_BT=ids_BT, pooling=pooling) for module in (windows, reference))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
     if pooling != "written":
-        inputs = make_inputs(3, 300, chunk, torch.float64, torch.float64)
+        inputs = make_inputs(3, 300, torch.float64, chunk=chunk, parameters=None)
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
                     causal=True, segment_ids_BT=ids_BT, pooling=pooling, floor=2e-15)
         position_BT = torch.arange(300) + torch.tensor([[0], [7], [1000]])  # each row has its own angles
@@ -73,9 +51,13 @@ def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: s
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     for parameters in (torch.float32, dtype):
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention,
-                    make_inputs(3, 300, 64, dtype, parameters), chunk_size=64, causal=True, segment_ids_BT=ids_BT)
-    exact, ours, theirs = (run_heads(module.gated_head_attention, ids_BT, "written", kind, 64)
-                           for module, kind in ((reference, torch.float64), (windows, dtype), (reference, dtype)))
+                    make_inputs(3, 300, dtype, chunk=64, parameters=parameters), chunk_size=64, causal=True,
+                    segment_ids_BT=ids_BT)
+    inputs = head_inputs(3, 300, 16, dtype, 64)
+    exact, ours, theirs = (run_heads(module.gated_head_attention, given, True, chunk_size=64, causal=True,
+                                     segment_ids_BT=ids_BT, pooling="written")
+                           for module, given in ((reference, {name: x.double() for name, x in inputs.items()}),
+                                                 (windows, inputs), (reference, inputs)))
     assert_near(ours, theirs, exact, 1e-6)
 
 
@@ -142,7 +124,7 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_derivatives() -> None:
     """Transforms of `torch.func` and forward mode take the reference. Second derivatives: test_second_derivatives.py.
     """
-    inputs = make_inputs(2, 70, 32, torch.float64, torch.float64)
+    inputs = make_inputs(2, 70, torch.float64, chunk=32, parameters=None)
     uvz, *rest = inputs.values()
 
     def total(x: Tensor) -> Tensor:
@@ -157,7 +139,7 @@ def test_other_derivatives() -> None:
 
 def test_an_op_in_float32_under_autocast_is_the_reference() -> None:
     """Its matmuls are in another dtype than its inputs, which windows have not."""
-    inputs = make_inputs(2, 70, 32, torch.float32)
+    inputs = make_inputs(2, 70, torch.float32, chunk=32)
     inputs["uvz"].requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         found, wanted = (ops.gated_chunk_attention(*inputs.values(), chunk_size=32, causal=True, impl=impl)
