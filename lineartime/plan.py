@@ -48,13 +48,10 @@ class Plan:
 
 LIBRARIES = 25 * 2**20
 """What PyTorch's mathematics libraries load and set aside when they first compute."""
-HEAP, CHECKPOINTED_HEAP, LARGEST_HEAP = 1.25, 0.75, 2.4
-"""The C library's heap in parts of the blocks in it, which have less than `runtime.LARGEST_KEPT`. It is larger than
-they are: a tensor does not always find the block that another of its size has left, because an aligned block needs a
-bit more room, and small objects have taken that. With activation checkpointing it is `CHECKPOINTED_HEAP` parts of the
-blocks that there would be without, because what a layer computes again hardly finds the blocks that another layer has
-left, but at most `LARGEST_HEAP` parts of its own. Fitted to 20 runs under glibc 2.36. A sharded run gives its memory
-back, see `runtime.choose_allocator`."""
+HOLES = 0.25
+"""What the C library's heap has free, in parts of the blocks in it, which have less than `runtime.LARGEST_KEPT`: a
+tensor does not always find the block that another of its size has left. Fitted to runs under glibc 2.36. A sharded run
+gives its memory back, see `runtime.choose_allocator`."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -105,13 +102,8 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
     is_sharded, n_pending = config.train.shard and n_ranks > 1, gradients_that_wait(config, ranks)
     weights = 4 * (n_own + n_outer + 3 * n_layer if is_sharded else n_all)
     moments, gradients = 4 * 2 * n_own, 4 * (n_own * (1 + n_pending) if is_sharded else n_all * n_pending)
-    heap = HEAP * live.most_kept
-    if config.train.activation_checkpointing:
-        without = replace(config, train=replace(config.train, activation_checkpointing=False))
-        wanted = CHECKPOINTED_HEAP * count_steps(without, ranks).most_kept
-        heap = max(heap, min(wanted, LARGEST_HEAP * live.most_kept))
-    return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients,
-                0 if config.train.shard else int(heap - live.most_kept))
+    holes = 0 if config.train.shard else int(HOLES * live.most_kept)
+    return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients, holes)
 
 
 def count_parameters(config: RunConfig) -> tuple[int, int, int]:
