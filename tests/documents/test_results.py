@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lineartime.documents.results import part_of, unfinished_rows
+from lineartime.documents.results import check_out, part_of, unfinished_rows
 from lineartime.errors import ResourceError, UsageError
 
 MADE_OF = {"weights": "0" * 64, "files": [["texts.jsonl", 1, 2]]}
@@ -115,8 +115,17 @@ def test_one_process_at_a_time(tmp_path):
             go_on(tmp_path / "v.jsonl")
 
 
-def test_a_kill_before_the_rename_loses_nothing(tmp_path, monkeypatch):
+def test_a_kill_around_the_rename_loses_nothing(tmp_path, monkeypatch):
+    out = tmp_path / "v.jsonl"
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(os, "replace", killed)
-        go_on(tmp_path / "v.jsonl")
-    assert go_on(tmp_path / "v.jsonl") == len(ROWS)
+        go_on(out)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "unlink", killed)
+        assert go_on(out) == len(ROWS)
+    whole = part_of(out).read_bytes()
+    for left, stays in ((whole, False), (whole[:-1], True)):  # rows of which there is no output stay
+        part_of(out).write_bytes(left)
+        with pytest.raises(UsageError, match="the output exists already"):
+            check_out(out, (".jsonl",))
+        assert part_of(out).exists() == stays
