@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +53,8 @@ class Checkpoint(NamedTuple):
         return "; ".join(f"step {step}: {reason}" for step, reason in self.damaged.items())
 
 
-Contents = dict[str, tuple[bytes, list[Tensor]]]
-"""Files by name: some bytes, and the tensors whose bytes follow them."""
+Content = bytes | Mapping[str, Tensor]
+"""What a file has: a text, or named tensors."""
 
 
 # Saving
@@ -72,10 +72,8 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
     cannot be stored."""
     run_dir = Path(run_dir)
     target = run_dir / f"step-{step:08d}"
-    contents: Contents = {name: (text.encode(), []) for name, text in files.items()}
-    for stem, named in tensors.items():
-        head, names = _layout(named)
-        contents[stem + TENSORS] = head, [named[name] for name in names]
+    contents: dict[str, Content] = {name: text.encode() for name, text in files.items()}
+    contents |= {stem + TENSORS: named for stem, named in tensors.items()}
     try:
         # Rank 0 decides whether there is something to write, and where.
         aside = None
@@ -97,13 +95,14 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
             _retain(run_dir, step, keep, spare)
         wait_for_all(ranks)
     except OSError as error:
-        n_bytes = sum(len(head) + sum(tensor.nbytes for tensor in body) for head, body in contents.values())
+        n_bytes = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
         raise ResourceError("the checkpoint cannot be saved", f"{target}: {_reason(error)} ({n_bytes:,} bytes needed)",
                             "free some space, or look at the disk; earlier checkpoints are untouched") from error
     return target
 
 
-def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], contents: Contents, ranks: Ranks) -> None:
+def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], contents: Mapping[str, Content],
+                      ranks: Ranks) -> None:
     """Write every rank's files and the manifest, of `facts` and the files, into a new folder, flush them to the disk,
     and give the folder its name. After an error nothing is left of it."""
     try:
@@ -111,10 +110,10 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
             _mkdir(folder)
         wait_for_all(ranks)
         # Each rank writes its files, and the first one the manifest of all, as the last file.
-        own = {name: _write_file(folder / name, *contents[name]) for name in sorted(contents)}
+        own = {name: write_file(folder / name, contents[name]) for name in sorted(contents)}
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
-            _write_file(folder / MANIFEST, _manifest({**facts, "files": entries}), [])
+            write_file(folder / MANIFEST, _manifest({**facts, "files": entries}))
             # The folder gets its name when all of it is on the disk, so that no power loss leaves half under it.
             _fsync_dir(folder)
             if os.path.lexists(target):  # it is damaged
@@ -127,17 +126,21 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
         raise
 
 
-def write_tensors(path: Path, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> dict[str, Any]:
-    """Write and flush a new safetensors file, a tensor at a time; returns its entry in a manifest.
+def write_file(path: Path, content: Content) -> dict[str, Any]:
+    """Write and flush a new file, a text or named tensors in the format of safetensors; returns its manifest entry.
+    Raises OSError, and ValueError for a dtype that cannot be stored."""
+    head, tensors = (content, []) if isinstance(content, bytes) else _layout(content)
+    entries: dict[str, Any] = {}
+    with hashed_file(path, entries) as write:
+        write(head)
+        for tensor in tensors:
+            whole = tensor.detach().cpu().contiguous()
+            write(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data)
+    return entries[path.name]
 
-    like: tensors of the shapes and dtypes to write, which may be on the meta device. tensor: what has this name."""
-    head, names = _layout(like)
-    return _write_file(path, head, map(tensor, names))
 
-
-def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """A safetensors file's header, and its tensors' names in file order: by falling width, which aligns them, then by
-    name.
+def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """A safetensors file's header, and its tensors in file order: by falling width, which aligns them, then by name.
 
     Not the library's writer: some versions make a second copy of the state in memory, others a file that only its owner
     can read, and none flushes the file."""
@@ -153,18 +156,7 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, names
-
-
-def _write_file(path: Path, head: bytes, body: Iterable[Tensor]) -> dict[str, Any]:
-    """Write and flush a new file: bytes, then those of tensors. Returns its manifest entry."""
-    entries: dict[str, Any] = {}
-    with hashed_file(path, entries) as write:
-        write(head)
-        for tensor in body:
-            whole = tensor.detach().cpu().contiguous()
-            write(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data)
-    return entries[path.name]
+    return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
 
 
 # Loading
@@ -312,7 +304,7 @@ def first_five(wrong: list[str]) -> str:
 
 def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
     """The manifest of a folder for sharing, from the contents of its files by name, and from the entries of those that
-    `write_tensors` has written."""
+    `write_file` has written."""
     entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
     return _manifest({"format": FORMAT, "files": {**entries, **written}})
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
-from lineartime.checkpoint import MANIFEST, manifest_of, write_tensors
+from lineartime.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
@@ -128,11 +128,10 @@ def new_folder(out: Path, model: LanguageModel, config_json: str, tokenizer: Tok
     what may be edited later. Raises ResourceError for the disk."""
     texts = {CONFIG_FILE: config_with_code(config_json), CODE_FILE: CODE, **tokenizer_files(tokenizer)}
     files = {name: text.encode() for name, text in texts.items()}
-    weights = dict(model.named_parameters())
-    like = {name: torch.empty_like(weight, dtype=dtype, device="meta") for name, weight in weights.items()}
+    weights = {name: weight.detach().to(dtype) for name, weight in model.named_parameters()}
     try:
         with written_aside(out) as aside:
-            entry = write_tensors(aside / WEIGHTS_FILE, like, lambda name: weights[name].detach().to(dtype))
+            entry = write_file(aside / WEIGHTS_FILE, weights)
             files[MANIFEST] = manifest_of(files, {WEIGHTS_FILE: entry})
             for name, content in files.items():
                 (aside / name).write_bytes(content)
