@@ -35,8 +35,6 @@ class Rows(NamedTuple):
     asked_BQ: Tensor
     """The place of each question; the answer is the token that should follow."""
     answer_BQ: Tensor
-    fact_BQ: Tensor
-    """The place of the answer in the row."""
 
 
 Draw = Callable[[int, int, int, torch.Generator], Rows]
@@ -94,13 +92,13 @@ def draw_facts(n_rows: int, n_facts: int, generator: torch.Generator) -> tuple[T
     return keys_BN, FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
 
 
-def ask(ids_BT: Tensor, keys_BN: Tensor, values_BN: Tensor, place_BN: Tensor, generator: torch.Generator) -> Rows:
-    """Write random keys at the ends of rows as questions. place_BN: where each value stands."""
+def ask(ids_BT: Tensor, keys_BN: Tensor, values_BN: Tensor, generator: torch.Generator) -> Rows:
+    """Write random keys at the ends of rows as questions."""
     n_rows, length = ids_BT.shape
     picked_BQ = torch.randint(keys_BN.shape[1], (n_rows, N_QUESTIONS), generator=generator)
     ids_BT[:, -N_QUESTIONS:] = keys_BN.gather(1, picked_BQ)
     asked_BQ = torch.arange(length - N_QUESTIONS, length).expand(n_rows, -1)
-    return Rows(ids_BT, asked_BQ, values_BN.gather(1, picked_BQ), place_BN.gather(1, picked_BQ))
+    return Rows(ids_BT, asked_BQ, values_BN.gather(1, picked_BQ))
 
 
 def pairs(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -109,7 +107,7 @@ def pairs(n_rows: int, n_facts: int, length: int, generator: torch.Generator) ->
     ids_BT = noise(n_rows, length, generator)
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     ids_BT[:, 0 : 2 * n_facts : 2], ids_BT[:, 1 : 2 * n_facts : 2] = keys_BN, values_BN
-    return ask(ids_BT, keys_BN, values_BN, (2 * torch.arange(n_facts) + 1).expand(n_rows, -1), generator)
+    return ask(ids_BT, keys_BN, values_BN, generator)
 
 
 def joint(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -117,7 +115,7 @@ def joint(n_rows: int, n_facts: int, length: int, generator: torch.Generator) ->
     ids_BT = noise(n_rows, length, generator)
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     ids_BT[:, :n_facts] = FIRST_PAIR + N_VALUES * keys_BN + values_BN - FIRST_VALUE
-    return ask(ids_BT, keys_BN, values_BN, torch.arange(n_facts).expand(n_rows, -1), generator)
+    return ask(ids_BT, keys_BN, values_BN, generator)
 
 
 def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -126,7 +124,7 @@ def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     place_BN = 2 * choose(n_rows, (length - 2 * N_QUESTIONS) // 2, n_facts, generator)
     ids_BT.scatter_(1, place_BN, keys_BN).scatter_(1, place_BN + 1, values_BN)
-    return ask(ids_BT, keys_BN, values_BN, place_BN + 1, generator)
+    return ask(ids_BT, keys_BN, values_BN, generator)
 
 
 def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -137,7 +135,7 @@ def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator
     start_B1 = torch.randint(first - n_facts, (n_rows, 1), generator=generator)
     ids_BT[:, first:] = string_BN
     ids_BT.scatter_(1, start_B1 + torch.arange(n_facts + 1), string_BN)
-    return repeated(ids_BT, string_BN[:, 1:], first, start_B1)
+    return Rows(ids_BT, torch.arange(first, first + n_facts).expand(n_rows, -1), string_BN[:, 1:])
 
 
 def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -147,14 +145,7 @@ def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
     string_BN = FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
     ids_BT[:, 0] = ids_BT[:, length - n_facts - 1] = SEPARATOR
     ids_BT[:, 1 : n_facts + 1] = ids_BT[:, length - n_facts :] = string_BN
-    return repeated(ids_BT, string_BN, length - n_facts - 1, torch.zeros(n_rows, 1, dtype=torch.long))
-
-
-def repeated(ids_BT: Tensor, answers_BN: Tensor, first: int, start_B1: Tensor) -> Rows:
-    """Rows that end in a repetition: it is asked for from the place `first` on, and stood right after start_B1."""
-    n_rows, n = answers_BN.shape
-    return Rows(ids_BT, torch.arange(first, first + n).expand(n_rows, -1), answers_BN,
-                start_B1 + torch.arange(1, n + 1))
+    return Rows(ids_BT, torch.arange(length - n_facts - 1, length - 1).expand(n_rows, -1), string_BN)
 
 
 def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
@@ -169,8 +160,7 @@ def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
     gaps_G = torch.arange(1, (length - 2 * n_facts) // 2 + 1).double() ** -0.99
     gap_BN = torch.multinomial(gaps_G.expand(n_rows, -1), n_facts, generator=generator)
     asked_BN = 2 * n_facts + 2 * gap_BN
-    return Rows(ids_BT.scatter_(1, asked_BN, keys_BN), asked_BN, values_BN,
-                (2 * torch.arange(n_facts) + 1).expand(n_rows, -1))
+    return Rows(ids_BT.scatter_(1, asked_BN, keys_BN), asked_BN, values_BN)
 
 
 SMALL = (4, 8, 16, 32)
@@ -224,7 +214,7 @@ def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int])
         rows = [one_row(n_facts, length, generator) for _ in range(n_rows)]
         return Rows(*(torch.stack(part) for part in zip(*rows, strict=True)))
 
-    def one_row(n_facts: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def one_row(n_facts: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         names = [tokenizer.encode(f" {name}") for name in invented(n_facts, generator)]
         value_N = torch.tensor(digits)[torch.randint(len(digits), (n_facts,), generator=generator)]
         asked_Q = torch.randint(n_facts, (N_QUESTIONS,), generator=generator)
@@ -236,9 +226,8 @@ def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int])
         head, *rest = torch.tensor_split(text, cut_N)
         written = [part for fact, after in zip(facts, rest, strict=True) for part in (torch.tensor(fact), after)]
         ids_T = torch.cat([head, *written, *map(torch.tensor, questions)])
-        place_N = cut_N + torch.tensor([len(fact) for fact in facts]).cumsum(0) - 1
         place_Q = length - 1 - (torch.tensor([0, *map(len, questions[:0:-1])]).cumsum(0)).flip(0)
-        return ids_T, place_Q, value_N[asked_Q], place_N[asked_Q]
+        return ids_T, place_Q, value_N[asked_Q]
 
     return draw
 
