@@ -9,7 +9,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from benchmarks.recall.report import ABOUT, learned, sizes, without_keys
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.atomic_io import replaced
-from lineartime.plot import COLOURS, DASHED, DPI, STYLE, use_powers_of_two
+from lineartime.plot import COLOURS, DASHED, DPI, STYLE, draw_curve, use_powers_of_two
 
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 QUALITY = "minus nats per token"
@@ -42,8 +42,8 @@ class Line:
     name: str
     """In the legend, if there is one."""
     points: tuple[tuple[float, ...], ...]
-    style: dict[str, Any] = field(default_factory=dict)
-    """Settings of matplotlib other than the usual ones."""
+    style: dict[str, Any]
+    """Settings of matplotlib: the colour, and those other than the usual ones."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,10 @@ def figure_of(picture: Picture) -> Figure:
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
         axes.remove()
-    for i, (axes, panel) in enumerate(zip(places, panels, strict=False)):
-        left = panels[i - 1] if i % n_columns else None
+    for axes, panel in zip(places, panels, strict=False):
         draw_lines(axes, panel)
         scale_axes(axes, panel, panels)
-        axes.set_title(panel.title)
-        axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.y_label if left is None or left.y_label != panel.y_label else "")
+        axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     finish_figure(figure, picture.caption)
     return figure
 
@@ -124,13 +121,11 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
     """Lines, each with a band from the least to the most; a single point has a bar."""
     for line in (line for line in panel.lines if line.points):
         x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
-        style = {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2, **line.style}
-        style |= {"marker": "o", "markersize": 6} if len(x) == 1 else {}
-        (drawn,) = axes.plot(x, y, label=line.name, **style)
+        draw_curve(axes, x, y, line.name, **{"marker": "o", **line.style})
         if reach and len(x) == 1:
-            axes.vlines(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.5, linewidth=2)
+            axes.vlines(x, reach[0], reach[1], color=line.style["color"], alpha=0.5, linewidth=2)
         elif reach:
-            axes.fill_between(x, reach[0], reach[1], color=drawn.get_color(), alpha=0.18, linewidth=0)
+            axes.fill_between(x, reach[0], reach[1], color=line.style["color"], alpha=0.18, linewidth=0)
     if panel.level is not None:
         axes.axhline(panel.level, label=panel.level_name, **DASHED)
 

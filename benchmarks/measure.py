@@ -113,17 +113,15 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
 
 
 def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> Row:
-    """The row of a file with these columns; where there is none, it is measured, said and appended. made: its other
-    columns; it may raise."""
-    for row in rows_in(path):
+    """The newest row of a file with these columns; where there is none, it is measured and appended. made: its other
+    columns; it may raise. Raises DataError and ResourceError for the file."""
+    for row in reversed(rows_in(path)):
         if key.items() <= row.items():
             return row
-    print(", ".join(map(str, key.values())), flush=True)
     began = time.process_time()
-    found = key | made()
-    found = {"seconds": round(time.process_time() - began, 1)} | found | provenance() | {"command": command}
-    append_json_lines(path, [found])
-    return found
+    row = key | made() | {"seconds": round(time.process_time() - began, 1), **provenance(), "command": command}
+    append_json_lines(path, [row])
+    return row
 
 
 def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:

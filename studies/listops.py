@@ -21,7 +21,7 @@ import torch
 from benchmarks import Row
 from benchmarks.measure import add_missing
 from benchmarks.recall.report import spread_text
-from lineartime.cli.terminal import Terminal, say_stopping
+from lineartime.cli.terminal import Terminal, note, say_stopping
 from lineartime.config import TrainConfig, model_config
 from lineartime.config_json import Head
 from lineartime.distributed.ranks import Ranks
@@ -52,6 +52,7 @@ TRAIN = {"tokens_per_step": 32768, "micro_batch_tokens": 8192, "eval_tokens": 10
 
 def train(name: str, rate: float, seed: int, steps: int, out: Path, callbacks: Callbacks) -> Row:
     """Train a model from nothing, or go on, and test it: what a row has of the result. Raises Stopped after saving."""
+    note(f"{name}, rate {rate:g}, seed {seed}")
     head, config = Head(ONE, tuple(map(str, range(10)))), model_config(name, **SIZES, **MODELS[name])
     settings = RunConfig(config, TrainConfig(learning_rate=rate, seed=seed, steps=steps, warmup_steps=steps // 10,
                                              eval_every=min(steps, 100), **TRAIN), name, "listops", "listops", str(out))

@@ -24,7 +24,7 @@ from benchmarks.recall.report import spread_text
 from benchmarks.recall.study import best_rate, config_of, training
 from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
-from lineartime.cli.terminal import Terminal, say_stopping
+from lineartime.cli.terminal import Terminal, note, say_stopping
 from lineartime.markdown import markdown
 from lineartime.model import LanguageModel
 from lineartime.training import StopSignal
@@ -65,6 +65,7 @@ def accuracy(model: LanguageModel, size: tuple[int, int], n_rows: int) -> float:
 
 def learned(model: str, rate: float, seed: int, on_step: OnStep, check: Callable[[], None]) -> Row:
     """A model that has read the training sets, asked the test sets."""
+    note(f"{model}, rate {rate:g}, seed {seed}")
     train = training("zoology", TASK, {**LENGTH_OF_TRAINING, "learning_rate": rate, "seed": seed, "context": LONGEST})
     told = list(learn(config_of(model, TASK, {"context": LONGEST}), Mixed(TASK, LONGEST, (), train), on_step))
     curve, trained = [[step, round(loss, 4), round(right, 4)] for step, loss, right, _ in told], told[-1][-1].eval()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, Row
-from benchmarks.append import append_json_lines, rows_in
+from benchmarks.append import rows_in
 from benchmarks.cells import shaped_config
+from benchmarks.measure import add_missing
 from benchmarks.recall.measure import OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import TASKS, Task, text_task
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
@@ -105,7 +106,7 @@ def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> Non
 def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any], path: Path,
                   on_step: OnStep) -> Iterator[Row]:
     """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
-    first seed, and the `best_rate` with the others. name: the task's. Raises as `measure` and `append_json_lines`."""
+    first seed, and the `best_rate` with the others. name: the task's. Raises as `measure` and `add_missing`."""
     config = config_of(model, task, {each: value for each, value in settings.items() if each in MODEL_FIELDS})
     train = training(name, task, settings)
     # Where a row comes from, without the folders of the machine.
@@ -114,14 +115,8 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
 
     def row_of(rate: float, seed: int) -> Row:
         chosen = replace(train, learning_rate=rate, seed=seed)
-        key = key_of(model, name, config, chosen)
-        there = [row for row in read_rows(path) if key.items() <= row.items()]
-        if there:
-            return there[-1]
-        found = measure(config, task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step)
-        row = {**key, **found, **provenance(), "command": command}
-        append_json_lines(path, [row])
-        return row
+        return add_missing(path, key_of(model, name, config, chosen), command, lambda: measure(
+            config, task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step))
 
     first = []
     for rate in RATES:
