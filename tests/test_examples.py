@@ -1,15 +1,20 @@
 """The examples run, and do what they say."""
 
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lineartime
-from scripts import loaded
 
-ROOT = Path(__file__).parents[1]
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
 @pytest.mark.parametrize(("causal", "chunk_size"), [(True, 16), (False, 16), (True, 512)])
@@ -21,7 +26,7 @@ def test_the_minimal_file_gives_the_logits_of_the_package(causal: bool, chunk_si
     model = lineartime.LanguageModel(config).double()
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3)
-    minimal = loaded("examples", "flash_minimal").Flash(100, 64, 2, chunk_size, causal, s=32).double()
+    minimal = example("flash_minimal")["Flash"](100, 64, 2, chunk_size, causal, s=32).double()
     minimal.load_state_dict(model.state_dict())
     ids_BT = torch.randint(100, (2, 3 * chunk_size))
     expected_BTV = model(ids_BT)
@@ -29,31 +34,31 @@ def test_the_minimal_file_gives_the_logits_of_the_package(causal: bool, chunk_si
 
 
 def test_a_gau_in_a_model_of_ones_own() -> None:
-    right, change = loaded("examples", "gau_in_your_model").main()
+    right, change = example("gau_in_your_model")["main"]()
     assert right > 0.95 and change < 1e-5
 
 
 def test_a_training_loop(tmp_path: Path) -> None:
-    before, after = loaded("examples", "train_loop").main(10, tmp_path / "data")
+    before, after = example("train_loop")["main"](10, tmp_path / "data")
     assert after < before - 0.3
 
 
 def test_a_long_prompt() -> None:
     """The state after a prompt is as large as after one five times shorter."""
-    (short, bytes_short, _), (long, bytes_long, _) = loaded("examples", "long_prompt").main(5_000)
+    (short, bytes_short, _), (long, bytes_long, _) = example("long_prompt")["main"](5_000)
     assert (short, long) == (1_000, 5_000) and bytes_short == bytes_long
 
 
 def test_labels_of_long_documents(tmp_path: Path) -> None:
-    assert loaded("examples", "long_document_labels").main(1, tmp_path, n_words=60) >= 0.75
+    assert example("long_document_labels")["main"](1, tmp_path, n_words=60) >= 0.75
 
 
 @pytest.mark.filterwarnings("default")
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
-    first, last = loaded("examples", "transformers_trainer").main(4, tmp_path)
+    first, last = example("transformers_trainer")["main"](4, tmp_path)
     assert 3 < last < 5 and 3 < first < 5
 
 
 def test_an_example_is_short() -> None:
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) < 120, path.name

@@ -51,7 +51,6 @@ class Streams:
     closed: bool = False  # stdout, as by `>&-`
     broken: bool = False  # stdout is a pipe that nobody reads
     encoding: str = "utf-8"
-    errors: str = "strict"
     limits: dict[int, int] = field(default_factory=dict)
 
 
@@ -107,8 +106,8 @@ def start(do: Callable[[], object], folder: Path, streams: Streams | None = None
         if os.getppid() != parent:
             os._exit(1)
         os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         redirect(folder, streams, pipes[0][1], pipes[1][1])
         has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limits = {resource.RLIMIT_AS: has + ADDRESSES, resource.RLIMIT_FSIZE: FILE_BYTES, resource.RLIMIT_CORE: 0}
@@ -125,18 +124,15 @@ def start(do: Callable[[], object], folder: Path, streams: Streams | None = None
 
 def called(do: Callable[[], object]) -> int:
     """The exit code that a Python process would have which does this and ends."""
-    code, begun = 0, False
+    code = 0
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        begun = True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one that came before the command ends the process
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         do()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except KeyboardInterrupt as e:
         code = 130
-        if not begun:  # it came before the command: the process ends as one that has not set a handler
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
         if any("lineartime" in Path(frame.filename).parts for frame in traceback.extract_tb(e.__traceback__)):
             traceback.print_exc()
     except BaseException:
@@ -169,8 +165,8 @@ def redirect(folder: Path, streams: Streams, out: int, err: int) -> None:
         os.close(reader)
         os.close(writer)
     encoding = streams.encoding
-    sys.stdin = open(0, encoding=encoding, errors=streams.errors, closefd=False)
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding, streams.errors)
+    sys.stdin = open(0, encoding=encoding, closefd=False)
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding, "backslashreplace", write_through=True)
     if streams.closed:
         os.close(1)
@@ -221,7 +217,8 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
         os.waitpid(pid, 0)
         raise
     finally:
-        kill_group(pid)
+        with suppress(ProcessLookupError, PermissionError):  # what the child has started and left
+            os.killpg(pid, signal.SIGKILL)
         for descriptor in (watched, *printed):
             os.close(descriptor)
     out, err = (bytes(text).decode(errors="backslashreplace") for text in printed.values())
@@ -251,12 +248,6 @@ def used_by(pid: int) -> tuple[float, bool]:
 def send(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def kill_group(pid: int) -> None:
-    """End what the child has started and left."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def run(do: Callable[[], object], folder: Path, streams: Streams | None = None, **options) -> Ended:

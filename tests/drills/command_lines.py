@@ -135,7 +135,7 @@ def draw(made: Path, random: Random) -> list[str]:
 STDIN = [b"", b"", b"Reader, I", b"\xff\xfe\0", b"x" * 1_000_000, None, Path("/dev/zero"), Path("/dev/null"),
          b"\x1b[31m"]
 STDOUT = {"full": {"stdout": Path("/dev/full")}, "closed": {"closed": True}, "broken": {"broken": True},
-          "ascii": {"encoding": "ascii"}, "latin-1": {"encoding": "latin-1"}, "C": {"errors": "surrogateescape"}}
+          "ascii": {"encoding": "ascii"}, "latin-1": {"encoding": "latin-1"}}
 
 
 def named(arguments: list[str]) -> set[str]:

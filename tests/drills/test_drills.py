@@ -1,4 +1,4 @@
-"""A share of the drills, and the drills themselves: they see what they look for, and go on where they were stopped."""
+"""A share of the drills, and the drills themselves: they see what they look for."""
 
 import errno
 import os
@@ -12,9 +12,7 @@ from random import Random
 
 import pytest
 
-import drills.__main__ as drills
-from benchmarks.append import rows_in
-from drills import child, corruptions, folders, kills
+from drills import child, corruptions, kills
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/helpers"]))
@@ -30,31 +28,6 @@ def test_a_share_of_the_drills(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for part in SHARE:
         assert f"{part.replace('=', ': ')} tried, 0 lost, 0 silent, 0 internal, 0 hung" in done.stdout
-
-
-def test_drills_that_are_stopped_go_on(tmp_path, monkeypatch):
-    def trial(made, folder, random):
-        time.sleep(0.1)
-        return {"verdict": random.choice(["ok", "unnoticed"]), "what": "", "how": "", "message": ""}
-
-    monkeypatch.setattr(child, "warm_up", lambda: None)
-    monkeypatch.setattr(folders, "make", lambda work: (work / "made").mkdir(exist_ok=True))
-    monkeypatch.setattr(drills, "PARTS", {"kills": trial})
-    monkeypatch.setattr(sys, "argv", ["drills", "kills=12", "--work", str(tmp_path)])
-    work = tmp_path / "log.jsonl"
-
-    def main():
-        sys.exit(drills.main())
-
-    stopped = child.run(main, tmp_path, at=(0.6, signal.SIGTERM))
-    assert stopped.code == 143 and stopped.seconds < 5, stopped
-    there = work.read_text()
-    work.write_text(there + '{"part": "ki')  # as a kill leaves it
-    done = child.run(main, tmp_path)
-    assert done.code == 0 and done.out.startswith("kills: 12 tried, 0 lost, 0 silent, 0 internal, 0 hung"), done
-    assert 0 < there.count("\n") < 12 and work.read_text().startswith(there)
-    assert sorted(each["number"] for each in rows_in(work)) == list(range(12))
-    assert child.run(main, tmp_path).out == done.out and work.read_text().count("\n") == 12
 
 
 def test_a_child_that_waits_is_interrupted_and_one_that_does_not_heed_it_killed(tmp_path, monkeypatch):

@@ -8,29 +8,24 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 import interpreter  # noqa: F401 - first: has Triton interpret
+from kernel_law import S, make_inputs, random, run
 from lineartime.ops import decode_step, dispatch, mixed_chunk, norm, quadratic
-
-S = 128
-
-
-def numbers(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def run_every_op():
     """Forward, and backward where an op has it."""
-    angles = numbers(1, 40, S // 2).detach()
-    row = numbers(2, 40, 2 * 64 + S)
-    for out in (mixed_chunk.gated_chunk_attention(row, numbers(4, S), numbers(4, S), angles, angles, numbers(255),
-                                                  chunk_size=128, causal=True),
-                quadratic.gated_quadratic_attention(row, numbers(2, S), numbers(2, S), angles, angles, numbers(79),
-                                                    scale_len=40, causal=True),
-                norm.add_norm(numbers(4, 16), numbers(4, 16), numbers(16), numbers(16))[1]):
-        out.sum().backward()
+    def numbers(*shape):
+        return random(*shape, seed=0).requires_grad_()
+
+    inputs, of_row = make_inputs(2, 40, torch.float32), make_inputs(2, 40, torch.float32, chunk=40)
+    of_row |= {name: of_row[name][:2] for name in ("gamma", "beta")}
+    run(mixed_chunk.gated_chunk_attention, inputs, chunk_size=128, causal=True)
+    run(quadratic.gated_quadratic_attention, of_row, scale_len=40, causal=True)
+    norm.add_norm(numbers(4, 16), numbers(4, 16), numbers(16), numbers(16))[1].sum().backward()
     with torch.no_grad():
         place = torch.zeros(1, dtype=torch.long)
         buffers = [torch.zeros(1, 128, width) for width in (S, S, 64)]
-        made_by = numbers(4, S), numbers(4, S), angles[0, :1], angles[0, :1]
+        made_by = numbers(4, S), numbers(4, S), inputs["sin"][0, :1], inputs["cos"][0, :1]
         decode_step.chunk_decode_step(numbers(1, 2 * 64 + S), made_by, numbers(128), *buffers, numbers(1, S, 64),
                                       place, place, torch.ones(1))
 
@@ -46,13 +41,13 @@ def test_the_device_of_the_tensors_is_current_at_every_launch(monkeypatch):
         yield
         current.pop()
 
-    def run(self, *args, **kwargs):
+    def launch(self, *args, **kwargs):
         launched.append((self.fn.__name__, bool(current)))
         return whole(self, *args, **kwargs)
 
     whole = GridExecutor.__call__
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(GridExecutor, "__call__", run)
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
     run_every_op()
     assert {name for name, _ in launched} >= {"attend_queries", "differentiate_keys", "walk_states", "weigh", "add_up",
                                               "add_norm_rows", "add_norm_rows_backward", "decode_columns"}
