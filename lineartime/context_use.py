@@ -79,7 +79,12 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     is not finite."""
     require_precision(precision)
     contexts, longest = list(contexts), max(contexts, default=0)
-    check_contexts(model, contexts, document_tokens)
+    require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
+    require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
+            "wrong contexts", ",".join(map(str, contexts)), "give two or more, rising, from 2")
+    require(document_tokens is None or document_tokens >= longest, "document_tokens is below the longest context",
+            f"document_tokens = {document_tokens}, contexts = {','.join(map(str, contexts))}")
+    model.check_length(longest)
     after = longest - longest // 2
     starts = stream.document_positions.astype(int)
     lengths = np.diff(starts)
@@ -106,17 +111,6 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
         nll_DL.append(nll_L)
     model.train(was_training)
     return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL)
-
-
-def check_contexts(model: LanguageModel, contexts: list[int], document_tokens: int | None) -> None:
-    """Raise UsageError as `measure_context_use` does."""
-    longest = max(contexts, default=0)
-    require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
-    require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
-            "wrong contexts", ",".join(map(str, contexts)), "give two or more, rising, from 2")
-    require(document_tokens is None or document_tokens >= longest, "document_tokens is below the longest context",
-            f"document_tokens = {document_tokens}, contexts = {','.join(map(str, contexts))}")
-    model.check_length(longest)
 
 
 def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str,

@@ -84,11 +84,6 @@ class Division:
             write_back(self.parts)
 
 
-def alone(model: nn.Module) -> Division:
-    """The whole step in this process."""
-    return Division(parts_of(model))
-
-
 def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torch.device) -> Division:
     """Place a model on the device, and this rank's share of it if it is to be sharded; returns what is this rank's."""
     # Whole copies of the model, of whose parameters each rank updates a part; or of every parameter a part alone.

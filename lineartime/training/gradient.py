@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import Sums, merge_all, push
+from lineartime.distributed.ordered import Sums, merge_all, parts_of, push
 from lineartime.distributed.ranks import Ranks
 from lineartime.distributed.shard import local
 from lineartime.distributed.windows import differentiate_windows
 from lineartime.errors import NumericsError
 from lineartime.model import read_rows
 from lineartime.objectives import Objective
-from lineartime.training.division import Division, alone
+from lineartime.training.division import Division
 
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
@@ -33,7 +33,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     more than one for `NextToken` alone. between is called with the number of each micro-batch before it, and may raise.
     The norm is that before clipping; of micro-batches that are clipped one by one it is the mean of theirs. Raises
     NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
-    division = division or alone(model)
+    division = division or Division(parts_of(model))
     parameters = [part.whole for part in division.parts]
     forget(part.own for part in division.parts)  # the gradients of the step before
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
@@ -50,10 +50,12 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         forget(parameters)
         losses.append(share * backward(model, objective, micro_batch, count, config.precision, division.ranks.in_row,
                                        n_windows))
-        gradient = division.add_row([local(zeros_if_none(p.grad, p)) for p in parameters])
+        # A parameter that the loss does not depend on has no gradient, which counts as zeros.
+        gradient = division.add_row([local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters])
         # Clipped by its own norm before it is averaged, so that one bad micro-batch cannot use up the others' share.
         if clip_each:
-            norms.append(clip_(gradient, config.clip))
+            norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient))))
+            scale_to(gradient, norms[-1], config.clip)
         division.scale(gradient, share)
         push(sums, gradient)
     # From here on each rank has only the parts of the gradient that it updates the parameters of.
@@ -93,22 +95,10 @@ def backward(model: nn.Module, objective: Objective, micro_batch: Sequence[Tenso
     return loss.detach()
 
 
-def zeros_if_none(gradient: Tensor | None, p: nn.Parameter) -> Tensor:
-    """The gradient, or zeros for a parameter that the loss does not depend on."""
-    return torch.zeros_like(p) if gradient is None else gradient
-
-
 def forget(parameters: Iterable[nn.Parameter]) -> None:
     """Drop the gradients. Not `model.zero_grad`, which misses those of parameters that FSDP2 has gathered."""
     for p in parameters:
         p.grad = None
-
-
-def clip_(gradient: list[Tensor], clip: float | None) -> Tensor:
-    """Scale a gradient in place so that its norm is at most `clip`; returns the norm before."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
-    scale_to(gradient, norm, clip)
-    return norm
 
 
 def scale_to(gradient: list[Tensor], norm: Tensor, clip: float | None) -> None:
