@@ -102,9 +102,8 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     n_read = n_tokens = 0
     begun = time.monotonic()
     model.to(pick_device(options.device))
-    saved = ("nothing is kept of what was printed" if out is None else
-             f"what is read is in {part_of(out)}; stdin cannot be gone on with" if "-" in files else
-             "what is read is kept; the same command goes on")
+    saved = ("nothing is kept of what was printed" if out is None else f"what is read is in {part_of(out)}"
+             + ("" if "-" in files else "; the same command goes on"))
     # Stdin is read first: a signal that comes while it is waited for ends the process at once.
     inputs = [read_stdin() if name == "-" else name for name in files]
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:

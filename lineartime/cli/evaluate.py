@@ -14,11 +14,12 @@ from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.run_config import named_folder
 from lineartime.settings import require
 
-GO_WITH = {"--contexts": ("--document-tokens", "--out"),
-           "--questions": ("--predictions", "--evidence", "--stride")}
+NEEDS = {"--document-tokens": "--contexts", "--out": "--contexts", "--predictions": "--questions",
+         "--evidence": "--questions", "--stride": "--questions"}
 """Options that need another one."""
-EXCLUDED = {"--contexts": ("--questions", "--context", "--batch-rows"), "--questions": ("--data",)}
-"""Options that another one excludes."""
+EXCLUDES = (("--contexts", "--questions"), ("--contexts", "--context"), ("--contexts", "--batch-rows"),
+            ("--questions", "--data"))
+"""Pairs of options that exclude each other."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,12 @@ class EvaluateOptions:
         require(self.batch_rows is None or self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}",
                 "it takes whole numbers from 1")
         given = given_options(self)
-        for name, others in GO_WITH.items():
-            for other in others:
-                require(other not in given or name in given, "options that do not go together", "evaluate",
-                        f"{other} goes with {name}")
-        for name, others in EXCLUDED.items():
-            for other in others:
-                require(not {name, other} <= {*given}, "options that do not go together", f"{name} and {other}",
-                        "leave one out")
+        for option, needed in NEEDS.items():
+            require(option not in given or needed in given, "options that do not go together", "evaluate",
+                    f"{option} goes with {needed}")
+        for one, other in EXCLUDES:
+            require(not {one, other} <= {*given}, "options that do not go together", f"{one} and {other}",
+                    "leave one out")
         for path in (self.out, self.predictions):
             if path is not None and not path.parent.is_dir():
                 raise ResourceError("cannot write", path, "there is no such folder")
@@ -74,44 +73,32 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.data is None:
         raise UsageError("evaluate needs prepared text", "evaluate",
                          "give --data DATA, or for a fine-tuned run --questions FILE")
-    (evaluate_text if options.contexts is None else evaluate_contexts)(folder, options.data, options)
-
-
-def evaluate_text(run: Path, data: Path, options: EvaluateOptions) -> None:
-    """Score a split and print the scores."""
+    from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import evaluate, load_with_split
     from lineartime.runtime import pick_device
 
-    model, stream, facts = load_with_split(run, data, options.split)
+    model, stream, facts = load_with_split(folder, options.data, options.split)
     picked = pick_device(options.device)
+    facts["split"] = options.split
     with connected(picked.type) as ranks, Terminal() as terminal:
-        result = evaluate(model.to(picked), stream, context=options.context, batch_rows=options.batch_rows,
-                          precision=options.precision, ranks=ranks,
-                          progress=terminal.counting("evaluating", stream.n_tokens))
-    scores, unit = result.to_dict(), "nats per token" if result.n_read is None else "nats per masked token"
-    lines = [summary(options.split, scores),
-             *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
-               for first, last, loss in result.loss_by_position)]
-    facts |= {"split": options.split, "context": options.context or model.config.context}
-    show_or_print(facts | scores, lines, None, options.as_json)
-
-
-def evaluate_contexts(run: Path, data: Path, options: EvaluateOptions) -> None:
-    """Score the same tokens at several contexts and print the losses."""
-    from lineartime.context_use import describe, measure_context_use
-    from lineartime.evaluation import load_with_split
-    from lineartime.runtime import pick_device
-
-    model, stream, facts = load_with_split(run, data, options.split)
-    picked, out = pick_device(options.device), options.out
-    with connected(picked.type) as ranks, Terminal() as terminal:
-        use = measure_context_use(model.to(picked), stream, options.contexts or (), ranks=ranks,
-                                  document_tokens=options.document_tokens, precision=options.precision,
-                                  progress=terminal.counting("tokens read"))
-    facts |= {"split": options.split, "trained_context": model.config.context}
-    show_or_print(facts | use.to_dict(), describe(use), out, options.as_json)
-    if out is not None and not options.as_json:
-        say(f"next     lineartime plot LABEL={out} --out {out.with_suffix('.png')}")
+        model.to(picked)
+        if options.contexts is None:
+            result = evaluate(model, stream, context=options.context, batch_rows=options.batch_rows,
+                              precision=options.precision, ranks=ranks,
+                              progress=terminal.counting("evaluating", stream.n_tokens))
+            facts["context"], scores = options.context or model.config.context, result.to_dict()
+            unit = "nats per token" if result.n_read is None else "nats per masked token"
+            lines = [summary(options.split, scores),
+                     *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
+                       for first, last, loss in result.loss_by_position)]
+        else:
+            use = measure_context_use(model, stream, options.contexts, ranks=ranks, precision=options.precision,
+                                      document_tokens=options.document_tokens,
+                                      progress=terminal.counting("tokens read"))
+            facts["trained_context"], scores, lines = model.config.context, use.to_dict(), describe(use)
+    if options.out is not None:
+        lines.append(f"next     lineartime plot LABEL={options.out} --out {options.out.with_suffix('.png')}")
+    show_or_print(facts | scores, lines, options.out, options.as_json)
 
 
 def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as_json: bool) -> None:

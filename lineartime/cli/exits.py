@@ -8,9 +8,6 @@ from contextlib import suppress
 from lineartime.distributed.ranks import launched, speaks_first
 from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, escaped
 
-LONGEST_ERROR = 700
-"""Characters; less than ten lines of a terminal."""
-
 
 def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
     """Call a function; returns what it returns, 0 for None, or the exit code of its error, which is said in one line.
@@ -52,8 +49,6 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
     line = escaped(" ".join((message or str(error)).split()))
     if ranks.size > 1 and isinstance(error, DataError | CheckpointError | ResourceError):
         line += f" (rank {ranks.rank} on {socket.gethostname()})"
-    if len(line) > LONGEST_ERROR:
-        line = f"{line[:LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2:]}"
     begin = "" if isinstance(error, Stopped | KeyboardInterrupt) else "error: "  # a stop that was asked for is none
     with suppress(OSError):  # the code counts where stderr is full
         print(begin + line, file=sys.stderr if ranks.is_first else sys.__stderr__)

@@ -13,9 +13,6 @@ from lineartime.settings import require
 
 LONG_PROMPT = 20_000
 """Tokens of a prompt, at least, that is read with a progress bar."""
-OTHERS = {"SpanModel": "this one answers: see `lineartime answer`",
-          "DocumentClassifier": "this one labels: see `lineartime classify`",
-          "DocumentEncoder": "this one gives vectors: see `lineartime embed`"}
 
 
 def generate(
@@ -40,13 +37,14 @@ def generate(
 
     from lineartime.generation.generate import check_sampling, generate
     from lineartime.load import load_model
+    from lineartime.model import LanguageModel
     from lineartime.runtime import pick_device
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     loaded, tokenizer, _ = load_model(run)
-    if not loaded.config.causal or type(loaded).__name__ in OTHERS:
-        raise UsageError("only a causal model continues text", run,
-                         OTHERS.get(type(loaded).__name__, "this one fills in masks; open it in transformers"))
+    if not loaded.config.causal or type(loaded) is not LanguageModel:
+        raise UsageError("only a causal language model continues text", run,
+                         "see answer, classify and embed, and transformers for masked models")
     loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
     ids = [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts]
     longest, streams = max(len(row) for row in ids), [tokenizer.stream(text) for text in texts]

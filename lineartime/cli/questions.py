@@ -61,26 +61,23 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     from lineartime.documents import metrics, vectors
     from lineartime.qa.metrics import in_words
 
-    out = plan.out
+    out, best = plan.out, result["best"]
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     words, baseline = {"questions": (in_words, None), "classify": (metrics.in_words, "without_reading"),
                        "embed": (vectors.in_words, "without_training")}[plan.task]
     say("")
     for name, scores in result["learning_rates"].items():
-        say(f"lr {name:<9} {words(scores.get('held_out', scores))}"
-            + ("  <- best" if result["best"] == f"lr-{name}" else ""))
+        say(f"lr {name:<9} {words(scores.get('held_out', scores))}" + "  <- best" * (best == f"lr-{name}"))
     if baseline is not None:
         say(f"{baseline.replace('_', ' ')} {words(result[baseline])}")
     if "test" in result:
         say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
+    report, following = (("predictions.json", f'answer {out} --question "Who wrote it?" --document FILE')
+                         if plan.task == "questions" else ("report.md", f"{plan.task} {out} FILES"))
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
-    if plan.task == "questions":
-        say(f"answers  {out / 'predictions.json'}")
-        say(f"next     lineartime answer {out} --question \"Who wrote it?\" --document FILE")
-    else:
-        say(f"report   {out / 'report.md'}")
-        say(f"next     lineartime {plan.task} {out} FILES")
+    say(f"report   {out / report}")
+    say(f"next     lineartime {following}")
 
 
 def answer(

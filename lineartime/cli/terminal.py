@@ -104,14 +104,12 @@ class Lines(logging.Handler):
 def shown_log() -> Iterator[None]:
     """Print the library's log inside the block."""
     logger, lines = logging.getLogger("lineartime"), Lines()
-    level = logger.level
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(lines)
-        logger.setLevel(level)
 
 
 class Terminal:

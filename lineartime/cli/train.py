@@ -1,17 +1,18 @@
 """`lineartime train`: a model, from nothing or from weights; its plan, its time, and what it gave."""
 
+import importlib.util
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.atomic_io import read_toml
 from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
-from lineartime.cli.tracking import Tracker, require_tracker
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
 from lineartime.run_config import DEFAULT_SIZE, RESULT_FILE, SIZES, RunConfig, config_for_data
+from lineartime.settings import require
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
@@ -51,7 +52,8 @@ class RunOptions:
 def train(
     options: RunOptions,
     *,
-    log: Annotated[str | None, "tensorboard: also write the metrics for TensorBoard."] = None,
+    log: Annotated[Literal["tensorboard"] | None, "Also write the metrics for TensorBoard, into the run's folder."
+                   ] = None,
     settings: Setting,
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
@@ -59,8 +61,8 @@ def train(
     """Train a model, or go on with a run that was cut off.
     At the end the model is scored on held-out text, and a sample and a plot are written."""
     results_are_files()
-    if log is not None:
-        require_tracker(log)
+    require(log is None or importlib.util.find_spec("tensorboard") is not None, "the library is not installed",
+            "tensorboard", "pip install tensorboard, or leave out --log: metrics.jsonl has all of it")
     given = options.settings() | settings
     config = config_for_data(given)
     from lineartime.data.tokens import read_manifests
@@ -137,3 +139,38 @@ def say_trained(done: "TrainResult") -> None:
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
     say(f"next     {generate}{evaluate}")
+
+
+class Tracker:
+    """An `on_step` of training that writes each line for TensorBoard. The files are opened at the first line, so that a
+    run that is complete leaves no trace."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.writer: Any = None
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        step = record["step"]
+        if self.writer is None:
+            # A resume writes lines again, of the first step its score alone: what older files have of them is hidden.
+            self.writer = SummaryWriter(self.folder, purge_step=step + ("held_out" in record))
+        for name, value in numbers_of(record).items():
+            self.writer.add_scalar(name, value, step, walltime=record["clock"]["time"])
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+def numbers_of(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line, those inside a table by a path such as "held_out/loss"."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{inner}": number for inner, number in numbers_of(value).items()}
+        elif name not in ("step", "steps", "time"):
+            found[name] = value
+    return found

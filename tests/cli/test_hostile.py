@@ -148,7 +148,6 @@ def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:
             (["info", "flash", "--set", "context=" + "9" * 400], 2, "the number is too large")):
         code, _, err = call(*arguments)
         assert_refused(code, err, expected, words)
-        assert len(err) < 800
 
 
 def test_a_stdout_that_is_full_or_closed(tmp_path: Path, warm_command: list[str]) -> None:

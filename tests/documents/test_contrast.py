@@ -134,7 +134,7 @@ def test_the_verbs(folder, done, tmp_path, call):
     code, _, err = call("export", done, "--out", tmp_path / "shared")
     assert code == 0 and type(lineartime.load_model(tmp_path / "shared")[0]) is DocumentEncoder, err
     new = ["--out", tmp_path / "x"]
-    for arguments, words in ((["generate", done, "x"], "this one gives vectors"),
+    for arguments, words in ((["generate", done, "x"], "only a causal language model"),
                              (["export", done / "lr-1e-02", *new], "one run of a fine-tuning"),
                              (["train", "--from", done / "best", "--data", folder, *new], "gives documents vectors"),
                              ([*line, "--set", f"micro_batch_tokens={CONTEXT}"], "no negatives")):

@@ -273,7 +273,7 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, 
         refused(capsys, ["evaluate", done, "--questions", squad(tmp_path, answers=[])], 2, "--predictions")
         refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6,
                 "p.json")
-    refused(capsys, ["generate", done, "x"], 2, "lineartime answer")
+    refused(capsys, ["generate", done, "x"], 2, "only a causal language model")
     refused(capsys, ["answer", folder / "causal", "--question", "?", "--document", doc], 2, "not fine-tuned")
     refused(capsys, ["answer", done, "--document", doc], 2, "--question")
     blank = tmp_path / "blank.txt"

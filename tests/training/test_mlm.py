@@ -200,7 +200,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
     for code, words, arguments in [
         (2, ["the tokenizer has no [MASK]", str(plain), "prepare with --mlm"],
          command(plain, tmp_path / "run", task="c4")),
-        (2, ["only a causal model continues text"], ["generate", whole[0], "Reader, I"]),
+        (2, ["only a causal language model"], ["generate", whole[0], "Reader, I"]),
         (2, ["vocab_size = 258"],
          ["prepare", tmp_path / "text.txt", "--mlm", "--vocab-size", 258, "--out", tmp_path / "x"]),
         (2, ["mlm None -> True"], ["prepare", tmp_path / "text.txt", "--mlm", "--held-out", 0.2, "--tokenizer", "bytes",
