@@ -1,7 +1,6 @@
-"""Curves as PNG: of one run, of several runs side by side, and of what models gain from context."""
+"""Curves as PNG, of one run and of several runs side by side."""
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lineartime.atomic_io import read_bytes, replaced
+from lineartime.atomic_io import replaced
 from lineartime.config import ModelConfig
-from lineartime.errors import CheckpointError, DataError, UsageError
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.info import describe, millions
 from lineartime.run import METRICS_FILE, read_metrics, read_result, read_run
 from lineartime.run_config import RESULT_FILE
@@ -114,42 +113,6 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
                 draw_curve(by_position[0], middles, [block["loss"] for block in blocks], "", color=colour, marker="o")
         save_figure(figure, out_png, n_columns=3)
     return out_png
-
-
-def plot_context_use(files: Mapping[str, Path], out_png: Path) -> Path:
-    """Draw what models gain from context: the same tokens at several contexts, with standard errors over documents.
-
-    files: label to what `lineartime evaluate --contexts` wrote. Raises DataError for anything else, ResourceError."""
-    import matplotlib
-
-    uses = {label: read_context_use(path) for label, path in files.items()}
-    with matplotlib.rc_context(STYLE):
-        figure, (gain,) = empty_figure(1)
-        gain.set(title="gain from context", xlabel="context, tokens", ylabel="nats per token below the shortest")
-        use_powers_of_two(gain)
-        for colour, (label, use) in zip(itertools.cycle(COLOURS), uses.items(), strict=False):
-            gains, errors = np.array(use["gains"]), np.array([error or 0.0 for error in use["gain_errors"]])
-            draw_curve(gain, use["contexts"], gains, f"{label}, trained at {use['trained_context']:,}; "
-                       f"{use['n_tokens']:,} tokens of {len(use['documents'])} documents", color=colour, marker="o")
-            gain.fill_between(use["contexts"], gains - errors, gains + errors, color=colour, alpha=0.18, linewidth=0)
-        gain.axhline(0, **DASHED)
-        contexts = sorted({context for use in uses.values() for context in use["contexts"]})
-        gain.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        save_figure(figure, out_png, n_columns=1)
-    return out_png
-
-
-def read_context_use(path: Path) -> dict[str, Any]:
-    """What `lineartime evaluate --contexts` wrote. Raises DataError."""
-    try:
-        use = json.loads(read_bytes(path))
-        if not {"contexts", "gains", "gain_errors", "trained_context", "documents"} <= use.keys():
-            raise ValueError
-        return use
-    except OSError as e:
-        raise DataError("cannot read", path, e.strerror) from None
-    except (ValueError, AttributeError, RecursionError):
-        raise DataError("not a file of `lineartime evaluate --contexts`", path) from None
 
 
 def empty_figure(n_panels: int) -> "tuple[Figure, list[Axes]]":

@@ -16,4 +16,3 @@ lineartime train flash --size paper --data "$out/data" --out "$out/run" --contex
   --set eval_every=55 --set eval_tokens=131072 --set save_every=5
 lineartime evaluate "$out/run" --data "$out/data" --split test --precision bfloat16 \
   --contexts 512,1024,4096,16384,65536,262144 --document-tokens 262144 --out "$out/contexts.json"
-lineartime plot FLASH="$out/contexts.json" --out "$out/context_use.png"

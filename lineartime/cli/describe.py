@@ -42,28 +42,26 @@ def info(
     """Describe a model, a run or prepared text.
     Of a model: its specification, the parameters of each part, training FLOPs per token and the size of its decoding
     state; or with --plan the memory that its training needs."""
-    if model not in PRESETS and (model in shipped_models() or Path(model).is_dir()):
-        require(plan is None, "--plan takes the name of a model", model, f"give one of {', '.join(PRESETS)}")
-        if (Path(model) / "manifest.json").is_file():
-            say_data(Path(model), verify)
-            return
-        require(not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
-        from lineartime.info import print_description
-
-        print_description(replace_fields(read_config(weights_folder(model))[0], settings), model)
-        return
-    require(not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
+    is_folder = model not in PRESETS and (model in shipped_models() or Path(model).is_dir())
+    is_data = is_folder and (Path(model) / "manifest.json").is_file()
+    require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
+    require(plan is None or not is_folder, "--plan takes the name of a model", model, f"one of {', '.join(PRESETS)}")
+    require(plan is None or 1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
     chosen = {"model": model, "task": task, **settings}
+    if is_data:
+        say_data(Path(model), verify)
+        return
     if plan is not None:
-        require(1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
+        config = run_config({"data": "-", "out": "-", **chosen})
         from lineartime.plan import print_plan
 
-        print_plan(run_config({"data": "-", "out": "-", **chosen}), plan)
+        print_plan(config, plan)
         return
-    made = model_config(**chosen)
+    made, title = ((replace_fields(read_config(weights_folder(model))[0], settings), model) if is_folder else
+                   (model_config(**chosen), f"{chosen['model']} ({chosen['task']})"))
     from lineartime.info import print_description
 
-    print_description(made, f"{chosen['model']} ({chosen['task']})")
+    print_description(made, title)
 
 
 def say_data(folder: Path, verify: bool) -> None:

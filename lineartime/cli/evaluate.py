@@ -34,7 +34,7 @@ class EvaluateOptions:
                         "whether the model gains from more context."] = None
     document_tokens: Annotated[int | None, "With --contexts: read only so many tokens of each document, at least the "
                                "longest context."] = None
-    out: Annotated[Path | None, "With --contexts: JSON file for the scores, which `lineartime plot` draws."] = None
+    out: Annotated[Path | None, "With --contexts: JSON file for the scores."] = None
     batch_rows: Annotated[int | None, "Rows scored at once; changes only speed and memory. By default 8, and fewer "
                           "from 16K tokens on."] = None
     precision: Precision = "float32"
@@ -96,8 +96,6 @@ def evaluate(options: EvaluateOptions) -> None:
                                       document_tokens=options.document_tokens,
                                       progress=terminal.counting("tokens read"))
             facts["trained_context"], scores, lines = model.config.context, use.to_dict(), describe(use)
-    if options.out is not None:
-        lines.append(f"next     lineartime plot LABEL={options.out} --out {options.out.with_suffix('.png')}")
     show_or_print(facts | scores, lines, options.out, options.as_json)
 
 

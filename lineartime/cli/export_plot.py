@@ -22,7 +22,6 @@ def export(
     It holds weights in bfloat16 and a model card with held-out scores; of a model that labels documents or gives them
     vectors, weights in float32 and the report of its fine-tuning as the card."""
     results_are_files()
-
     folder = named_folder(run)
     result = folder / RESULT_FILE
     if result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result):  # labels or vectors
@@ -51,21 +50,14 @@ def export(
 
 
 def plot(
-    runs: Annotated[tuple[str, ...], "A run; or LABEL=RUN several times, to draw runs side by side; or LABEL=FILE with "
-                    "a file that `evaluate --contexts --out` wrote.", "RUNS"],
-    out: Annotated[Path | None, "PNG file to write; needed for several runs, and for files."] = None,
+    runs: Annotated[tuple[str, ...], "A run; or LABEL=RUN several times, to draw runs side by side.", "RUNS"],
+    out: Annotated[Path | None, "PNG file to write; needed for several runs."] = None,
 ) -> None:
-    """Draw the curves of runs, or what models gain from context."""
+    """Draw the curves of runs."""
     split = [text.partition("=") for text in runs]
     named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
-    files = [path for path in named.values() if path.suffix == ".json"]
-    if out is None and (len(runs) > 1 or files):
+    if out is None and len(runs) > 1:
         raise UsageError("the picture needs a file", "plot", "give --out a .png")
-    if files and len(files) < len(named):
-        raise UsageError("runs and files of `evaluate --contexts` side by side", str(files[0]), "draw them apart")
-    from lineartime.plot import plot_context_use, plot_run, plot_side_by_side
+    from lineartime.plot import plot_run, plot_side_by_side
 
-    if out is None:
-        say(str(plot_run(Path(runs[0]))))
-        return
-    say(str((plot_context_use if files else plot_side_by_side)(named, out)))
+    say(str(plot_run(Path(runs[0])) if out is None else plot_side_by_side(named, out)))

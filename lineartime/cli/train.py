@@ -103,11 +103,9 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -
     model, train = config.model, config.train
     n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
     held_out = tokens_of(manifests, "validation")
-    layers = f"{model.n_layers} {'layer' if model.ffn == 'gau' else 'pair'}{'s' * (model.n_layers > 1)}"
-    chunks = "" if model.chunk_size is None else f", chunks of {model.chunk_size:,}"
     say(f"size     {size or f'{DEFAULT_SIZE}; to choose another, name a size: ' + ', '.join(SIZES)}")
-    say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {layers} of width "
-        f"{model.d_model}{chunks}")
+    say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {model.n_layers} layers of "
+        f"width {model.d_model}")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {n_tokens / n_train:,.2f} epochs"
@@ -130,8 +128,6 @@ def say_trained(done: "TrainResult") -> None:
     evaluate = f"lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation"
     if n_held_out > config.train.last_eval_tokens:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
-    for folder, each in done.scores.get("by_source", {}).items():
-        say(f"         {folder}: {each['loss']:.3f} nats per {'masked ' * ('masked' in each)}token")
     if done.sample:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")

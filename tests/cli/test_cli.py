@@ -119,7 +119,7 @@ def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: C
 def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
     scores = tmp_path / "contexts.json"
     code, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--out", scores)
-    assert code == 0 and "gain over the shortest" in out and f"LABEL={scores}" in out
+    assert code == 0 and "gain over the shortest" in out
     written = json.loads(scores.read_text())
     assert written["contexts"] == [16, 32, 64] and written["split"] == "validation" and written["trained_context"] == 32
     assert written["n_tokens"] == 541 - 32 and written["gain_errors"] == [None] * 3
@@ -128,9 +128,11 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
     assert out.startswith("32 tokens of 1 documents") and " +- " not in out
     code, _, err = call("evaluate", run, "--data", data, *first)
     assert_refused(code, err, 2, "--document-tokens goes with --contexts")
-    for drawn in ((f"FLASH={scores}",), (f"a={run}", f"b={run}")):
-        assert call("plot", *drawn, "--out", tmp_path / "drawn.png")[0] == 0
-        assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call) -> None:
+    assert call("plot", f"a={run}", f"b={run}", "--out", tmp_path / "drawn.png")[0] == 0
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
@@ -166,8 +168,6 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["'int8' is not one of 'float32', 'bfloat16'"], ["generate", run, "x", "--precision", "int8"]),
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
         (2, ["--out"], ["plot", run, run]),
-        (2, ["apart"], ["plot", run, tmp_path / "x.json", "--out", tmp_path / "x.png"]),
-        (3, ["not a file of"], ["plot", data / "manifest.json", "--out", tmp_path / "x.png"]),
     ]:
         got, _, err = call(*arguments)
         assert_refused(got, err, code, *words)

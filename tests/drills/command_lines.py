@@ -67,7 +67,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "export": [["run", "--out", "new", "--device", "cpu"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
-    "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"], ["a=contexts.json", "--out", "new.png"]],
+    "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"]],
 }
 OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "export", "answer"]
 

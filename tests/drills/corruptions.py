@@ -90,8 +90,6 @@ SUBJECTS = [
         "evaluate --questions": verb("evaluate", "{it}", "--questions", "{made}/dev.json", *ASK),
         "finetune, complete": verb(*folders.finetune(MADE, "{it}")), **LOAD}),
     Subject("old", "run2", LOAD | GENERATE | PLOT),
-    Subject("contexts.json", "contexts2.json", {
-        "plot": verb("plot", "a={it}", "b={made}/contexts2.json", "--out", "{out}/use.png")}),
 ]
 RESULTS = ["vectors.npy", "vectors.jsonl", "labels.jsonl"]
 SUBJECTS += [

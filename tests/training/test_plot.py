@@ -8,8 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from lineartime.config import TrainConfig, model_config, to_dict
-from lineartime.errors import DataError, ResourceError, UsageError
-from lineartime.plot import plot_context_use, plot_run, plot_side_by_side, read_curves
+from lineartime.errors import ResourceError, UsageError
+from lineartime.plot import plot_run, plot_side_by_side, read_curves
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 
@@ -75,32 +75,6 @@ def test_plot_side_by_side_draws_every_run_in_both_panels(tmp_path):
     # A third colour is nowhere in the right panel, above the legend: that run has no result.
     half = imread(picture).shape[1] // 2
     assert coloured(picture, "#009E73") > 100 == 100 + coloured(picture, "#009E73", np.s_[:-100, half:])
-
-
-def make_context_use(path, *, n_documents=3):
-    error = None if n_documents == 1 else 0.02
-    use = {"contexts": [512, 1024, 2048], "gains": [0.0, 0.3 / n_documents, 0.6 / n_documents], "n_tokens": 9000,
-           "gain_errors": [error] * 3, "documents": [{}] * n_documents, "trained_context": 1024}
-    path.write_text(json.dumps(use))
-    return path
-
-
-def test_plot_context_use_draws_gains(tmp_path):
-    files = {"one": make_context_use(tmp_path / "1.json"), "two": make_context_use(tmp_path / "2.json", n_documents=1)}
-    picture = plot_context_use(files, tmp_path / "out.png")
-    assert coloured(picture, "#0072B2") > 200 and coloured(picture, "#D55E00") > 200
-    assert coloured(plot_context_use({"one": files["one"]}, tmp_path / "1.png"), "#D55E00") == 0
-
-
-def test_a_file_of_something_else_is_an_error_of_one_line(tmp_path):
-    path = tmp_path / "x.json"
-    for text in (None, "{", "[]", '{"contexts": 1}'):
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(DataError, match="evaluate --contexts" if text else "cannot read") as raised:
-            plot_context_use({"x": path}, tmp_path / "out.png")
-        assert "\n" not in str(raised.value)
-    assert not list(tmp_path.glob("*.png"))
 
 
 def test_nothing_to_draw_is_a_usage_error(tmp_path):
