@@ -52,14 +52,13 @@ def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[st
             yield example
 
     means = named_means(model, tokenizer, examples(), reading, progress=progress)
-    return [prediction_of(model.head, logits_of(model, mean.vector_D)) for _, mean in means]
+    return [prediction_of(model.head, logits_of(model, mean.vector_D[None])[0]) for _, mean in means]
 
 
 @torch.inference_mode()
-def logits_of(model: DocumentClassifier, vector_D: np.ndarray) -> np.ndarray:
-    """The logits, or the number, for the mean of a document: float64 `[L]`."""
-    mean_1D = torch.from_numpy(vector_D)[None].to(model.score.weight)
-    return model.label_logits(mean_1D)[0].double().cpu().numpy()
+def logits_of(model: DocumentClassifier, means_ND: np.ndarray) -> np.ndarray:
+    """The logits, or the number, for the means of documents: float64 `[N, L]`."""
+    return model.label_logits(torch.from_numpy(means_ND).to(model.score.weight)).double().cpu().numpy()
 
 
 def prediction_of(head: Head, logits_L: np.ndarray) -> LabelPrediction:
@@ -100,7 +99,7 @@ def label_losses(head: Head, logits_BL: Tensor, targets: Tensor) -> Tensor:
 
 def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
     """What `lineartime classify` writes of a document: its label and its scores."""
-    found = prediction_of(model.head, logits_of(model, mean.vector_D))
+    found = prediction_of(model.head, logits_of(model, mean.vector_D[None])[0])
     label = list(found.label) if isinstance(found.label, tuple) else found.label
     return result_row(example, mean, label=label, **({"scores": found.scores} if found.scores else {}))
 

@@ -4,7 +4,7 @@ A document that fits into a row is one row of training. Of a longer one each epo
 proportion to their tokens; held-out documents are read whole, as `classify` and `embed` do."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.documents import metrics, report, vectors
 from lineartime.documents.classify import head_of, label_losses, logits_of, require_known, targets_of
 from lineartime.documents.examples import read_examples
-from lineartime.documents.pooling import Reading, padded, row_means
+from lineartime.documents.pooling import padded, row_means
 from lineartime.documents.results import weights_sha256
 from lineartime.documents.texts import TokenizedTexts, epoch_rows, read_texts, read_vectors, reading_of
 from lineartime.documents.vectors import TEMPERATURE, contrastive_losses, same_texts, score_texts
@@ -63,15 +63,9 @@ class LabelObjective:
     def evaluate(self, model: LanguageModel, progress: Count | None = None) -> dict[str, Any]:
         """The scores of the held-out documents, which are read whole. Every rank reads all of them, for a share would
         be batched, and rounded, in another way."""
-        logits_NL = read_logits(model, self.validation.ids, reading_of(self.config), progress)
+        assert isinstance(model, DocumentClassifier)
+        logits_NL = logits_of(model, read_vectors(model, self.validation.ids, reading_of(self.config), progress))
         return metrics.score_labels(self.head, logits_NL, targets_of(self.head, self.validation.labels))
-
-
-def read_logits(model: nn.Module, ids: Sequence[np.ndarray], reading: Reading,
-                progress: Count | None = None) -> np.ndarray:
-    """The logits of documents that are read whole, float64 `[N, L]`."""
-    assert isinstance(model, DocumentClassifier)
-    return np.array([logits_of(model, vector_D) for vector_D in read_vectors(model, ids, reading, progress)])
 
 
 class PairObjective:
@@ -196,8 +190,9 @@ class DocumentTask:
         model.to(device)
         reading, counted = reading_of(best), self.watch("scoring the best", texts.n_tokens, ranks)
         if self.learns_labels:
+            assert isinstance(model, DocumentClassifier)
             targets = targets_of(self.head, texts.labels)
-            logits_NL = read_logits(model, texts.ids, reading, counted)
+            logits_NL = logits_of(model, read_vectors(model, texts.ids, reading, counted))
             scores = metrics.score_labels(self.head, logits_NL, targets)
             baseline, without = "without_reading", metrics.simplest(self.head, self.targets, targets)
             lines = report.class_lines(self.head, targets, logits_NL)

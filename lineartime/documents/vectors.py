@@ -56,7 +56,7 @@ def no_negatives(same_N2: Tensor, rows_R: Tensor, side: int = 0) -> Tensor:
 def score_texts(model: LanguageModel, texts: TokenizedTexts, reading: Reading,
                 progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     """`score_pairs` of pairs that are read whole. progress is called with the number of tokens read."""
-    vectors = torch.from_numpy(np.array(read_vectors(model, [*texts.ids, *texts.second_ids], reading, progress)))
+    vectors = torch.from_numpy(read_vectors(model, [*texts.ids, *texts.second_ids], reading, progress))
     first_ND, second_ND = vectors.chunk(2)
     return score_pairs(first_ND, second_ND, same_texts(texts))
 
