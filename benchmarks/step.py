@@ -32,9 +32,6 @@ from lineartime.training import compute_gradient, make_optimizer
 Precision = Literal["float32", "bfloat16"]
 LIMITS = {"float32": 1e-3, "bfloat16": 0.06}
 """Largest relative error of the loss and of any parameter's gradient that is let pass, against eager float32."""
-CHECKED_WHOLE = 2**14
-"""Steps of at most so many tokens are checked as they are timed; larger ones by a short row, unless they are compiled:
-for what is compiled, another shape is another program."""
 WARM_UP = 2
 """Steps before the first that is timed: that of the check, and one in turn with the others."""
 
@@ -54,15 +51,6 @@ class StepCase:
     def n_rows(self) -> int:
         return max(self.tokens // self.config.context, 1)
 
-    @property
-    def checked_shape(self) -> tuple[int, int]:
-        """Rows and tokens in a row of the step that is checked."""
-        if self.label.compiled or self.n_rows * self.config.context <= CHECKED_WHOLE:
-            return self.n_rows, self.config.context
-        if self.label.windowed:
-            return 1, min(self.config.context, 2 * peers.WINDOW_TOKENS)
-        return 1, min(self.config.context, 5 * (self.config.chunk_size or 256) // 2)
-
 
 def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False) -> Iterator[list[Row]]:
     """Time and memory of whole training steps; yields the rows of the cases that were measured together.
@@ -77,11 +65,11 @@ def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = 
         groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         @cache  # cases of one model share what they are compared with
-        def wanted(model: str, config: ModelConfig, shape: tuple[int, int]) -> Row:
+        def wanted(model: str, config: ModelConfig, n_rows: int) -> Row:
             setup.progress(f"{model}, context {config.context:,}: eager float32, to compare with")
             path = str(Path(folder) / uuid.uuid4().hex)
             return {"wanted": path, **measure.in_own_process(reference, {
-                "label": model, "config": to_dict(config), "shape": shape, "path": path, "place": setup.place})}
+                "label": model, "config": to_dict(config), "n_rows": n_rows, "path": path, "place": setup.place})}
 
         for group in groups.values():
             yield measure.side_by_side([measured_case(case, setup.place, wanted) for case in group], "step", setup,
@@ -103,17 +91,17 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
         row["attention"] = "unfused" if label.unfused else "fused"
     return Case(training_steps, {"label": label.text, "config": to_dict(config), "n_rows": case.n_rows,
                                  "precision": case.precision, "place": place}, row, n_tokens,
-                lambda: wanted(label.model, config, case.checked_shape))
+                lambda: wanted(label.model, config, case.n_rows))
 
 
-def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str, loss: float,
-                   shape: tuple[int, int]) -> Generator[Row, Row, None]:
+def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str,
+                   loss: float) -> Generator[Row, Row, None]:
     """The job of a case: checks and warms up, then takes a step whenever it is asked, see `measure.Case`. wanted: the
-    file of the gradients that a step of `shape` must have; loss: its loss."""
+    file of the gradients that the first step must have; loss: its loss."""
     imported = (rss_bytes() or 0) * (place["device"] == "cpu")
     on, settings = measure.set_up(**place)
     parsed, fields = peers.parse_label(label), ModelConfig(**config)
-    n_tokens = n_rows * fields.context
+    n_tokens, n_windows = n_rows * fields.context, parsed.n_windows(fields.context)
     train = TrainConfig(precision=precision, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
     model = peers.build(parsed, fields).to(on).train()
     if parsed.compiled:
@@ -123,7 +111,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     times: Times = {}
 
     def step() -> None:
-        compute_gradient(model, task, batch, n_rows, train, n_windows=parsed.n_windows(fields.context))
+        compute_gradient(model, task, batch, n_rows, train, n_windows=n_windows)
         optimizer.step()
 
     def free() -> None:
@@ -131,15 +119,10 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
         measure.release_memory(on)
 
     with peers.attention_backend(on):
-        # The first step is the check. If it was a short one, a whole step follows, to warm up.
-        checked_task, checked_batch = random_batch(fields, *shape, on)
-        found, norm = compute_gradient(model, checked_task, checked_batch, shape[0], replace(train, clip=None),
-                                       n_windows=parsed.n_windows(shape[1]))
-        checked = check_step(model, found, norm, loss, wanted, LIMITS[precision], shape)
-        if tuple(shape) == (n_rows, fields.context):
-            optimizer.step()
-        else:
-            step()
+        # The first step is the check.
+        found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None), n_windows=n_windows)
+        checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
+        optimizer.step()
         measure.wait(on)
         answer: Row = {"check": checked, "settings": settings, "times": times,
                        "n_parameters": sum(p.numel() for p in model.parameters()), **measure.peak_since(imported, on)}
@@ -159,7 +142,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                 free()
 
 
-def reference(label: str, config: Row, shape: tuple[int, int], place: Row, path: str) -> Generator[Row, Row, None]:
+def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Generator[Row, Row, None]:
     """The job that makes what steps are compared with: the loss and gradient of new weights by the reference, in eager
     float32, row by row; the gradient goes into a file."""
     on, _ = measure.set_up(**place)
@@ -168,15 +151,14 @@ def reference(label: str, config: Row, shape: tuple[int, int], place: Row, path:
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
         model.set_impl("reference")
-    task, batch = random_batch(fields, *shape, on)
+    task, batch = random_batch(fields, n_rows, fields.context, on)
     loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
     gradients = {name: p.grad.cpu().contiguous() for name, p in model.named_parameters() if p.grad is not None}
     save_file(gradients, path)
-    yield {"loss": loss, "shape": shape}
+    yield {"loss": loss}
 
 
-def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, gradients: str, limit: float,
-               shape: tuple[int, int]) -> Row:
+def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, gradients: str, limit: float) -> Row:
     """A row's "check": the largest relative error of a step's loss and of the gradients that it has left, whose norm is
     given. gradients: the file of those that are wanted. Raises NumericsError where it is above the limit.
 
@@ -199,7 +181,7 @@ def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, g
     if not errors[worst] <= limit:
         raise NumericsError("not the same step as in eager float32",
                             f"{worst}: relative error {errors[worst]:.2g}, the limit is {limit:.2g}")
-    what = f"loss and gradients against eager float32 of the same weights, {shape[0]} x {shape[1]:,} tokens"
+    what = "loss and gradients against eager float32 of the same weights"
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
