@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -258,12 +258,6 @@ def serve(pipe: Connection, job: Job, arguments: Row) -> None:
         pipe.send({"failed": str(e)})
     except Exception as e:
         pipe.send({"failed": "out of memory" if out_of_memory(e) else f"{type(e).__name__}: {e}".splitlines()[0]})
-
-
-def in_own_process(job: Job, arguments: Row) -> Row:
-    """The first answer of a job in a fresh Python; {"failed": why} where it dies."""
-    with closing(Worker(job, arguments)) as worker:
-        return worker.ask()
 
 
 def forget_peak(device: torch.device) -> None:

@@ -5,6 +5,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -68,8 +69,9 @@ def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = 
         def wanted(model: str, config: ModelConfig, n_rows: int) -> Row:
             setup.progress(f"{model}, context {config.context:,}: eager float32, to compare with")
             path = str(Path(folder) / uuid.uuid4().hex)
-            return {"wanted": path, **measure.in_own_process(reference, {
-                "label": model, "config": to_dict(config), "n_rows": n_rows, "path": path, "place": setup.place})}
+            with closing(measure.Worker(reference, {"label": model, "config": to_dict(config), "n_rows": n_rows,
+                                                    "path": path, "place": setup.place})) as worker:
+                return {"wanted": path, **worker.ask()}
 
         for group in groups.values():
             yield measure.side_by_side([measured_case(case, setup.place, wanted) for case in group], "step", setup,

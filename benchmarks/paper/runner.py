@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +167,8 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
     write_atomically(folder / "settings.toml", "".join(f"{name} = {json.dumps(value)}\n"
                                                        for name, value in given.items()))
     stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
-        ("train", ["train", str(folder / "settings.toml"), "--device", place.device], lambda: trained(trained_run))]
+        ("train", ["train", str(folder / "settings.toml"), "--device", place.device],
+         lambda: trained(trained_run, cell.table.evaluations))]
     if cell.questions:
         stages.append(("finetune", finetune_arguments(trained_run, cell.questions, place),
                        lambda: finetuned(folder / "questions")))
@@ -180,8 +181,7 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
         if not found(cell, records, kind, job.seed):
             rows.append({"device": place.device, "dtype": run_config(given).train.precision, "threads": place.threads,
                          **({"questions": cell.questions} if kind == "finetune" else {}),
-                         **({"failed": failed} if failed else result()),
-                         **({} if failed or kind != "train" else evaluated(cell, folder)), **provenance(),
+                         **({"failed": failed} if failed else result()), **provenance(),
                          **facts_of(cell, kind, job.seed)})
         if failed:
             break
@@ -201,13 +201,6 @@ def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | No
     return None
 
 
-def evaluated(cell: Cell, folder: Path) -> Record:
-    """What a finished run's evaluations have to say, without the folders of the machine."""
-    said = {name: read_json(folder / f"{name}.json") for name in cell.table.evaluations}
-    return {name: {key: value for key, value in each.items() if key not in ("checkpoint", "step")}
-            for name, each in said.items()}
-
-
 def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
     """What a row has of its cell, and the command that makes it, without the folders of the machine that it ran on."""
     return {"kind": kind, "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(seed),
@@ -223,8 +216,9 @@ def finetune_arguments(pretrained: Path, questions: Settings, place: Place) -> l
             *(part for name, value in questions.get("settings", {}).items() for part in ("--set", f"{name}={value}"))]
 
 
-def trained(folder: Path) -> Record:
-    """What a finished run has to say."""
+def trained(folder: Path, evaluations: Iterable[str]) -> Record:
+    """What a finished run and its evaluations have to say, without the folders of the machine."""
+    said = {name: read_json(folder.with_name(f"{name}.json")) for name in evaluations}
     result, described = read_result(folder), read_run(folder)
     manifest, n_tokens = read_manifest(Path(described["data"])), result["steps"] * described["train"]["tokens_per_step"]
     return {"n_parameters": describe(ModelConfig(**described["model"])).n_parameters,
@@ -232,7 +226,9 @@ def trained(folder: Path) -> Record:
                      **{f"{name}_tokens": split.tokens for name, split in manifest.splits.items()}},
             "tokens": n_tokens, "epochs": n_tokens / manifest.splits["train"].tokens,
             "curve": [[line["step"], line["held_out"]["loss"]] for line in read_metrics(folder) if "held_out" in line],
-            "held_out": result["held_out"], "peak_mib": result.get("peak_mib"), **times_of(folder)}
+            "held_out": result["held_out"], "peak_mib": result.get("peak_mib"), **times_of(folder),
+            **{name: {key: value for key, value in each.items() if key not in ("checkpoint", "step")}
+               for name, each in said.items()}}
 
 
 def finetuned(folder: Path) -> Record:

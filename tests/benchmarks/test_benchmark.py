@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import measure
-from benchmarks.measure import Worker, add_times, in_own_process, mark, spreads
+from benchmarks.measure import Worker, add_times, mark, spreads
 from benchmarks.step import training_steps
 from lineartime.release.provenance import commit, provenance
 
@@ -26,8 +26,9 @@ def test_times_have_quartiles_and_say_which_clock_counts(monkeypatch):
 
 
 def test_a_process_that_dies_says_why():
-    assert "unexpected keyword argument 'colour'" in in_own_process(training_steps, {"colour": 1})["failed"]
-    killed = Worker(training_steps, {})
+    wrong, killed = Worker(training_steps, {"colour": 1}), Worker(training_steps, {})
+    assert "unexpected keyword argument 'colour'" in wrong.ask()["failed"]
+    wrong.close()
     killed.process.kill()
     assert "memory" in killed.ask()["failed"] and "memory" in killed.ask()["failed"]
     killed.close()

@@ -27,6 +27,5 @@ def work_here(monkeypatch):
                 self.answers.close()
 
     monkeypatch.setattr(measure, "Worker", Here)
-    monkeypatch.setattr(measure, "in_own_process", lambda job, arguments: Here(job, arguments).ask())
     monkeypatch.setattr(measure, "choose_settings", lambda device: {"chosen": "here"})
     return asked
