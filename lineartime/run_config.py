@@ -297,11 +297,11 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
 
 def require_same_tokens(weights: str, data: str) -> None:
     """Raise UsageError unless the data's tokenizer is that of the weights, or has further tokens besides."""
-    from lineartime.data.mixture import read_mixture
     from lineartime.data.tokenizer import TOKENIZER_FILE, added_tokens, load_tokenizer
+    from lineartime.data.tokens import tokenizer_of
 
     old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)
-    new = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE)
+    new = tokenizer_of(data)
     require(old.sha256 == new.sha256 or added_tokens(old, new) is not None,
             "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",

@@ -21,7 +21,7 @@ LONGEST_PERIOD = 100_000
 class Ingredient(NamedTuple):
     """A prepared folder, and how many rows of each period are its own."""
 
-    folder: Path
+    folder: str
     weight: int
 
 
@@ -33,9 +33,9 @@ def read_mixture(text: str) -> list[Ingredient]:
     folder named twice, and for several folders without shares."""
     if not SEVERAL.fullmatch(text) or Path(text).is_dir():
         require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
-        return [Ingredient(Path(text), 1)]
+        return [Ingredient(text, 1)]
     named = [word.rpartition(":") for word in text.split(",")]
-    folders = [Path(name) for name, _, _ in named]
+    folders = [name for name, _, _ in named]
     require(len(set(folders)) == len(folders), "a folder is named twice", text, "add its shares")
     require(all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", share) and float(share) > 0 for _, _, share in named),
             "a share is a positive number", text, "such as a:0.7,b:0.3")

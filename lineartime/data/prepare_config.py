@@ -1,43 +1,47 @@
 """The settings of `prepare`, for Python and for the shell. Nothing heavy is imported."""
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lineartime.config import TASKS
-from lineartime.data.read_text import MAX_LINE_BYTES
+from lineartime.data.corpora import HUB
+from lineartime.data.read_text import MAX_LINE_BYTES, UTF8, require_encoding
+from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
 DEFAULT_VOCAB_SIZE = 32_000
-UNIT_CHARACTERS = 1 << 23
+UNIT_BYTES = 1 << 23
+SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
+"""The book that ships with the package."""
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
     """What text is prepared, and how. Raises UsageError for wrong values, and for settings that exclude each other."""
 
-    inputs: Annotated[tuple[Path, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
-                      ".bz2, .xz or .zst) or .parquet; or folders of them.", "INPUTS"]
-    out: Annotated[Path, "Folder for the prepared tokens."]
+    inputs: Annotated[tuple[str, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
+                      ".bz2, .xz or .zst) or .parquet; folders of them; addresses such as s3://BUCKET/FOLDER; "
+                      "hub:NAME/SPLIT; or `-` for one document on stdin.", "INPUTS"]
+    out: Annotated[str, "Folder for the prepared tokens, or its address in a store."]
     sample: Annotated[bool, "Read the book that ships with the package instead."] = False
-    tokenizer: Annotated[str | Path, "train (make one from this text), bytes, a tokenizer.json, or a run, an exported "
-                         "folder or `small`, whose tokenizer is taken."] = "train"
-    add_tokens: Annotated[Path | None, "File with tokens to add to a tokenizer that is there, one in each line."] = None
+    tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one, "
+                         "a run, an exported folder or `small`."] = "train"
+    add_tokens: Annotated[Path | None, "File of tokens to add to a tokenizer that is there, one in each line."] = None
     vocab_size: Annotated[int | None, "Tokens of the tokenizer that is trained; by default 32000."] = None
     held_out: Annotated[float | None, "Share of the text to keep for validation, such as 0.05: whole documents at "
                         "equal distances, or the end of a single one."] = None
-    validation: Annotated[tuple[Path, ...], "Text for validation; may be given again."] = ()
-    test: Annotated[tuple[Path, ...], "Text for a test split; may be given again."] = ()
+    validation: Annotated[tuple[str, ...], "Text for validation; may be given again."] = ()
+    test: Annotated[tuple[str, ...], "Text for a test split; may be given again."] = ()
     field: Annotated[str, "Field or column that holds the text.", "--text-field"] = "text"
+    encoding: Annotated[str, "Encoding of the text, such as latin-1."] = UTF8
     task: Annotated[str | None, "Read the text as the paper's data set c4, wiki40b or pg19."] = None
     hub: Annotated[bool, "Read the task's data set from the Hugging Face hub, with `datasets`."] = False
-    documents: Annotated[int | None, "With --hub: read only so many documents of each split."] = None
+    documents: Annotated[int | None, "From the hub read only so many documents of each split."] = None
     mlm: Annotated[bool, "For masked language modelling: add the tokens [MASK] and [SEP]. Always so with --task c4."
                    ] = False
     jobs: Annotated[int | None, "Processes that tokenise; by default one for each core."] = None
-    part: Annotated[str | None, "Prepare part K of N, on one of N machines; needs --tokenizer.", "--part K/N"] = None
     # What follows has no option on the command line.
     train_characters: int = 1 << 28
     """The tokenizer is trained on at most about so many characters, from pieces at equal distances."""
@@ -45,52 +49,37 @@ class PrepareSettings:
     """Tokens in a file."""
     max_line_bytes: int = MAX_LINE_BYTES
     """Longest line of JSON."""
-    unit_characters: int = UNIT_CHARACTERS
-    """What a process takes at once. It does not change the result."""
+    unit_bytes: int = UNIT_BYTES
+    """What a process takes at once. It changes the result only inside words of more than 4,096 characters."""
 
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",
                 "it lies between 0 and 1")
-        for name in ("jobs", "train_characters", "shard_tokens", "unit_characters", "max_line_bytes", "documents"):
+        for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes", "max_line_bytes", "documents"):
             value = getattr(self, name)
             require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
+        require_encoding(self.encoding)
         if self.task is not None:
             require_name("task", self.task, TASKS)
-        self._check_inputs()
-        self._check_tokenizer()
-
-    def _check_inputs(self) -> None:
-        """Raise UsageError unless the text comes from files, or is the sample, or comes from the hub."""
         if self.hub:
             require(self.task is not None, "the hub has several data sets", "none is named",
-                    f"give --task, one of {', '.join(TASKS)}")
+                    f"give --task, one of {', '.join(TASKS)}, or an input such as hub:NAME/SPLIT")
             others = self.inputs or self.sample or self.validation or self.test or self.held_out
             require(not others, "wrong inputs", "the hub and others", "a data set of the hub comes with its splits")
-            require(self.part is None, "the hub is not read in parts", f"--part {self.part}", "leave out --part")
-            return
-        require(self.documents is None, "only the hub is read in part", f"documents = {self.documents}", "leave it out")
-        require(self.sample != bool(self.inputs), "wrong inputs",
-                f"{len(self.inputs)} and the sample" if self.sample else "there are none",
-                "name files or folders, or ask for the sample")
-
-    def _check_tokenizer(self) -> None:
-        """Raise UsageError for what goes with a tokenizer that is there, and not with one that is trained."""
-        if self.tokenizer == "train":
-            require(self.add_tokens is None, "tokens are added to a tokenizer that is there", str(self.add_tokens),
-                    "name it: --tokenizer RUN")
-            require(self.share is None, "a part needs a tokenizer that is there", f"--part {self.part}",
-                    "make one from some of the text with `lineartime prepare SOME --out DATA`, and name it: "
-                    "--tokenizer DATA/tokenizer.json")
+        else:
+            require(self.sample != bool(self.inputs), "wrong inputs",
+                    f"{len(self.inputs)} and the sample" if self.sample else "there are none",
+                    "name files or folders, or ask for the sample")
+        require(self.documents is None or bool(self.from_hub), "only the hub is read in part",
+                f"documents = {self.documents}", "leave it out")
+        require(self.inputs.count("-") <= 1, "stdin is read once", "-", "name it once")
+        require(self.tokenizer != "train" or self.add_tokens is None, "tokens are added to a tokenizer that is there",
+                str(self.add_tokens), "name it: --tokenizer RUN")
 
     @property
-    def share(self) -> tuple[int, int] | None:
-        """The numbers of `part`: of 2/8, the second of eight parts. Raises UsageError for another form."""
-        if self.part is None:
-            return None
-        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part)
-        number, of = (int(match[1]), int(match[2])) if match else (0, 0)
-        require(1 <= number <= of, "wrong value", f"part = {self.part}", "2/8 is the second of eight parts")
-        return number, of
+    def n_jobs(self) -> int:
+        """Processes: by default one for each core that this process may use."""
+        return self.jobs or len(os.sched_getaffinity(0))
 
     @property
     def is_masked(self) -> bool:
@@ -98,6 +87,35 @@ class PrepareSettings:
         return self.mlm or self.task == "c4"
 
     @property
-    def n_jobs(self) -> int:
-        """Processes: by default one for each core that this process may use."""
-        return self.jobs or len(os.sched_getaffinity(0))
+    def reading(self) -> dict[str, Any]:
+        """The named arguments of `read_pieces`."""
+        return {"field": self.field, "max_line_bytes": self.max_line_bytes, "task": self.task,
+                "encoding": self.encoding}
+
+    @property
+    def from_hub(self) -> list[str]:
+        """The inputs that are on the hub, which are not read again to be compared."""
+        return [HUB[str(self.task)][0]] if self.hub else [name for name in self.inputs if name.startswith("hub:")]
+
+    def for_manifest(self, tokenizer_sha256: str | None) -> dict[str, Any]:
+        """The settings that decide what is written, as the manifest has them. tokenizer_sha256: None if it is to be
+        trained."""
+        settings: dict[str, Any] = {"held_out": self.held_out, "field": self.field, "shard_tokens": self.shard_tokens}
+        settings |= {"mlm": True} if self.is_masked else {}
+        settings |= {"task": self.task} if self.task is not None else {}
+        settings |= {"encoding": self.encoding} if self.encoding != UTF8 else {}
+        settings |= {"hub": " ".join(self.from_hub), "documents": self.documents} if self.from_hub else {}
+        if tokenizer_sha256 is not None:
+            return settings | {"tokenizer": tokenizer_sha256}
+        return settings | {"tokenizer": "train", "vocab_size": self.vocab_size or DEFAULT_VOCAB_SIZE,
+                           "train_characters": self.train_characters}
+
+    def require_fitting(self, sources: list[Any]) -> None:
+        """Raise UsageError for two validation splits and for a format that the task does not have."""
+        require(self.held_out is None or all(source.split != "validation" for source in sources),
+                "two validation splits", f"held_out = {self.held_out}",
+                "the inputs have one already; leave out held_out")
+        for source in sources:
+            if self.task == "wiki40b" and source.path.lower().endswith(".txt"):
+                raise UsageError("Wiki-40B is not .txt", source.path,
+                                 "name .parquet or .jsonl.gz, or leave out the task")

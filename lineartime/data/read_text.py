@@ -8,29 +8,29 @@ document.
     .json       the same, or one array of objects
     .parquet    one in each row
 
-All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at its beginning and
-blank rows are left out. What is wrong is a DataError with the file and the line, row or byte."""
+All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8, or in a named encoding; a byte order mark
+at its beginning and blank rows are left out. What is wrong is a DataError with the file and the line, row or byte.
+
+Several processes read one file by ranges of its bytes, see `ranges_of`. Each reads what begins in its own range: lines,
+groups of rows of parquet, or the words of a text. So every document is read once."""
 
 import bz2
 import codecs
-import contextlib
 import csv
 import functools
-import glob
 import gzip
 import io
 import json
 import logging
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lineartime.data.corpora import wiki40b_document
-from lineartime.errors import DataError
+from lineartime.data.files import Name, files_below, is_address, opened, reading, size_of
+from lineartime.errors import DataError, UsageError
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
@@ -42,71 +42,39 @@ MAX_ARRAY_BYTES = 1 << 30
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
 """Text may be so many times its file, or so many bytes."""
 BYTE_ORDER_MARK = "\ufeff"
-AS_UTF8 = "save it as UTF-8"
+UTF8 = "utf-8"
+BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
+"""In UTF-8, white space before a character that is none: a place at which byte-level tokenizers cut, see `cut`."""
 
 logger = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
-    """Where reading a file can begin: `at` is a byte, or a row of parquet; `line` is the number of the line before."""
-
-    at: int = 0
-    line: int = 0
-
-
 class Piece(NamedTuple):
-    """Part of a document; `last` marks the document's end. next: where reading can go on, if it can."""
+    """Part of a document; `last` marks the document's end."""
 
     text: str
     last: bool
-    next: Place | None = None
 
 
 class Row(NamedTuple):
-    """A record with its place, for errors. next: where reading can go on, if it can."""
+    """A record with its place, for errors."""
 
     where: str
     fields: Any
-    next: Place | None = None
 
 
-def ending_of(name: str) -> str:
+def ending_of(name: Name) -> str:
     """The ending of a file that can be read, in lower case, such as ".jsonl.gz"; "" of any other."""
-    found = ENDING.search(name)
+    found = ENDING.search(str(name))
     return found[0].lower() if found else ""
 
 
-def is_one_document(name: str) -> bool:
+def is_one_document(name: Name) -> bool:
     """Whether a file that can be read is one document, and not rows."""
     return ending_of(name).startswith((".txt", ".md"))
 
 
-def expanded(name: Path | str) -> list[Path]:
-    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the path itself."""
-    found = [] if os.path.lexists(name) else sorted(glob.glob(str(name), recursive=True))
-    return [Path(each) for each in found] or [Path(name)]
-
-
-def files_below(folder: Path) -> list[str]:
-    """Relative names of all files that are not hidden, in order; each folder is read once, through links too. Raises
-    OSError."""
-
-    def refuse(e: OSError) -> None:
-        raise e
-
-    names: list[str] = []
-    seen: set[str] = set()
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        if os.path.realpath(parent) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(parent))
-        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
-        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
-    return sorted(names)
-
-
-def text_files_below(folder: Path) -> tuple[list[str], list[str]]:
+def text_files_below(folder: Name) -> tuple[list[str], list[str]]:
     """The relative names of the files of text in a folder, and of all others. A `.json` is one of the others where
     there is more: it has settings more often than text. Raises OSError."""
     names = files_below(folder)
@@ -115,120 +83,143 @@ def text_files_below(folder: Path) -> tuple[list[str], list[str]]:
     return list(text), [name for name in names if name not in text]
 
 
-def read_pieces(path: Path, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES,
-                task: str | None = None, start: Place | None = None) -> Iterator[Piece]:
-    """All documents of one file, in order, each as pieces of at most `PIECE` characters. A blank document is one empty
-    piece, or in a file that is one document pieces of white space. field: the field or column that holds the text.
-    task: "wiki40b" takes its markers out. start: where to begin, the `next` of an earlier piece. An empty file has no
+def require_encoding(encoding: str) -> None:
+    """Raise UsageError for an encoding that Python does not know."""
+    try:
+        codecs.getincrementaldecoder(encoding)
+    except (LookupError, ValueError):
+        raise UsageError("unknown encoding", encoding, "such as utf-8, latin-1 or cp1252") from None
+
+
+def ranges_of(name: Name, size: int, range_bytes: int, encoding: str = UTF8) -> list[tuple[int, int]]:
+    """The ranges of bytes in which a file of this size may be read apart; one if that is not possible. They depend on
+    nothing else, so any number of processes makes the same."""
+    apart = ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and encoding == UTF8
+    step = range_bytes if apart else max(size, 1)
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def read_pieces(name: Name, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES, task: str | None = None,
+                encoding: str = UTF8, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+    """The documents of a file, in order, each as pieces of at most `PIECE` characters; a blank document is one empty
+    piece, or in a file that is one document pieces of white space.
+
+    field: the field or column that holds the text. task: "wiki40b" takes its markers out. start, stop: a range of
+    `ranges_of`; the pieces of a document that goes on in the next one are none of them the last. An empty file has no
     piece."""
-    start = start or Place()
-    if is_one_document(path.name):
-        yield from _pieces_of_text(path, start)
+    if is_one_document(name):
+        yield from _pieces_of_text(name, encoding, start, stop)
         return
-    for where, record, following in read_rows(path, [field], max_line_bytes=max_line_bytes, start=start):
+    rows = read_rows(name, [field], max_line_bytes=max_line_bytes, encoding=encoding, start=start, stop=stop)
+    for where, record in rows:
         text = text_field(record, field, where)
         text = wiki40b_document(text, where) if task == "wiki40b" else text
         text = "" if text.isspace() else text
-        for piece in cut(text[i:i + PIECE] for i in range(0, len(text), PIECE)):
-            yield piece._replace(next=following) if piece.last else piece
+        yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
 
 
-def _pieces_of_text(path: Path, start: Place) -> Iterator[Piece]:
-    """The pieces of a file that is one document."""
-    with readable(path), opened(path) as file:
-        if path.stat().st_size == 0:
+def _pieces_of_text(name: Name, encoding: str, start: int, stop: int | None) -> Iterator[Piece]:
+    """The pieces of a file that is one document, or of a range of it."""
+    size = size_of(name)
+    if not size:
+        return
+    with reading(name), unpacked(name) as file:
+        if _packing(name) or encoding != UTF8:
+            yield from cut(text_blocks(file, name, encoding=encoding))
             return
-        if _packing(path):
-            yield from cut(text_blocks(file, path))
+        stop = size if stop is None else stop
+        begin = _before_word(file, start, stop) if start else 0
+        if begin >= stop:  # no word begins here, so the range before has all of it
             return
-        mark = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
-        at = start.at or mark
-        file.seek(at)
-        for text, last, _ in cut(text_blocks(file, path, at)):
-            at += len(text.encode())
-            yield Piece(text, last, Place(at))
+        end = _before_word(file, stop, size) if stop < size else size
+        file.seek(begin)
+        for text, last in cut(text_blocks(file, name, begin, end)):
+            yield Piece(text, last and end == size)
 
 
-def read_rows(path: Path, names: Sequence[str], *, optional: Sequence[str] = (), max_line_bytes: int = MAX_LINE_BYTES,
-              start: Place | None = None) -> Iterator[Row]:
+def _before_word(file: IO[bytes], start: int, stop: int) -> int:
+    """The first place of `BEFORE_WORD` in [start, stop), else `stop`."""
+    file.seek(start)
+    at, block = start, b""
+    while at < stop and (more := file.read(min(PIECE, stop + 1 - at))):
+        if found := BEFORE_WORD.search(block + more):
+            return min(at - len(block) + found.start(), stop)
+        at, block = at + len(more), more[-1:]
+    return stop
+
+
+def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), max_line_bytes: int = MAX_LINE_BYTES,
+              encoding: str = UTF8, start: int = 0, stop: int | None = None) -> Iterator[Row]:
     """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the file must have, and
-    those of `optional` that it has, are read."""
-    start, kind = start or Place(), ending_of(path.name)
-    if path.is_file() and path.stat().st_size == 0:
+    those of `optional` that it has, are read. start, stop: a range of `ranges_of`."""
+    kind, size = ending_of(name), size_of(name)
+    if not size:
         return
     if kind == ".parquet":
-        yield from _parquet_rows(path, names, optional, start.at)
+        yield from _parquet_rows(name, names, optional, start, size if stop is None else stop)
         return
-    with readable(path), opened(path) as file:
+    with reading(name), unpacked(name) as file:
         if kind.startswith((".csv", ".tsv")):
-            yield from _csv_rows(file, path, "\t" if kind.startswith(".tsv") else ",")
+            yield from _csv_rows(file, name, "\t" if kind.startswith(".tsv") else ",", encoding)
         elif not kind.startswith(".jsonl") and _is_array(file):
-            yield from _array_rows(file, path)
+            yield from _array_rows(file, name, encoding)
         else:
-            if start.at:
-                file.seek(start.at)
-            yield from json_lines(file, str(path), max_line_bytes, start.line, can_seek=not _packing(path))
+            stop = None if _packing(name) else stop  # a packed file has one range
+            yield from json_lines(file, str(name), max_line_bytes, encoding, start, stop)
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Inside the block, errors of reading a file are DataErrors."""
-    try:
-        yield
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
-        raise DataError(f"damaged {_packing(path)} file", path, str(e)) from None
-    except OSError as e:
-        what = f"damaged {_packing(path)} file" if _packing(path) and e.errno is None else "cannot read"
-        raise DataError(what, path, e.strerror or str(e)) from None
-
-
-def _packing(path: Path) -> str:
-    ending = path.suffix.lower()
+def _packing(name: Name) -> str:
+    """The ending of a packed file, else ""."""
+    ending = f".{str(name).rpartition('.')[2].lower()}"
     return ending if ending in (".gz", ".bz2", ".xz", ".zst") else ""
 
 
-def opened(path: Path) -> IO[bytes]:
+def unpacked(name: Name) -> IO[bytes]:
     """The bytes of a file, unpacked."""
-    packing = _packing(path)
+    file, packing = opened(name), _packing(name)
     if not packing:
-        return path.open("rb")
+        return file
     if packing == ".zst":
         import pyarrow
 
-        return io.BufferedReader(_Unpacked(path, pyarrow.input_stream(str(path), compression="zstd")), 1 << 20)
+        return io.BufferedReader(_Unpacked(name, file, pyarrow.CompressedInputStream(file, "zstd")), 1 << 20)
     packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-    return io.BufferedReader(_Unpacked(path, packers[packing].open(path)), 1 << 20)
+    return io.BufferedReader(_Unpacked(name, file, packers[packing].open(file)), 1 << 20)
 
 
 class _Unpacked(io.RawIOBase):
     """The bytes of a packed file. Raises DataError for far too many: it was made to exhaust its reader."""
 
-    def __init__(self, path: Path, file: IO[bytes]):
-        self.path, self.file, self.n_left = path, file, most_bytes(path)
+    def __init__(self, name: Name, packed: IO[bytes], file: Any):
+        self.name, self.packed, self.file, self.n_left = name, packed, file, most_bytes(name)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self.file.read(len(buffer))
+        try:
+            data = self.file.read(len(buffer))
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+            raise DataError(f"damaged {_packing(self.name)} file", self.name, str(e)) from None
         self.n_left -= len(data)
         if self.n_left < 0:
-            raise _too_large(self.path)
+            raise _too_large(self.name)
         buffer[:len(data)] = data
         return len(data)
 
     def close(self) -> None:
         self.file.close()
+        self.packed.close()
         super().close()
 
 
-def most_bytes(path: Path) -> int:
+def most_bytes(name: Name) -> int:
     """How large the text of a file may be."""
-    return max(LARGEST_EXPANSION * path.stat().st_size, EXPANSION_FREE)
+    return max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
 
 
-def _too_large(path: Path) -> DataError:
-    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", path, "unpack it first")
+def _too_large(name: Name) -> DataError:
+    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -247,41 +238,53 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     yield Piece(buffer, True)
 
 
-def text_blocks(file: IO[bytes], name: object, position: int = 0) -> Iterator[str]:
-    """The text of an open file of UTF-8, which is at byte `position`, without a byte order mark at its beginning. name:
-    for errors."""
-    decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
+def text_blocks(file: IO[bytes], name: object, position: int = 0, stop: int | None = None,
+                encoding: str = UTF8) -> Iterator[str]:
+    """The text of an open file, which is at byte `position`, up to byte `stop`, without a byte order mark at its
+    beginning. name: for errors."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding == UTF8 and not position else encoding)()
+    may_have_nul = encoding.lower().startswith(("utf-16", "utf-32", "utf16", "utf32"))
     while True:
-        block = file.read(1 << 20)
-        nul = block.find(b"\0")
+        block = file.read(1 << 20 if stop is None else min(1 << 20, stop - position))
+        nul = -1 if may_have_nul else block.find(b"\0")
         if nul >= 0:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + nul}")
         position += len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
-            byte = position - len(e.object) + e.start
-            raise DataError("not valid UTF-8", f"{name}, byte {byte}", AS_UTF8) from None
+            raise not_in_encoding(f"{name}, byte {position - len(e.object) + e.start}", encoding) from None
         if not block:
             return
         yield text
 
 
-def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, n_before: int = 0, *,
-               can_seek: bool = False) -> Iterator[Row]:
-    """The records of open JSON lines. n_before: lines before the first. can_seek: whether reading can go on after a
-    line."""
-    number = n_before
-    while line := file.readline(max_line_bytes + 1):
-        number += 1
+def not_in_encoding(where: str, encoding: str = UTF8) -> DataError:
+    """The error of text that is not in the encoding in which it is read."""
+    return DataError(f"not valid {encoding.upper()}", where, "save it as UTF-8, or name its encoding, such as "
+                     "--encoding latin-1")
+
+
+def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, encoding: str = UTF8, start: int = 0,
+               stop: int | None = None) -> Iterator[Row]:
+    """The records of open JSON lines, or those whose lines begin in a range of bytes."""
+    number, after = 0, f" after byte {start}" if start else ""
+    if start:
+        file.seek(start - 1)
+        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):  # of a line of the range before
+            pass
+    at = file.tell() if start else 0
+    while (stop is None or at < stop) and (line := file.readline(max_line_bytes + 1)):
+        number, at = number + 1, at + len(line)
+        where = f"{name}:{number}{after}"
         if len(line) > max_line_bytes:
-            raise DataError("line is too long", f"{name}:{number}", f"the limit is {max_line_bytes} bytes")
+            raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
         if line == b"\n" and isinstance(file, io.BufferedReader):  # a packed file may have a thousand million of them
             block = file.peek()
-            number += len(file.read(len(block) - len(block.lstrip(b"\n"))))
+            more = len(file.read(len(block) - len(block.lstrip(b"\n"))))
+            number, at = number + more, at + more
         elif not line.isspace():
-            where = f"{name}:{number}"
-            yield Row(where, _json_value(line, where), Place(file.tell(), number) if can_seek else None)
+            yield Row(where, _json_value(line, where, encoding))
 
 
 def _is_array(file: Any) -> bool:
@@ -289,17 +292,17 @@ def _is_array(file: Any) -> bool:
     return file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def _array_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
+def _array_rows(file: IO[bytes], name: Name, encoding: str) -> Iterator[Row]:
     """The items of a JSON array, which is read whole."""
-    most = min(MAX_ARRAY_BYTES, most_bytes(path))
+    most = min(MAX_ARRAY_BYTES, most_bytes(name))
     content = file.read(most + 1)
     if len(content) > most:
-        raise DataError("the array is too large", path, "write each item on a line of its own, as .jsonl")
-    for number, item in enumerate(_json_value(content, str(path)), 1):
-        yield Row(f"{path}, item {number}", item)
+        raise DataError("the array is too large", name, "write each item on a line of its own, as .jsonl")
+    for number, item in enumerate(_json_value(content, str(name), encoding), 1):
+        yield Row(f"{name}, item {number}", item)
 
 
-def _json_value(content: bytes, where: str) -> Any:
+def _json_value(content: bytes, where: str, encoding: str) -> Any:
     """What a file or line of JSON says. A name that occurs twice in an object is refused."""
 
     def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -309,45 +312,49 @@ def _json_value(content: bytes, where: str) -> Any:
         return record
 
     try:
-        return parse_json(content.decode("utf-8-sig"), where, object_pairs_hook=as_dict)
+        text = content.decode("utf-8-sig" if encoding == UTF8 else encoding)
     except UnicodeDecodeError as e:
-        raise DataError("not valid UTF-8", f"{where}, byte {e.start}", AS_UTF8) from None
+        raise not_in_encoding(f"{where}, byte {e.start}", encoding) from None
+    return parse_json(text, where, object_pairs_hook=as_dict)
 
 
-def _csv_rows(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Row]:
+def _csv_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> Iterator[Row]:
     """The rows of a table as text, placed by their first lines."""
     csv.field_size_limit(MAX_LINE_BYTES)
     line = 1
     # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
-    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
-        rows = csv.reader(_checked_lines(text, path), delimiter=delimiter, strict=True)
+    codec, errors = ("utf-8-sig", "surrogateescape") if encoding == UTF8 else (encoding, "strict")
+    with io.TextIOWrapper(file, codec, errors, newline="") as text:
+        rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
         try:
             names = next(rows, [])
             if len({*names}) < len(names):
-                raise DataError("the same column twice", path, ", ".join(names))
+                raise DataError("the same column twice", name, ", ".join(names))
             line = rows.line_num + 1
             for row in rows:
-                where = f"{path}:{line}"
+                where = f"{name}:{line}"
                 if row and len(row) != len(names):
                     raise DataError("a row of another length", where, f"{len(row)} fields, the first row {len(names)}")
                 if row:
                     yield Row(where, dict(zip(names, row, strict=True)))
                 line = rows.line_num + 1
         except csv.Error as e:
-            raise DataError("not valid CSV", f"{path}:{line}", str(e)) from None
+            raise DataError("not valid CSV", f"{name}:{line}", str(e)) from None
+        except UnicodeDecodeError:
+            raise not_in_encoding(f"{name}, after line {line}", encoding) from None
 
 
-def _checked_lines(file: Iterable[str], path: Path) -> Iterator[str]:
+def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
     """The lines of a table. Warns of a last line without an end: the file may have been cut inside a field."""
     number, line = 0, ""
     for number, line in enumerate(file, 1):
         if "\0" in line:
-            raise DataError("a NUL byte: this is no text", f"{path}:{number}")
+            raise DataError("a NUL byte: this is no text", f"{name}:{number}")
         if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
-            raise DataError("not valid UTF-8", f"{path}:{number}", AS_UTF8)
+            raise not_in_encoding(f"{name}:{number}")
         yield line
     if line and not line.endswith(("\n", "\r")):
-        warn_once(f"the last line has no end, so the file may be cut: {path}:{number}: {line!r:.80}")
+        warn_once(f"the last line has no end, so the file may be cut: {name}:{number}: {line!r:.80}")
 
 
 @functools.cache
@@ -356,47 +363,51 @@ def warn_once(line: str) -> None:
     logger.warning(line)
 
 
-def _parquet_rows(path: Path, names: Sequence[str], optional: Sequence[str], first: int) -> Iterator[Row]:
-    """The rows of a parquet file from row `first`; 16 are in memory at a time, or one where text is much larger than
-    its file: one long text, again and again."""
+def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], start: int, stop: int) -> Iterator[Row]:
+    """The rows of the groups of a parquet file that begin in a range of bytes; 16 rows are in memory at a time, or one
+    where text is much larger than its file: one long text, again and again."""
     import pyarrow
     from pyarrow import parquet
 
     row = n_characters = 0
-    most = most_bytes(path) if path.is_file() else 0
+    most = most_bytes(name)
     try:
-        with parquet.ParquetFile(path, buffer_size=1 << 20, page_checksum_verification=True) as file:
+        source = opened(name) if is_address(name) else str(name)
+        with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
             there = file.schema_arrow.names
-            for name in names:
-                if there.count(name) != 1:
-                    columns_there = ", ".join(map(repr, there[:8]))
-                    raise DataError(f"no column {name!r}", path, f"it has {columns_there}{hint_of_option(name)}")
-            columns = [*dict.fromkeys(names), *(name for name in optional if name in there)]
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            largest = max((group.total_byte_size for group in groups), default=0)
-            if largest > most:
-                raise _too_large(path)
-            n_rows = 1 if largest > LARGEST_EXPANSION * path.stat().st_size else 16
-            skipped = 0
-            while skipped < len(groups) and row + groups[skipped].num_rows <= first:
-                row += groups[skipped].num_rows
-                skipped += 1
-            for batch in file.iter_batches(batch_size=n_rows, columns=columns, use_threads=False,
-                                           row_groups=list(range(skipped, len(groups)))):
-                for i in range(batch.num_rows):
-                    row += 1
-                    if row > first:
-                        fields = {name: batch.column(name)[i].as_py() for name in columns}
+            for column in names:
+                if there.count(column) != 1:
+                    raise DataError(f"no column {column!r}", name, f"it has {', '.join(map(repr, there[:8]))}"
+                                    f"{hint_of_option(column, there)}")
+            columns = [*dict.fromkeys(names), *(column for column in optional if column in there)]
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                if not start <= max(_first_byte(group), 0) < stop:
+                    row += group.num_rows
+                    continue
+                if group.total_byte_size > most:
+                    raise _too_large(name)
+                n_rows = 1 if group.total_byte_size > LARGEST_EXPANSION * size_of(name) else 16
+                for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns, use_threads=False):
+                    for i in range(batch.num_rows):
+                        row += 1
+                        fields = {column: batch.column(column)[i].as_py() for column in columns}
                         n_characters += sum(len(value) for value in fields.values() if isinstance(value, str))
                         if n_characters > most:  # one long text that is stored once
-                            raise _too_large(path)
-                        yield Row(f"{path}, row {row}", fields, Place(row))
+                            raise _too_large(name)
+                        yield Row(f"{name}, row {row}", fields)
     except FileNotFoundError:
-        raise DataError("cannot read", path, "no such file") from None
+        raise DataError("cannot read", name, "no such file") from None
     except UnicodeDecodeError:
-        raise DataError("not valid UTF-8", f"{path}, row {row}") from None
+        raise DataError("not valid UTF-8", f"{name}, row {row}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
-        raise DataError("cannot read as parquet", path, str(e).splitlines()[0] if str(e) else None) from None
+        raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
+
+
+def _first_byte(group: Any) -> int:
+    """Where the first column of a group of rows begins in its file."""
+    column = group.column(0)
+    return column.dictionary_page_offset or column.data_page_offset
 
 
 def text_field(record: Any, name: str, where: str) -> str:
@@ -404,14 +415,15 @@ def text_field(record: Any, name: str, where: str) -> str:
     if not isinstance(record, dict):
         raise DataError("not a JSON object", where)
     if name not in record:
-        names = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f"no field {name!r}", where, f"it has {names}{hint_of_option(name)}")
+        texts = [each for each, value in record.items() if isinstance(value, str)]
+        raise DataError(f"no field {name!r}", where,
+                        f"it has {', '.join(map(repr, list(record)[:8])) or 'none'}{hint_of_option(name, texts)}")
     return checked(record[name], f"field {name!r}", where)
 
 
-def hint_of_option(name: str) -> str:
+def hint_of_option(name: str, there: Sequence[str]) -> str:
     """How to name another field; who has named one already knows."""
-    return "; name one with --text-field" if name == "text" else ""
+    return f"; name one with --text-field, such as --text-field {there[0]}" if name == "text" and there else ""
 
 
 def parse_json(text: str, where: object, **hooks: Any) -> Any:

@@ -52,8 +52,9 @@ class Tokenizer:
     `end_of_document` is the id of "<|endoftext|>"; `mask` and `separator` are those of "[MASK]" and "[SEP]", or None.
     The constructor adds a missing "<|endoftext|>", and with `mlm` the other two. `special` are the ids that no text
     has: special tokens and unused ids. `vocab_size` is the largest id plus one; `has_gaps` says whether an id below it
-    is unused. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary has no room for
-    one of these tokens."""
+    is unused. `reads_pieces`: the ids of the pieces of a text (`read_text.cut`) are those of the whole; `is_lossless`:
+    every text is given back. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary
+    has no room for one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
@@ -87,6 +88,8 @@ class Tokenizer:
         unknown = model.get("unk_id", model.get("unk_token"))
         self.unknown = inner.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.json = json
+        self.reads_pieces = _cuts_as_gpt2(json) or _has_no_merges(json)
+        self.is_lossless = self.reads_pieces and {*_byte_characters()} <= inner.get_vocab().keys()
         self.sha256 = hashlib.sha256(json.replace(_beginning(self.end_of_document), "null").encode()).hexdigest()
         self._inner = inner
 
@@ -185,6 +188,15 @@ def _cuts_as_gpt2(json: str) -> bool:
     return (content.get("normalizer") is None and model.get("type") == "BPE" and plain
             and cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True) is True
             and cuts.get("add_prefix_space") is False
+            and all(token["special"] for token in content.get("added_tokens", [])))
+
+
+def _has_no_merges(json: str) -> bool:
+    """Whether a tokenizer has a token for each byte, and changes nothing before that."""
+    content = json_module.loads(json)
+    cuts = content.get("pre_tokenizer") or {}
+    return (content.get("normalizer") is None and content["model"].get("merges") == []
+            and cuts.get("type") == "ByteLevel" and cuts.get("add_prefix_space") is False
             and all(token["special"] for token in content.get("added_tokens", [])))
 
 

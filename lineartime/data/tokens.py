@@ -15,25 +15,25 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, read_bytes, read_json, write_json
-from lineartime.config import LARGEST
+from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, read_json, replaced, write_atomically, write_json
 from lineartime.data.corpora import published_words
+from lineartime.data.files import Name, exists, hash_of, is_address, is_folder, joined, opened, reading
 from lineartime.data.mixture import place_of, read_mixture
-from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import CheckpointError, DataError, ResourceError
 from lineartime.settings import require
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"
-T = TypeVar("T")
 
 
 @dataclass
@@ -85,84 +85,61 @@ class Manifest:
         return json.dumps(self._signed(), indent=1) + "\n"
 
     def _signed(self) -> dict[str, Any]:
-        return signed({name: value for name, value in dataclasses.asdict(self).items() if name != "already_prepared"},
-                      "manifest")
+        fields = {"version": FORMAT_VERSION} | dataclasses.asdict(self)
+        del fields["already_prepared"]
+        return fields | {"manifest_sha256": _digest(fields)}
 
 
 def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Name) -> Manifest:
     """The manifest of a prepared folder.
 
     Raises UsageError for a missing folder, DataError for a missing, damaged or newer manifest."""
-    require(Path(folder).is_dir(), "no such folder", str(folder), "make one with `lineartime prepare`")
-
-    def manifest_of(fields: dict[str, Any]) -> Manifest:
-        splits = {name: Split(**split) for name, split in fields["splits"].items()}
-        manifest = Manifest(**fields | {"splits": splits})
-        _check_manifest(manifest)
-        return manifest
-
-    return read_signed(Path(folder) / DATA_MANIFEST, "manifest", manifest_of)
-
-
-def signed(fields: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The content of a file of JSON that has its version and, at its end, the SHA-256 of all else."""
-    fields = {"version": FORMAT_VERSION} | fields
-    return fields | {f"{kind}_sha256": _digest(fields)}
-
-
-def read_signed(path: Path, kind: str, make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` makes of the fields of a file that `signed` describes. kind: "manifest" or "part". Raises DataError
-    for a missing, damaged or newer file."""
+    require(is_address(folder) or is_folder(folder), "no such folder", str(folder),
+            "make one with `lineartime prepare`")
+    path = joined(folder, DATA_MANIFEST)
+    if not exists(path):
+        raise DataError("no manifest of prepared text", path, "make one with `lineartime prepare`")
     try:
-        fields = json.loads(read_bytes(path, MAX_LINES_BYTES))
-        digest, version = fields.pop(f"{kind}_sha256"), fields["version"]
+        with reading(path), opened(path) as file:
+            fields = json.loads(file.read(MAX_LINES_BYTES))
+        digest, version = fields.pop("manifest_sha256"), fields["version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise DataError("prepared by a newer lineartime", path,
                             f"it has format {version}, this reads {FORMAT_VERSION}")
         if digest != _digest(fields):
             raise ValueError
         del fields["version"]
-        return make(fields)
-    except OSError as e:
-        raise DataError(f"no {kind} of prepared text", path, f"{e.strerror}; make one with `lineartime prepare`"
-                        f"{' --part' if kind == 'part' else ''}") from None
+        return Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise DataError(f"damaged {kind}", path, "prepare it again") from None
+        raise DataError("damaged manifest", path, "prepare it again") from None
 
 
-def _check_manifest(manifest: Manifest) -> None:
-    """Raise KeyError, TypeError, AttributeError or ValueError for fields of the wrong type or out of range."""
-    tokenizer = manifest.tokenizer
-    counts = [count for split in manifest.splits.values() for count in dataclasses.astuple(split)]
-    ids = [tokenizer["end_of_document"], *tokenizer.get("special", ())]
-    ids += [tokenizer[name] for name in ("mask", "separator") if tokenizer.get(name) is not None]
-    numbers = [*counts, *ids, manifest.blank_documents, *(entry["bytes"] for entry in manifest.files.values())]
-    texts = [tokenizer["sha256"], *manifest.notes, *(entry["sha256"] for entry in manifest.files.values())]
-    needed = {TOKENIZER_FILE, *(f"{name}-documents.bin" for name in manifest.splits)}
-    if not (all(type(number) is int and number >= 0 for number in numbers) and manifest.shard_tokens >= 1
-            and all(isinstance(text, str) for text in texts) and manifest.dtype in ("<u2", "<u4")
-            and 0 < tokenizer["vocab_size"] <= LARGEST["vocab_size"] and max(ids) < tokenizer["vocab_size"]
-            and isinstance(manifest.settings.get("task", ""), str) and needed <= manifest.files.keys()):
-        raise ValueError
-    width = np.dtype(manifest.dtype).itemsize
-    for name, split in manifest.splits.items():
-        n_left = split.tokens + 1
-        for number in range(-(-n_left // manifest.shard_tokens)):
-            n_ids = min(n_left, manifest.shard_tokens)
-            if manifest.files[shard_name(name, number)]["bytes"] != n_ids * width:
-                raise ValueError
-            n_left -= n_ids
-        if manifest.files[f"{name}-documents.bin"]["bytes"] < 8 * (split.documents + 1):
-            raise ValueError
+def local_copy(folder: Name, names: Iterable[str] | None = None) -> Path:
+    """The folder itself, or of an address a folder in the cache with the manifest, the tokenizer and the files `names`
+    (None: all): training maps them into memory. What is there already is kept."""
+    if not is_address(folder):
+        return Path(folder)
+    manifest = read_manifest(folder)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lineartime" / manifest.sha256[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    for name in [TOKENIZER_FILE, *(manifest.files if names is None else names)]:
+        if not is_as_written(cache / name, manifest.files[name], by_hash=False):
+            with reading(joined(folder, name)), opened(joined(folder, name)) as file, replaced(cache / name) as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+    write_atomically(cache / DATA_MANIFEST, manifest.to_json())
+    return cache
 
 
-def verify_file(folder: Path, manifest: Manifest, name: str, by_hash: bool = True) -> None:
-    if not is_as_written(folder / name, manifest.files[name], by_hash):
-        raise DataError("damaged or missing file", folder / name, "delete the folder and prepare it again")
+def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
+    """Raise DataError unless a file has the size that the manifest says, and with `by_hash` the hash."""
+    path, expected = joined(folder, name), manifest.files[name]
+    same = hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)
+    if not same:
+        raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -290,27 +267,27 @@ def _mark(folder: Path, manifest: Manifest, name: str) -> list[Any] | None:
     return [manifest.files[name]["sha256"], found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def verify_data(data_dir: Path) -> Manifest:
+def verify_data(data_dir: Name) -> Manifest:
     """The manifest of a prepared folder, all of whose files are compared with it by SHA-256.
 
     Raises UsageError for a missing folder, DataError for a file that differs."""
-    manifest = read_manifest(Path(data_dir))
+    manifest = read_manifest(data_dir)
     for name in manifest.files:
-        verify_file(Path(data_dir), manifest, name)
+        verify_file(data_dir, manifest, name)
     return manifest
 
 
-def open_split(data_dir: Path, split: str, *, verify: bool = True) -> TokenStream:
+def open_split(data_dir: Name, split: str, *, verify: bool = True) -> TokenStream:
     """The tokens of one split. Its files and the tokenizer are first compared with the manifest, see `verify_files`, or
     without `verify` by size alone.
 
     Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""
-    folder = Path(data_dir)
-    manifest = read_manifest(folder)
+    manifest = read_manifest(data_dir)
     if split not in manifest.splits:
-        raise DataError(f"no {split} split", folder, f"it has {', '.join(manifest.splits)}; "
+        raise DataError(f"no {split} split", data_dir, f"it has {', '.join(manifest.splits)}; "
                         "prepare with --held-out 0.05, --validation or --test for more")
     names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
+    folder = local_copy(data_dir, names)
     if verify:
         verify_files(folder, manifest, names)
     for name in [] if verify else names:
@@ -341,6 +318,11 @@ def read_manifests(data: str) -> list[Manifest]:
                 f"{manifests[0].tokenizer['sha256'][:12]} of {folders[0]} and {manifest.tokenizer['sha256'][:12]} of "
                 f"{folder}", f"prepare {folder} with --tokenizer {folders[0]}")
     return manifests
+
+
+def tokenizer_of(data: str) -> Tokenizer:
+    """The tokenizer of what `data` names, see `read_mixture`."""
+    return load_tokenizer(local_copy(read_mixture(data)[0].folder, ()) / TOKENIZER_FILE)
 
 
 def sha256_of(data: str, manifests: Sequence[Manifest]) -> str:

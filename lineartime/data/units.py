@@ -1,117 +1,166 @@
-"""Units of work: a few million characters of a split, tokenised into files that are joined in order at the end.
+"""Units of work: a few million bytes of a split, tokenised into files that are joined in order at the end.
 
 A unit has three files: `00012.ids`, its ids, an end-of-document token after each document; `00012.rows`, for each
 document its ids, words and bytes as uint64; and `00012.json`, which is written last, says that it is finished, and has
-the hashes of both. None is flushed to the disk: what a crash leaves torn is known by its hash, and made again. A
-document that goes on in the next unit has a row in both."""
+the hashes of both: what a crash leaves torn is known by its hash, and made again. A document that goes on in the next
+unit has a row in both."""
 
 import contextlib
 import dataclasses
-import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lineartime.atomic_io import hash_of, is_as_written, read_bytes
-from lineartime.data.slices import CheckedFile, Reading, Slice, read_slice
-from lineartime.data.splits import SPLITS
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from lineartime.data.files import hash_of, joined, opened, opened_new, reading, write_text
+from lineartime.data.read_text import is_one_document, ranges_of, read_pieces
+from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Split
 from lineartime.errors import DataError
 
-UNITS, FINISHED = "units", "finished"
-"""Folders of `.ids` and `.rows`, and of `.json`."""
+UNITS = "units"
+"""The folder of a job's units."""
 BLOCK_IDS = 1 << 21
 """Ids that are in memory at once when units are joined."""
+LONGEST_WHOLE = 1 << 22
+"""Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
+Reading = dict[str, Any]
+"""The named arguments of `read_pieces`: field, max_line_bytes, task, encoding."""
 
 
-class Unit(NamedTuple):
-    """Consecutive slices of a split's files."""
+class Slice(NamedTuple):
+    """A range of a file's bytes, see `ranges_of`, or some of the characters in it."""
 
-    split: str
-    slices: list[Slice]
+    path: str
+    start: int
+    stop: int
+    skip: int = 0
+    """Characters that are left out at its beginning."""
+    characters: int | None = None
+    """Characters that are read after these; None: all."""
+    ends: bool = False
+    """Whether its document is cut, and ends with it."""
 
     @property
-    def characters(self) -> int:
-        return sum(one.characters for one in self.slices)
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+
+class CheckedFile(NamedTuple):
+    """A file that was read to its end."""
+
+    path: str
+    split: str
+    bytes: int
+    documents: int
+    """Those that are not blank."""
+    blank: int
+    characters: list[int]
+    """Of each range of a file that is one document; else of the whole file."""
 
 
 @dataclasses.dataclass
 class Encoded:
-    """What is known of a finished unit. open: its last document goes on in the next one. keeps: whether the tokenizer
-    gives the text of its first piece back. unknown: how often it has no token for what it reads."""
+    """What is known of a finished unit. open: its last document goes on in the next one. lost: documents, or parts of
+    one, that the tokenizer does not give back. unknown: how often it has no token for what it reads."""
 
-    number: int
     ids: int
     rows: int
     words: int
     bytes: int
     open: bool
-    keeps: bool
+    lost: int
+    unknown: int
     files: dict[str, dict[str, Any]]
     """Bytes and SHA-256 of "ids" and "rows"."""
-    unknown: int = 0
 
 
-def unit_file(folder: Path, number: int, kind: str) -> Path:
-    return folder / f"{number:05d}.{kind}"
+def check_file(path: str, size: int, how: Reading, range_bytes: int, hashes: str | None = None) -> dict[str, Any]:
+    """Read a file to its end: its size and SHA-256, and the last fields of `CheckedFile`. Raises DataError.
+
+    hashes: a new file for a hash of each document that is not blank, by which copies are found."""
+    apart = is_one_document(path)
+    documents, blank, characters, found = 0, 0, [], []
+    digest, is_blank = hashlib.blake2b(digest_size=8), True
+    for start, stop in ranges_of(path, size, range_bytes, how["encoding"]) if apart else [(0, size)]:
+        characters.append(0)
+        for text, last in read_pieces(path, **how, start=start, stop=stop):
+            characters[-1] += len(text)
+            is_blank = is_blank and (not text or text.isspace())
+            digest.update(text.encode())
+            if last:
+                documents, blank = documents + (not is_blank), blank + is_blank
+                found += [] if is_blank else [digest.digest()]
+                digest, is_blank = hashlib.blake2b(digest_size=8), True
+    if hashes is not None:
+        with opened_new(hashes) as file:
+            file.write(b"".join(found))
+    return hash_of(path) | {"documents": documents, "blank": blank, "characters": characters}
 
 
-def units_of(files: Iterable[CheckedFile], unit_characters: int) -> list[Unit]:
-    """The units of all text, in the order of the splits. Small files share a unit."""
-    units: list[Unit] = []
-    for split in SPLITS:
-        n_left = 0
-        for file in files:
-            for one in file.slices if file.split == split and file.documents else ():
-                if n_left <= 0:
-                    units.append(Unit(split, []))
-                    n_left = unit_characters
-                units[-1].slices.append(one)
-                n_left -= one.characters
-    return units
+def slices_of(file: CheckedFile, range_bytes: int, encoding: str, whole: bool) -> list[Slice]:
+    """The slices of a file. whole: a document may not be read apart."""
+    apart = not (whole and is_one_document(file.path))
+    ranges = ranges_of(file.path, file.bytes, range_bytes if apart else max(file.bytes, 1), encoding)
+    return [Slice(file.path, start, stop) for start, stop in ranges]
 
 
-@functools.lru_cache(1)
-def _opened(folder: str, sha256: str, name: str) -> tuple[Tokenizer, Callable[[str], bytes]]:
-    """The tokenizer of `folder`, with its name in messages, and its `packer`, which a process keeps for its next
-    unit."""
-    tokenizer = load_tokenizer(Path(folder, TOKENIZER_FILE))
-    if tokenizer.sha256 != sha256:
-        raise DataError("the tokenizer has changed", Path(folder, TOKENIZER_FILE), "run the same command again")
-    tokenizer.name = name
-    return tokenizer, tokenizer.packer()
+def read_slice(one: Slice, how: Reading) -> Iterator[tuple[str, bool]]:
+    """The pieces of a slice: text, and whether it ends a document. Blank documents of a file of rows have none."""
+    skip, n_left = one.skip, one.characters
+    for text, last in read_pieces(one.path, start=one.start, stop=one.stop, **how):
+        own = text[skip:] if n_left is None else text[skip:skip + n_left]
+        skip -= min(skip, len(text))
+        n_left = None if n_left is None else n_left - len(own)
+        if own:
+            yield own, last or (one.ends and n_left == 0)
+        if n_left == 0:
+            return
 
 
-def encode_unit(number: int, slices: list[Slice], reading: Reading, folder: str, sha256: str,
-                name: str) -> dict[str, Any]:
-    """Write the files of a unit into `folder`, unless an earlier call finished them; returns the fields of `Encoded`.
+def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Whole documents, of their pieces. One of more than `LONGEST_WHOLE` characters is cut at the ends of lines."""
+    text = ""
+    for piece, last in pieces:
+        text += piece
+        if not last and len(text) >= LONGEST_WHOLE and (end := text.rfind("\n") + 1):
+            yield text[:end], False
+            text = text[end:]
+        if last:
+            yield text, True
+            text = ""
+    if text:  # of a slice that ends before its document
+        yield text, False
 
-    sha256, name: of the tokenizer in `folder`. Raises DataError for text that cannot be encoded."""
-    description = unit_file(Path(folder, FINISHED), number, "json")
-    if (finished := _finished(description, Path(folder, UNITS))) is not None:
-        return finished
-    tokenizer, pack = _opened(folder, sha256, name)
+
+def encode_unit(folder: str, number: int, slices: list[Slice], how: Reading, tokenizer: Tokenizer,
+                pack: Callable[[str], bytes]) -> None:
+    """Write the files of a unit into `folder`, unless they are there as an earlier call wrote them.
+
+    pack: the tokenizer's `packer`. Raises DataError for text that cannot be encoded."""
+    name = joined(folder, f"{number:05d}")
+    if is_finished(name):
+        return
     end = np.array([tokenizer.end_of_document], tokenizer.dtype).tobytes()
     rows: list[tuple[int, int, int]] = []  # of documents that have ended and are not written yet
     whole = np.zeros(4, np.int64)  # ids, rows, words and bytes of the unit
-    ids = words = n_bytes = unknown = 0  # of the document that is being read; unknown of the unit
-    keeps: bool | None = None
-    paths = {kind: unit_file(Path(folder, UNITS), number, kind) for kind in ("ids", "rows")}
-    with paths["ids"].open("wb") as ids_file, paths["rows"].open("wb") as rows_file:
-        for text, last, in_word in (piece for one in slices for piece in read_slice(Slice(*one), reading)):
+    ids = words = n_bytes = lost = unknown = 0  # of the document that is being read; the last two of the unit
+    last, in_word = True, False
+    pieces = (piece for one in slices for piece in read_slice(one, how))
+    with opened_new(f"{name}.ids") as ids_file, opened_new(f"{name}.rows") as rows_file:
+        for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
             packed = pack(text)
             found = np.frombuffer(packed, tokenizer.dtype)
             _check_ids(found, text, tokenizer)
-            if keeps is None:
-                keeps = tokenizer.decode(found.tolist()) == text
-            unknown += 0 if tokenizer.unknown is None else int((found == tokenizer.unknown).sum())
+            if not tokenizer.is_lossless:
+                lost += tokenizer.decode(found.tolist()) != text
+                unknown += 0 if tokenizer.unknown is None else int((found == tokenizer.unknown).sum())
             ids += len(found) + last
             words += len(text.split()) - (in_word and not text[0].isspace())
             n_bytes += len(text.encode())
+            in_word = not last and not text[-1].isspace()
             ids_file.write(packed + end if last else packed)
             if last:
                 rows.append((ids, words, n_bytes))
@@ -120,24 +169,14 @@ def encode_unit(number: int, slices: list[Slice], reading: Reading, folder: str,
             if len(rows) >= 4096:
                 rows_file.write(np.array(rows, "<u8").tobytes())
                 rows.clear()
-        if is_open := ids > 0:  # the document goes on in the next unit
+        if not last:  # the document goes on in the next unit
             rows.append((ids, words, n_bytes))
             whole += (ids, 1, words, n_bytes)
         rows_file.write(np.array(rows, "<u8").tobytes())
     n_ids, n_rows, n_words, all_bytes = whole.tolist()
-    encoded = Encoded(number, n_ids, n_rows, n_words, all_bytes, is_open, keeps is not False,
-                      {kind: hash_of(path) for kind, path in paths.items()}, unknown)
-    description.write_text(json.dumps(dataclasses.asdict(encoded)) + "\n")
-    return dataclasses.asdict(encoded)
-
-
-def _finished(description: Path, folder: Path) -> dict[str, Any] | None:
-    """The unit that an earlier call finished, if its files are as it wrote them."""
-    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        encoded = Encoded(**json.loads(read_bytes(description)))
-        if all(is_as_written(unit_file(folder, encoded.number, kind), file) for kind, file in encoded.files.items()):
-            return dataclasses.asdict(encoded)
-    return None
+    encoded = Encoded(n_ids, n_rows, n_words, all_bytes, not last, lost, unknown,
+                      {kind: hash_of(f"{name}.{kind}") for kind in ("ids", "rows")})
+    write_text(f"{name}.json", json.dumps(dataclasses.asdict(encoded)) + "\n")
 
 
 def _check_ids(ids: np.ndarray, text: str, tokenizer: Tokenizer) -> None:
@@ -147,38 +186,53 @@ def _check_ids(ids: np.ndarray, text: str, tokenizer: Tokenizer) -> None:
         raise DataError("the tokenizer reads [MASK] or [SEP] out of text", repr(text[:40]))
 
 
-def joined_ids(units: Iterable[tuple[Encoded, Path]], spans: list[tuple[int, int]], dtype: str,
-               split: Split) -> Iterator[np.ndarray]:
-    """The ids of the documents in some spans, in order, of all that lie in these units and their folders; the counts of
-    what is in the spans are added to `split`.
+def is_finished(name: str) -> bool:
+    """Whether the files of a unit are there as they were written."""
+    with contextlib.suppress(DataError):
+        return all(hash_of(f"{name}.{kind}") == expected for kind, expected in read_encoded(name).files.items())
+    return False
 
-    Raises DataError for a file of a unit that is not as it was written."""
-    document, at = 0, 0
-    for unit, folder in units:
-        ids_N, rows_N3 = _read_unit(unit, folder, dtype)
-        ends_N = np.concatenate([[0], np.cumsum(rows_N3[:, 0], dtype=np.int64)])
+
+def read_encoded(name: str) -> Encoded:
+    """The description of a finished unit. Raises DataError if it is missing or damaged."""
+    with reading(f"{name}.json"), opened(f"{name}.json") as file:
+        try:
+            return Encoded(**json.loads(file.read()))
+        except (ValueError, TypeError) as e:
+            raise DataError("damaged file", f"{name}.json", str(e)) from None
+
+
+def joined_ids(units: Iterable[tuple[str, Encoded]], spans: list[tuple[int, int]], dtype: str,
+               split: Split) -> Iterator[np.ndarray]:
+    """The ids of the documents in some spans, in order, of all that lie in these units; the counts of what is in the
+    spans are added to `split`. Raises DataError for a file of a unit that is not as it was written."""
+    document, at, width = 0, 0, np.dtype(dtype).itemsize
+    for name, unit in units:
         while at < len(spans) and spans[at][1] <= document:
             at += 1
         here = at
-        while here < len(spans) and spans[here][0] < document + unit.rows:
-            first, stop = (min(max(each - document, 0), unit.rows) for each in spans[here])
-            # A document that goes on in the next unit counts there.
-            split.documents += stop - first - (unit.open and stop == unit.rows)
-            split.words += int(rows_N3[first:stop, 1].sum())
-            split.bytes += int(rows_N3[first:stop, 2].sum())
-            for begin in range(ends_N[first], ends_N[stop], BLOCK_IDS):
-                yield ids_N[begin:min(begin + BLOCK_IDS, ends_N[stop])]
-            here += 1
+        if here < len(spans) and spans[here][0] < document + unit.rows:
+            with _opened_unit(name, unit) as (ids, rows_N3):
+                ends_N = np.concatenate([[0], np.cumsum(rows_N3[:, 0], dtype=np.int64)])
+                while here < len(spans) and spans[here][0] < document + unit.rows:
+                    first, stop = (min(max(each - document, 0), unit.rows) for each in spans[here])
+                    # A document that goes on in the next unit counts there.
+                    split.documents += stop - first - (unit.open and stop == unit.rows)
+                    split.words += int(rows_N3[first:stop, 1].sum())
+                    split.bytes += int(rows_N3[first:stop, 2].sum())
+                    ids.seek(ends_N[first] * width)
+                    for begin in range(ends_N[first], ends_N[stop], BLOCK_IDS):
+                        yield np.frombuffer(ids.read(width * (min(begin + BLOCK_IDS, ends_N[stop]) - begin)), dtype)
+                    here += 1
         document += unit.rows - unit.open
 
 
-def _read_unit(unit: Encoded, folder: Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids and the rows of a unit, which are compared with their hashes and mapped into memory."""
-    made = []
-    for kind, kind_dtype, n in (("ids", dtype, unit.ids), ("rows", "<u8", 3 * unit.rows)):
-        path = unit_file(folder, unit.number, kind)
-        same_size = unit.files[kind]["bytes"] == n * np.dtype(kind_dtype).itemsize
-        if not same_size or not is_as_written(path, unit.files[kind]):
-            raise DataError("damaged or missing file", path, "delete its folder and prepare it again")
-        made.append(np.memmap(path, kind_dtype, "r") if n else np.empty(0, kind_dtype))
-    return made[0], made[1].reshape(-1, 3)
+@contextlib.contextmanager
+def _opened_unit(name: str, unit: Encoded) -> Iterator[tuple[Any, np.ndarray]]:
+    """The open ids of a unit and its rows, after both are compared with their hashes."""
+    for kind, expected in unit.files.items():
+        path = f"{name}.{kind}"
+        if hash_of(path) != expected:
+            raise DataError("damaged file", path, "run the same command again")
+    with reading(name), opened(f"{name}.ids") as ids, opened(f"{name}.rows") as rows:
+        yield ids, np.frombuffer(rows.read(), "<u8").reshape(-1, 3)

@@ -1,13 +1,10 @@
-"""Processes that read, check and tokenise text, so that all cores work.
+"""Processes that do the shares of `prepare` on this machine, so that all cores work.
 
-A worker is a program of its own (`python -m lineartime.data.workers`), one for each thread of a pool. It is no fork,
-because the caller may have threads; and not one of `multiprocessing`, which would run the caller's script again in
-each. It takes a line of JSON, the name of a function and its arguments, and answers with one, the result or the error;
-text and ids are in files."""
+A worker is a program of its own, `python -m lineartime.data.workers STEP WORK NUMBER OF`. It is no fork, because the
+caller may have threads; and not one of `multiprocessing`, which would run the caller's script again in each. It prints
+the number of each task that it has done, and at last its error, if there is one, as JSON."""
 
 import builtins
-import contextlib
-import importlib
 import json
 import os
 import queue
@@ -16,120 +13,99 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lineartime import errors
+from lineartime.data import shares
+from lineartime.data.files import Name
 from lineartime.errors import LineartimeError, ResourceError
 
-Run = Callable[..., Iterator[Any]]
-"""Calls a function with each of some tuples of arguments, and yields the results in their order. Arguments and results
-are as JSON has them: a tuple becomes a list."""
-Worker = subprocess.Popen[bytes]
 
+def run_shares(step: str, work: Name, n_workers: int, done: Callable[[int], None]) -> None:
+    """Do a step of `shares`, "check" or "encode", in so many processes; with one it is this process. `done` is told the
+    number of each task that is done.
 
-@contextlib.contextmanager
-def worker_pool(jobs: int) -> Iterator[Run]:
-    """A function `run(function, arguments, few=False)` that works in at most `jobs` processes and yields the results in
-    order. `few` says that the work is too small for other processes; it is then done here, as with one job or task.
+    Raises the first error of a process, and ResourceError for one that dies. All end with this function."""
+    if n_workers <= 1:
+        getattr(shares, step)(work, done=done)
+        return
+    workers = [_started(step, str(work), number, n_workers) for number in range(n_workers)]
+    lines: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
 
-    A process has one task at a time, so memory does not grow with their number. Of several errors the one of the first
-    task is raised; ResourceError if a process dies. The processes end with the block."""
-    workers: list[Worker] = []
+    def listen(number: int) -> None:
+        for line in workers[number].stdout or ():
+            lines.put((number, line))
+        lines.put((number, b""))  # it has ended
 
-    def run(function: Callable[..., Any], arguments: list[tuple[Any, ...]], few: bool = False) -> Iterator[Any]:
-        n_workers = 1 if few else min(jobs, len(arguments))
-        if n_workers <= 1:
-            yield from (as_json(function(*as_json(each))) for each in arguments)
-            return
-        workers.extend(_started() for _ in range(n_workers - len(workers)))
-        idle, own = iter(workers), threading.local()  # each thread has a worker of its own
-
-        def ask(each: tuple[Any, ...]) -> Any:
-            return _answer(own.worker, [function.__module__, function.__name__, each])
-
-        with ThreadPoolExecutor(n_workers, initializer=lambda: setattr(own, "worker", next(idle))) as pool:
-            try:
-                yield from pool.map(ask, arguments)
-            except BaseException:  # nobody waits for the other tasks
-                pool.shutdown(wait=False, cancel_futures=True)
-                for worker in workers:
-                    worker.kill()
-                raise
-
+    threads = [threading.Thread(target=listen, args=(number,), daemon=True) for number in range(n_workers)]
+    for thread in threads:
+        thread.start()
     try:
-        yield run
+        n_running = n_workers
+        while n_running:
+            number, line = lines.get()
+            if line.startswith(b"{"):
+                raise _error_of(json.loads(line))
+            if line:
+                done(int(line))
+                continue
+            n_running -= 1
+            if workers[number].wait():
+                raise ResourceError("a process that tokenises has died", f"exit code {workers[number].returncode}",
+                                    "where memory was short use fewer --jobs; the same command goes on")
     finally:
-        for worker in workers:
+        for worker, thread in zip(workers, threads, strict=True):
             worker.kill()
-            with contextlib.suppress(BrokenPipeError), worker:  # its pipes are closed
+            thread.join()
+            with worker:  # its pipes are closed
                 pass
 
 
-def as_json(value: Any) -> Any:
-    """A value as it is on the other side of a pipe."""
-    return json.loads(json.dumps(value))
-
-
-def _started() -> Worker:
+def _started(step: str, work: str, number: int, of: int) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false",
                                 "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    return subprocess.Popen([sys.executable, "-P", "-m", "lineartime.data.workers"], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, env=environment,
+    arguments = [sys.executable, "-P", "-m", "lineartime.data.workers", step, work, str(number), str(of)]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                             process_group=0)  # an interrupt from the keyboard is for the caller alone
 
 
-def _answer(worker: Worker, task: list[Any]) -> Any:
-    """The result of a task. Raises its error, and ResourceError if the process has died."""
-    assert worker.stdin and worker.stdout
-    try:
-        worker.stdin.write(json.dumps(task).encode() + b"\n")
-        worker.stdin.flush()
-        result, error = json.loads(worker.stdout.readline())
-    except (OSError, ValueError):  # the pipe is broken, or has no whole line
-        raise ResourceError("a process that tokenises has died", f"exit code {worker.wait()}",
-                            "where memory was short use fewer --jobs; the same command goes on") from None
-    if error is not None:
-        kind, parts = error
-        raise (getattr(errors, kind, None) or getattr(builtins, kind))(*parts)
-    return result
+def _error_of(fields: dict[str, Any]) -> BaseException:
+    """The error that a process has printed."""
+    kind = fields["kind"]
+    return (getattr(errors, kind, None) or getattr(builtins, kind))(*fields["arguments"])
 
 
-def _described(e: Exception) -> tuple[str, list[Any]]:
+def _described(e: Exception) -> dict[str, Any]:
     """What makes an error again in the caller's process: the name of its class, and its arguments."""
     if isinstance(e, LineartimeError):
-        return type(e).__name__, [e.what, e.where if e.where is None else str(e.where), e.todo]
+        return {"kind": type(e).__name__, "arguments": [e.what, e.where and str(e.where), e.todo]}
     if isinstance(e, OSError):
-        return "OSError", [e.errno, e.strerror, e.filename if e.filename is None else str(e.filename)]
-    return ("MemoryError", []) if isinstance(e, MemoryError) else ("RuntimeError", [traceback.format_exc()])
+        return {"kind": "OSError", "arguments": [e.errno, e.strerror, e.filename and str(e.filename)]}
+    if isinstance(e, MemoryError):
+        return {"kind": "MemoryError", "arguments": []}
+    return {"kind": "RuntimeError", "arguments": [traceback.format_exc()]}
 
 
-def main() -> None:
-    """Do the tasks that come on stdin, one after another, until it ends."""
+def main(step: str, work: str, number: str, of: str) -> None:
+    """Do one share."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no answer
-    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def listen() -> None:
-        for line in sys.stdin.buffer:
-            tasks.put(line)
-        os._exit(1)  # the caller is gone; a task that is being done is of no use
+    def end_with_the_caller() -> None:
+        os.read(0, 1)  # nothing comes; it ends when the caller does
+        os._exit(1)
 
-    threading.Thread(target=listen, daemon=True).start()
-    while True:
-        module, name, arguments = json.loads(tasks.get())
-        result = error = None
-        try:
-            result = getattr(importlib.import_module(module), name)(*arguments)
-        except Exception as e:
-            error = _described(e)
-        answers.write(json.dumps([result, error]).encode() + b"\n")
-        answers.flush()
+    threading.Thread(target=end_with_the_caller, daemon=True).start()
+    try:
+        getattr(shares, step)(work, int(number), int(of), done=lambda index: print(index, file=answers))
+    except Exception as e:
+        print(json.dumps(_described(e)), file=answers)
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lineartime.data.files import expanded
 from lineartime.data.read_text import (
     READS,
     Row,
     check_text,
     checked,
     ending_of,
-    expanded,
     is_one_document,
     read_pieces,
     read_rows,
@@ -24,6 +24,7 @@ from lineartime.data.read_text import (
     text_files_below,
     warn_once,
 )
+from lineartime.data.streams import hub_library, hub_records
 from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require
@@ -100,7 +101,7 @@ def of_text(text: str, where: str, fields: Fields, label: Label | None = None) -
 def of_rows(rows: Iterable[Row], file: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
     """The examples of rows. Raises DataError if there is none."""
     number = 0
-    for number, (where, row, _) in enumerate(rows, 1):
+    for number, (where, row) in enumerate(rows, 1):
         text = text_field(row, fields.text, where)
         second = text_field(row, fields.pair, where) if fields.pair else None
         if labels and fields.label not in row:

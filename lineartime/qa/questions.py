@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lineartime.atomic_io import read_bytes
-from lineartime.data.hub import hub_library, hub_records
 from lineartime.data.read_text import BYTE_ORDER_MARK, checked, parse_json, read_rows
+from lineartime.data.streams import hub_library, hub_records
 from lineartime.errors import DataError, UsageError
 
 Rules = Literal["triviaqa", "squad"]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from lineartime.atomic_io import read_bytes, write_atomically
-from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of
+from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
 from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
 from lineartime.errors import ResourceError
 from lineartime.evaluation import evaluate_data
@@ -70,7 +69,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     settings, stop = config if isinstance(config, RunConfig) else config_for_data(config), stop or StopSignal()
     # What decides the numbers is stored with the run: the hashes of the text, the tokenizer, and the first weights.
     data, out = settings.data, Path(settings.out)
-    tokenizer, manifests = load_tokenizer(read_mixture(data)[0].folder / TOKENIZER_FILE), read_manifests(data)
+    tokenizer, manifests = tokenizer_of(data), read_manifests(data)
     facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"]}
     of_weights, first = weights_to_begin(settings, tokenizer)
     facts |= of_weights

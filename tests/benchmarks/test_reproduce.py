@@ -15,7 +15,7 @@ from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
 from command_line import Call
 from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig, model_config
-from lineartime.data.prepare import SAMPLE
+from lineartime.data.prepare_config import SAMPLE
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.run_config import run_config
 from lineartime.training import StopSignal

@@ -153,8 +153,6 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
     evaluate = ["evaluate", run, "--data", data]
     for code, words, arguments in [
         (3, ["bad.txt", "byte 5"], ["prepare", tmp_path / "bad.txt", "--out", tmp_path / "x"]),
-        (2, ["--join takes", "--vocab-size, --text-field"], ["prepare", data, "--join", "--out", tmp_path / "x",
-                                                             "--text-field", "t", "--vocab-size", "500"]),
         (2, ["not a run"], ["evaluate", tmp_path / "empty", "--data", data]),
         (2, ["tokenizer"], ["evaluate", run, "--data", other]),
         (3, ["no test split"], [*evaluate, "--split", "test"]),

@@ -8,7 +8,7 @@ import pytest
 
 from command_line import Call
 from command_line import call as call  # a fixture
-from lineartime.data.prepare import SAMPLE
+from lineartime.data.prepare_config import SAMPLE
 from lineartime.run_config import SIZES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own-text.md"

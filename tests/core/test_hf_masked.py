@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from lineartime.config import model_config
-from lineartime.data.prepare import SAMPLE
+from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from lineartime.errors import UsageError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer

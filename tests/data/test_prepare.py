@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 import lineartime.data.prepare
 import lineartime.data.units
-from lineartime.data.prepare import SAMPLE, prepare
+from lineartime.data.prepare import prepare
+from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.read_text import READS
-from lineartime.data.slices import read_slice
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
+from lineartime.data.units import encode_unit
 from lineartime.errors import DataError, ResourceError, UsageError
 from text_files import contents, documents_of, make
 
@@ -91,10 +92,10 @@ def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, 
                     "e.json.gz": ["fifth " * 500, "", "sixth"]})
     paths = [tmp_path / "a.txt"] if name == "one" else sorted(tmp_path.glob("[a-e].*"))
     made = []
-    for unit_characters, block in ((1 << 23, 1 << 21), (700, 10)):
+    for unit_bytes, block in ((1 << 23, 1 << 21), (700, 10)):
         monkeypatch.setattr(lineartime.data.units, "BLOCK_IDS", block)
-        out = tmp_path / f"{unit_characters}"
-        manifest = prepare(paths, out, tokenizer="bytes", held_out=0.3, jobs=1, unit_characters=unit_characters)
+        out = tmp_path / f"{unit_bytes}"
+        manifest = prepare(paths, out, tokenizer="bytes", held_out=0.3, jobs=1, unit_bytes=unit_bytes)
         made.append(contents(out))
     assert made[0] == made[1]
     kept = documents_of(out) + documents_of(out, "validation")
@@ -113,7 +114,7 @@ def test_an_error_of_a_process_is_that_of_one_process(tmp_path):
     for jobs in (1, 2):
         with pytest.raises(DataError, match=r"field 'text' is not a string: .*b\.jsonl:2"):
             prepare([tmp_path / name for name in ("a.txt", "b.jsonl", "c.txt")], tmp_path / "new" / "out",
-                    tokenizer="bytes", jobs=jobs, unit_characters=1000)
+                    tokenizer="bytes", jobs=jobs, unit_bytes=1000)
         assert not (tmp_path / "new").exists()
 
 
@@ -122,8 +123,8 @@ def test_a_process_that_dies_is_a_resource_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "false")
         with pytest.raises(ResourceError, match=r"a process that tokenises has died: exit code 1; .* goes on"):
-            prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=2, unit_characters=1000)
-    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=1, unit_characters=1000)
+            prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=2, unit_bytes=1000)
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=1, unit_bytes=1000)
     assert open_split(tmp_path / "out", "train").n_tokens == 9 * 2001
 
 
@@ -144,7 +145,8 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tokenizer)
     assert (manifest.dtype, manifest.vocab_size) == ("<u4", 70_001)
     assert stream_of(tmp_path / "out") == [2, 0, 70_000, 70_000, 0, 2]
-    assert manifest.notes == ["this tokenizer does not keep the text exactly: scores per byte leave out what it drops"]
+    assert manifest.notes == ["this tokenizer does not keep the text exactly: scores per byte leave out what it drops (1 documents, 40.00% of "
+                              "the tokens are unknown)"]
 
 
 def test_a_tokenizer_that_reads_the_end_out_of_text_is_refused(tmp_path):
@@ -217,7 +219,7 @@ def test_plain_text_is_read_in_any_form(tmp_path, caplog):
     caplog.set_level("INFO", "lineartime")
     make(tmp_path / "text", {"a.md": "# A\n", "b.txt": "b\n", "README.md": "about", "d.png": "x", "e": "y"})
     (tmp_path / "text" / "c.txt.gz").write_bytes(gzip.compress(("c" * 99 + "\n").encode() * 400))
-    manifest = prepare([tmp_path / "text"], tmp_path / "out", tokenizer="bytes", unit_characters=1000, jobs=1)
+    manifest = prepare([tmp_path / "text"], tmp_path / "out", tokenizer="bytes", unit_bytes=1000, jobs=1)
     assert [source["name"] for source in manifest.sources] == ["a.md", "b.txt", "c.txt.gz"]
     assert documents_of(tmp_path / "out") == ["# A\n", "b\n", ("c" * 99 + "\n") * 400]
     where = f"in {tmp_path / 'text'}"
@@ -325,13 +327,12 @@ def unfinished(tmp_path, monkeypatch, **options):
     def encode(*arguments):
         if len(done) == 3:
             raise KeyboardInterrupt
-        done.append(lineartime.data.units.encode_unit(*arguments))
-        return done[-1]
+        done.append(encode_unit(*arguments))
 
     with monkeypatch.context() as patched:
-        patched.setattr("lineartime.data.prepare.encode_unit", encode)
+        patched.setattr("lineartime.data.shares.encode_unit", encode)
         with pytest.raises(KeyboardInterrupt):
-            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_characters=1000, **options)
+            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_bytes=1000, **options)
     (folder,) = tmp_path.glob(".lineartime-*.unfinished")
     assert len(list((folder / "units").glob("*.ids"))) == 3
     return folder
@@ -341,14 +342,14 @@ def test_what_an_interrupted_prepare_has_done_is_not_done_again(tmp_path, monkey
     """Unless the text or the settings are others."""
     texts = [f"document {i} " * 100 for i in range(10)]
     options = {"tokenizer": "bytes", "held_out": 0.2}
-    for changed, other, n_read in (({}, texts, 7), ({"mlm": True}, texts, 10), ({}, texts[1:], 9)):
+    for changed, other, n_read in (({}, texts, 9), ({"mlm": True}, texts, 12), ({}, texts[1:], 11)):
         make(tmp_path, {"a.jsonl": texts})
         unfinished(tmp_path, monkeypatch, **options)
         make(tmp_path, {"a.jsonl": other})
         with monkeypatch.context() as patched:
-            read = Mock(wraps=read_slice)
+            read = Mock(wraps=lineartime.data.units.read_slice)
             patched.setattr(lineartime.data.units, "read_slice", read)
-            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_characters=1000, **options | changed)
+            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_bytes=1000, **options | changed)
         assert read.call_count == n_read
         prepare([tmp_path / "a.jsonl"], tmp_path / "whole", **options | changed)
         assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -358,7 +359,7 @@ def test_what_an_interrupted_prepare_has_done_is_not_done_again(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name, edit", [
-    ("begun", lambda c: c[:-9]), ("finished/00001.json", lambda c: c[:-20]), ("finished/00001.json", lambda c: b"{}"),
+    ("units.json", lambda c: c[:-9]), ("units/00001.json", lambda c: c[:-20]), ("units/00001.json", lambda c: b"{}"),
     ("tokenizer.json", lambda c: c.replace(b"a", b"b", 1)), ("units/00001.ids", lambda c: c[:-2]),
     ("units/00001.ids", lambda c: bytes(len(c))), ("units/00001.rows", lambda c: c + b"1")])
 def test_damaged_work_is_made_again(tmp_path, monkeypatch, name, edit):
@@ -366,7 +367,7 @@ def test_damaged_work_is_made_again(tmp_path, monkeypatch, name, edit):
     prepare([tmp_path / "a.jsonl"], tmp_path / "whole", vocab_size=270)
     path = unfinished(tmp_path, monkeypatch, vocab_size=270) / name
     path.write_bytes(edit(path.read_bytes()))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=270, unit_characters=1000, jobs=1)
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=270, unit_bytes=1000, jobs=1)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -375,18 +376,18 @@ import resource, sys
 from pathlib import Path
 from lineartime.data.prepare import prepare
 prepare([Path(sys.argv[1])], Path(sys.argv[2]), tokenizer="bytes", held_out=0.3, shard_tokens=100_000, jobs=2,
-        unit_characters=100_000)
+        unit_bytes=100_000)
 (own_kib,) = [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")]
 print((own_kib + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024)
 """
 
 
 def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
-    make(tmp_path, {"a.jsonl": ["some text " * 1000] * 150})
+    make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(150)]})
     out = tmp_path / "out"
     command = [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out]
     first = None
-    for awaited in ("begun", "finished/00003.json", "done/train-00003.bin"):
+    for awaited in ("job.json", "units/00003.json", "done/train-00003.bin"):
         process = subprocess.Popen(command)
         while not list(tmp_path.glob(f".lineartime-*.unfinished/{awaited}")):
             assert process.poll() is None, f"it was done before {awaited} was seen"
@@ -395,7 +396,7 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
         process.wait()
         (folder,) = tmp_path.glob(".lineartime-*")
         assert not out.exists()
-        if (folder / "finished" / "00000.json").exists() and first is None:
+        if (folder / "units" / "00000.json").exists() and first is None:
             first = (folder / "units" / "00000.ids").stat()
     assert os.path.samestat(first, (folder / "units" / "00000.ids").stat()), "it was made again"
     subprocess.run(command, check=True)
@@ -406,10 +407,10 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
 
 
 def test_two_at_once_do_not_mix(tmp_path):
-    make(tmp_path, {"a.jsonl": ["some text " * 1000] * 100})
+    make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(100)]})
     out = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out])
-    while not list(tmp_path.glob(".lineartime-*.unfinished/finished/00000.json")):
+    while not list(tmp_path.glob(".lineartime-*.unfinished/units/00000.json")):
         assert process.poll() is None
         time.sleep(0.0005)
     with pytest.raises(ResourceError, match="another process is writing this folder"):

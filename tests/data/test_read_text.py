@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from lineartime.data.read_text import cut, read_pieces
-from lineartime.data.slices import check_file, read_slice
-from lineartime.data.splits import find_sources
+from lineartime.data.read_text import cut, ranges_of, read_pieces
+from lineartime.data.sources import find_sources
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
 from text_files import make
@@ -27,7 +26,7 @@ DOCUMENTS = ["One line.\r\nAnother\u2028line, naïve.\n", " ", "東京 \U0001f60
 
 def documents(path, **options):
     texts = [""]
-    for text, last, _ in read_pieces(path, **options):
+    for text, last in read_pieces(path, **options):
         texts[-1] += text
         texts += [""] * last
     assert texts.pop() == ""
@@ -83,7 +82,7 @@ def test_marks_and_blank_lines_are_no_text_and_further_members_are(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
-def test_a_file_can_be_read_from_each_of_its_slices(tmp_path, name, monkeypatch):
+def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatch):
     monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (40,))
     if name == "a.parquet":
         texts = [f"row {i} é " * (i % 9) for i in range(90)]
@@ -91,26 +90,16 @@ def test_a_file_can_be_read_from_each_of_its_slices(tmp_path, name, monkeypatch)
     else:
         lines = ["é 東京\n" * 9, " ", "x" * 90] * 9
         make(tmp_path, {name: "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9 if name == "a.txt" else lines})
-    pieces = list(read_pieces(tmp_path / name))
-    checked = check_file(str(tmp_path / name), "train", {}, 100)
-    assert (len(checked.slices) == 1) == name.endswith(".gz")
-    read = []
-    for one in checked.slices:
-        before = read[-1] if read else None
-        assert one.in_word == bool(before and not before[1] and not before[0][-1].isspace())
-        own = [(text, last) for text, last, _ in read_slice(one, {})]
-        assert one.characters == sum(len(text) for text, _ in own)
-        read += own
-    assert read == [(text, last) for text, last, _ in pieces if text]
-    assert checked[2:5] == (sum(last and text != "" for text, last, _ in pieces),
-                            sum(text == "" for text, *_ in pieces), sum(len(text) for text, *_ in pieces))
-
-
-def test_a_line_keeps_its_number_when_reading_begins_later(tmp_path):
-    make(tmp_path, {"a.jsonl": '{"text": "first"}\n\n{"text": "second"}\n{"text": 3}\n'})
-    first = next(read_pieces(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match=r"not a string: .*a\.jsonl:4"):
-        list(read_pieces(tmp_path / "a.jsonl", start=first.next))
+    path = tmp_path / name
+    whole, n_bytes = documents(path), path.stat().st_size
+    for size in (1, 7, 100, 1000):
+        ranges = ranges_of(path, n_bytes, size)
+        assert (len(ranges) == 1) == (name.endswith(".gz") or size >= n_bytes)
+        pieces = [piece for start, stop in ranges for piece in read_pieces(path, start=start, stop=stop)]
+        assert "".join(text + "\0" * last for text, last in pieces) == "".join(text + "\0" for text in whole)
+    if name == "a.txt":  # a range begins with the white space before a word
+        for start, stop in ranges_of(path, n_bytes, 100)[1:]:
+            assert all(text[0].isspace() for text, _ in itertools.islice(read_pieces(path, start=start, stop=stop), 1))
 
 
 def test_the_field_is_a_choice(tmp_path):
@@ -188,7 +177,7 @@ def test_faults_are_refused_with_their_place(tmp_path, fault):
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         limit = 1000 if fault == "long line" else 1 << 20
-        check_file(str(path), "train", {"max_line_bytes": limit}, 1 << 23)
+        list(read_pieces(path, max_line_bytes=limit))
     assert message.format(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -203,10 +192,10 @@ def test_damaged_gzip_never_gives_another_text(tmp_path):
         damaged[byte] ^= 1 << byte % 8
         path.write_bytes(damaged)
         try:
-            check_file(str(path), "train", {}, 1 << 23)
+            found = documents(path)
         except DataError:
             continue
-        assert documents(path) == whole, "only what the header says besides may change unnoticed"
+        assert found == whole, "only what the header says besides may change unnoticed"
 
 
 def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path):
@@ -281,7 +270,7 @@ def test_layouts_that_could_mean_two_things_are_usage_errors(tmp_path, names, in
 def test_what_is_missing_is_named(tmp_path):
     make(tmp_path, {"a.txt": "a", "none/a.rst": "a"})
     for arguments in ([["none.txt"]], [["a.txt"], [], ["none.txt"]]):
-        with pytest.raises(DataError, match=r"cannot read the input: .*none.txt; No such file or directory"):
+        with pytest.raises(DataError, match=r"cannot read: .*none.txt; No such file or directory"):
             find_sources(*([tmp_path / name for name in names] for names in arguments))
     with pytest.raises(DataError, match="nothing to read in this folder"):
         find_sources([tmp_path / "none"])

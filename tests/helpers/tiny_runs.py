@@ -4,7 +4,8 @@ import itertools
 import json
 import os
 
-from lineartime.data.prepare import SAMPLE, prepare
+from lineartime.data.prepare import prepare
+from lineartime.data.prepare_config import SAMPLE
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 15, 2, 3
 SETTINGS = {"size": "paper", "context": 32, "tokens_per_step": 128, "steps": STEPS, "micro_batch_tokens": 64,

@@ -3,12 +3,12 @@
 import logging
 import os
 import re
-import stat
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from lineartime.data.read_text import READS, ending_of, expanded, is_one_document, text_files_below
+from lineartime.data.files import Name, expanded, is_address, is_folder, joined, reading, store_of
+from lineartime.data.read_text import READS, ending_of, is_one_document, text_files_below
 from lineartime.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,12 @@ class Source(NamedTuple):
 
     split: str
     name: str
-    path: Path
+    path: str
     unread: tuple[str, ...] = ()
     """Endings of the files beside it that were left out."""
 
 
-def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: Iterable[Path] = (), *,
+def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: Iterable[Name] = (), *,
                  task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
@@ -62,31 +62,38 @@ def find_sources(inputs: Iterable[Path], validation: Iterable[Path] = (), test: 
             if len({source.split for source in found}) > 1:
                 raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
             sources += [source._replace(split=split) for source in found]
-    seen: dict[str, Source] = {}
+    seen: set[str] = set()
     for source in sources:
-        real = os.path.realpath(source.path)
+        real = source.path if is_address(source.path) else os.path.realpath(source.path)
         if real in seen:
             raise UsageError("the same file twice", source.path, "name it once")
-        seen[real] = source
+        seen.add(real)
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 
-def _sources_of(path: Path, preferred: str | None) -> list[Source]:
+def _sources_of(path: str, preferred: str | None) -> list[Source]:
     """The files of one input; the split is "" if the name has none."""
-    try:
-        if path.is_dir():
-            return _sources_in_folder(path, preferred)
-        mode = path.stat().st_mode
-    except OSError as e:
-        raise DataError("cannot read the input", path, e.strerror) from None
-    if not stat.S_ISREG(mode):
-        raise DataError("not a regular file", path)
-    if not ending_of(path.name):
+    if is_folder(path):
+        return _sources_in_folder(path, preferred)
+    require_file(path)
+    if not ending_of(path):
         raise UsageError("unknown kind of file", path, READS)
-    return [Source(_split_of(path.name), path.name, path)]
+    name = PurePosixPath(path).name
+    return [Source(_split_of(name), name, path)]
 
 
-def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
+def require_file(path: Name) -> None:
+    """Raise DataError for what is missing or no regular file."""
+    with reading(path):
+        if is_address(path):
+            store, there = store_of(path)
+            store.info(there)
+        elif not os.path.isfile(path):
+            os.stat(path)
+            raise DataError("not a regular file", path)
+
+
+def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
     """The files of a folder: its splits if it has a train split, else all that can be read; of one kind."""
     names = _readable_names(folder)
     # Subfolders called train, validation and test come first, then such files.
@@ -101,7 +108,8 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
         others = [name for name in names if not splits[name]]
         for name in others:
             if "/" not in name and ending_of(name) in endings:
-                raise UsageError("this file belongs to no split", folder / name, "leave it out or name the files")
+                raise UsageError("this file belongs to no split", joined(folder, name),
+                                 "leave it out or name the files")
         _say_skipped(folder, others, "they belong to no split")
         names = [name for name in names if splits[name]]
     endings = {".txt" if is_one_document(name) else ending_of(name) for name in names}
@@ -110,21 +118,22 @@ def _sources_in_folder(folder: Path, preferred: str | None) -> list[Source]:
     elif len(endings) > 1:
         raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
                          f"name the files of one kind, such as {folder}/*{min(endings)}")
-    for name in names:
-        if not (folder / name).is_file():
-            raise DataError("not a regular file", folder / name)
+    if not is_address(folder):
+        for name in names:
+            require_file(joined(folder, name))
     unread = tuple(sorted(endings - {preferred})) if preferred in endings else ()
-    return [Source(splits[name], name, folder / name, unread) for name in names]
+    return [Source(splits[name], name, joined(folder, name), unread) for name in names]
 
 
-def _readable_names(folder: Path) -> list[str]:
+def _readable_names(folder: str) -> list[str]:
     """The names of the files that can be read. Left out if others are there: kinds that are not in `FIRST`; an `.md` or
     `.txt.gz` that lies beside rows; and what is about the folder."""
-    readable, others = text_files_below(folder)
+    with reading(folder):
+        readable, others = text_files_below(folder)
     if not readable:
         raise DataError("nothing to read in this folder", folder, READS)
     _say_skipped(folder, others, READS)
-    about = [name for name in readable if ending_of(name) == ".md" and Path(name).stem.lower() in ABOUT]
+    about = [name for name in readable if ending_of(name) == ".md" and PurePosixPath(name).stem.lower() in ABOUT]
     chosen = [name for name in readable if name not in about] or about
     chosen = [name for name in chosen if ending_of(name) in FIRST] or chosen
     if not all(map(is_one_document, chosen)):
@@ -133,7 +142,7 @@ def _readable_names(folder: Path) -> list[str]:
     return chosen
 
 
-def _refuse_deeper_splits(folder: Path, names: list[str]) -> None:
+def _refuse_deeper_splits(folder: str, names: list[str]) -> None:
     """Raise UsageError for a train split in a subfolder: its validation split would be trained on."""
     for name in names:
         *parents, last = name.split("/")
@@ -141,7 +150,7 @@ def _refuse_deeper_splits(folder: Path, names: list[str]) -> None:
             raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
 
 
-def _say_skipped(folder: Path, names: list[str], why: str) -> None:
+def _say_skipped(folder: str, names: list[str], why: str) -> None:
     if names:
         more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
         logger.info(f"skipped     {', '.join(names[:5])}{more} in {folder}: {why}")

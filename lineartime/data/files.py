@@ -1,0 +1,195 @@
+"""Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://, gs://, hf://,
+https:// or memory://. Nothing is copied to this machine as a whole."""
+
+import contextlib
+import glob
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from lineartime import atomic_io
+from lineartime.errors import DataError, LineartimeError, UsageError
+
+Name = str | Path
+"""A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
+
+
+def is_address(name: Name) -> bool:
+    """Whether this names something in a store, and not on this machine."""
+    return "://" in str(name)
+
+
+def joined(folder: Name, *names: str) -> str:
+    """The name of something in a folder."""
+    return "/".join([str(folder).rstrip("/") or "/", *names])
+
+
+def store_of(name: Name) -> tuple[Any, str]:
+    """The file system of an address, and the path there. Raises UsageError for a store whose library is missing."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(str(name))
+    except (ImportError, ValueError) as e:
+        raise UsageError("cannot open this address", name, str(e)) from None
+
+
+@contextlib.contextmanager
+def reading(name: Name) -> Iterator[None]:
+    """Inside the block, errors of reading a file are DataErrors. A store's library raises errors of its own."""
+    try:
+        yield
+    except LineartimeError:
+        raise
+    except OSError as e:
+        raise DataError("cannot read", name, e.strerror or str(e) or type(e).__name__) from None
+    except Exception as e:
+        if not is_address(name):
+            raise
+        raise DataError("cannot read", name, f"{type(e).__name__}: {e}") from None
+
+
+def opened(name: Name) -> IO[bytes]:
+    """The bytes of a regular file. Raises OSError, and what the store's library raises."""
+    if not is_address(name):
+        return io.BufferedReader(atomic_io.open_regular(Path(name)), 1 << 20)
+    store, path = store_of(name)
+    return io.BufferedReader(store.open(path, "rb"), 1 << 20)
+
+
+def opened_new(name: Name) -> Any:
+    """A file to write, which replaces another of its name. In a store it is there when it is closed."""
+    if not is_address(name):
+        return open(name, "wb")
+    store, path = store_of(name)
+    return store.open(path, "wb")
+
+
+def write_text(name: Name, text: str) -> None:
+    """Replace a file by a text. A reader never sees half of it."""
+    if is_address(name):
+        with opened_new(name) as file:
+            file.write(text.encode())
+        return
+    aside = Path(f"{name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, name)
+
+
+def size_of(name: Name) -> int:
+    """The bytes of a file. Raises DataError for one that is missing."""
+    with reading(name):
+        if not is_address(name):
+            return os.stat(name).st_size
+        store, path = store_of(name)
+        return store.size(path) or 0
+
+
+def exists(name: Name) -> bool:
+    """Whether there is a file or folder of this name."""
+    if not is_address(name):
+        return os.path.lexists(name)
+    store, path = store_of(name)
+    with reading(name):
+        return bool(store.exists(path))
+
+
+def is_folder(name: Name) -> bool:
+    """Whether this is a folder."""
+    if not is_address(name):
+        return os.path.isdir(name)
+    store, path = store_of(name)
+    with reading(name):
+        return bool(store.isdir(path))
+
+
+def make_folder(name: Name) -> None:
+    """Make a folder and its parents where the store has any."""
+    if not is_address(name):
+        os.makedirs(name, exist_ok=True)
+        return
+    store, path = store_of(name)
+    store.makedirs(path, exist_ok=True)
+
+
+def remove(name: Name) -> None:
+    """Remove a file, or a folder and all in it, if it is there."""
+    if is_address(name):
+        store, path = store_of(name)
+        with contextlib.suppress(FileNotFoundError):
+            store.rm(path, recursive=True)
+    elif os.path.isdir(name):
+        shutil.rmtree(name)
+    else:
+        Path(name).unlink(missing_ok=True)
+
+
+def expanded(name: Name) -> list[str]:
+    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the name itself."""
+    if is_address(name):
+        store, path = store_of(name)
+        with reading(name):
+            found = store.glob(path) if glob.has_magic(path) and not store.exists(path) else []
+        return [store.unstrip_protocol(each) for each in sorted(found)] or [str(name)]
+    return ([] if os.path.lexists(name) else sorted(glob.glob(str(name), recursive=True))) or [str(name)]
+
+
+def files_below(folder: Name) -> list[str]:
+    """Relative names of all files that are not hidden, in order; each folder is read once, through links too. Raises
+    OSError."""
+    names: list[str] = []
+    if is_address(folder):
+        store, top = store_of(folder)
+        with reading(folder):
+            names = [each.removeprefix(top).lstrip("/") for each in store.find(top)]
+        return sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
+
+    def refuse(e: OSError) -> None:
+        raise e
+
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        if os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
+        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def hash_of(name: Name) -> dict[str, Any]:
+    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
+    if not is_address(name):
+        return atomic_io.hash_of(Path(name))
+    with reading(name), opened(name) as file:
+        digest, n_bytes = hashlib.sha256(), 0
+        while block := file.read(1 << 20):
+            digest.update(block)
+            n_bytes += len(block)
+        return {"bytes": n_bytes, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
+    """Write a new file, flush it to the disk where it has one, and add its size and hash to `files`. The hash is of the
+    bytes in memory, not read back."""
+    if not is_address(folder):
+        with atomic_io.hashed_file(Path(folder) / name, files) as write:
+            yield write
+        return
+    digest, n_bytes = hashlib.sha256(), 0
+    with opened_new(joined(folder, name)) as file:
+
+        def write_there(data: bytes) -> None:
+            nonlocal n_bytes
+            file.write(data)
+            digest.update(data)
+            n_bytes += len(data)
+
+        yield write_there
+    files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
