@@ -328,8 +328,8 @@ def _note_losses(manifest: Manifest, units: list[Encoded]) -> None:
     """Say in the manifest what the tokenizer does not keep."""
     n_ids, lost, unknown = (sum(getattr(unit, name) for unit in units) for name in ("ids", "lost", "unknown"))
     if lost or unknown:
-        manifest.notes.append("this tokenizer does not keep the text exactly: scores per byte leave out what it drops"
-                              f" ({lost:,} documents, {unknown / n_ids:.2%} of the tokens are unknown)")
+        manifest.notes.append("this tokenizer does not keep the text exactly: scores per byte leave out what it drops "
+                              f"({lost:,} documents, {unknown / n_ids:.2%} of the tokens are unknown)")
 
 
 def _blocks(encoded: list[tuple[str, str, Encoded]], splits: dict[str, Any], manifest: Manifest

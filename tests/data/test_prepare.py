@@ -145,8 +145,8 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tokenizer)
     assert (manifest.dtype, manifest.vocab_size) == ("<u4", 70_001)
     assert stream_of(tmp_path / "out") == [2, 0, 70_000, 70_000, 0, 2]
-    assert manifest.notes == ["this tokenizer does not keep the text exactly: scores per byte leave out what it drops (1 documents, 40.00% of "
-                              "the tokens are unknown)"]
+    assert manifest.notes == ["this tokenizer does not keep the text exactly: scores per byte leave out what it drops "
+                              "(1 documents, 40.00% of the tokens are unknown)"]
 
 
 def test_a_tokenizer_that_reads_the_end_out_of_text_is_refused(tmp_path):
