@@ -45,7 +45,8 @@ class Slice(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.stop - self.start
+        """About how many it has, for progress."""
+        return self.stop - self.start - self.skip if self.characters is None else self.characters
 
 
 class CheckedFile(NamedTuple):

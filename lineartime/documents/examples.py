@@ -24,7 +24,6 @@ from lineartime.data.read_text import (
     text_files_below,
     warn_once,
 )
-from lineartime.data.streams import hub_library, hub_records
 from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require
@@ -116,7 +115,7 @@ def files_of(name: Path | str) -> list[Path]:
     """The files that an input stands for, in order: itself, those that a pattern matches, or those below a folder that
     can be read. Warns of files in a folder that are skipped. Raises DataError for a folder without any."""
     files: list[Path] = []
-    for path in expanded(name):
+    for path in map(Path, expanded(name)):
         if not path.is_dir():
             files.append(path)
             continue
