@@ -3,7 +3,8 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,32 +117,25 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
             terminal.count("documents", n_read, n_documents, speed())
             stop.check(saved)
 
-        def rows(n_done: int = 0) -> Iterator[dict[str, Any]]:
-            nonlocal n_read
-            read = itertools.islice(read_examples(inputs, fields), n_done, None)
-            for example, mean in named_means(model, tokenizer, read, reading, progress=show):
-                yield row_of(example, mean)
-                n_read += 1
-
         # All are looked through first, so that a wrong document is refused before a model has read those before it.
         checked = stop.watch("nothing is read yet", terminal.count, "documents checked", None)
         n_documents = 0
         for n_documents, _ in enumerate(read_examples(inputs, fields), 1):
             checked(n_documents)
-        if out is None:
-            for row in rows():
-                print(json.dumps(row), flush=True)
-        else:
+        kept: Any = nullcontext((0, lambda row: print(json.dumps(row), flush=True)))
+        if out is not None:
             results_are_files()
-            description = description_of(model, tokenizer, files, {
+            kept = unfinished_rows(out, description_of(model, tokenizer, files, {
                 "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
-                "precision": reading.precision})
-            with unfinished_rows(out, description) as (n_done, add):
-                if n_done:
-                    note(f"going on behind the first {counted_documents(n_done)}")
-                    n_documents -= n_done
-                for row in rows(n_done):
-                    add(row)
+                "precision": reading.precision}))
+        with kept as (n_done, add):
+            if n_done:
+                note(f"going on behind the first {counted_documents(n_done)}")
+                n_documents -= n_done
+            left = itertools.islice(read_examples(inputs, fields), n_done, None)
+            for example, mean in named_means(model, tokenizer, left, reading, progress=show):
+                add(row_of(example, mean))
+                n_read += 1
     note(f"read     {counted_documents(n_read)}, {n_tokens:,} tokens: {speed()}")
     if out is not None:
         note(f"written  {out}")
