@@ -21,40 +21,41 @@ FLASH = model_config("flash", **SIZES, **GAU, chunk_size=CHUNK)
 FLASH_QUAD = model_config("flash-quad", **SIZES, **GAU)
 
 CONFIGS: dict[str, ModelConfig] = {
-    "transformer": model_config("transformer", **SIZES, **HEADS),
-    "transformer+": model_config("transformer+", **SIZES, **HEADS),
-    "transformer++": model_config("transformer++", **SIZES, **HEADS),
+    **{name: model_config(name, **SIZES, **HEADS)
+       for name in ("transformer", "transformer+", "transformer++", "performer", "performer-matmul")},
     "flash-quad": FLASH_QUAD,
     "flash-quad rotated bias": replace(FLASH_QUAD, attn_scale_len=512),
-    "performer": model_config("performer", **SIZES, **HEADS),
-    "performer-matmul": model_config("performer-matmul", **SIZES, **HEADS),
     "performer blocks": model_config("performer", **SIZES, **HEADS, prefix_sum="blocks"),
     "combiner": model_config("combiner", **SIZES, **HEADS, chunk_size=CHUNK),
     "mc-tfm++": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK),
     "transformer++ relu2": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2"),
     "transformer++ gate": model_config("transformer++", **SIZES, **HEADS, gate=True),
-    "flash-quad softmax": replace(FLASH_QUAD, attn_kernel="softmax"),
-    "flash-quad heads": replace(FLASH_QUAD, n_heads=2),
-    "flash-quad no gate": replace(FLASH_QUAD, gate=False),
     "flash": FLASH,
     "flash softmax": replace(FLASH, attn_kernel="softmax"),
     "flash heads": replace(FLASH, n_heads=2),
     "flash no gate": replace(FLASH, gate=False),
     "flash overlap": replace(FLASH, overlap=True),
-    "mc-tfm++ overlap": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, overlap=True),
-    "flash rotated bias": replace(FLASH, chunk_size=512),
     "flash scale_norm": replace(FLASH, norm="scale_norm"),
     "flash sum": replace(FLASH, chunk_pooling="sum"),
     "flash local": replace(FLASH, chunk_parts="local"),
     "flash global": replace(FLASH, chunk_parts="global"),
-    "flash local overlap": replace(FLASH, chunk_parts="local", overlap=True),
-    "combiner rope base": model_config("combiner", **SIZES, **HEADS, chunk_size=CHUNK, rope_base=100.0),
     "flash key conv": replace(FLASH, key_conv=3),
     "flash local key conv": replace(FLASH, key_conv=3, local_key_conv=True, chunk_parts="local", overlap=True),
     "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
     "flash read norm": replace(FLASH, linear_norm=True, rope_base=100.0),
     "flash fixed": replace(FLASH, chunk_pooling="fixed", linear_divisor=5.0),
     "flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK),
+}
+"""Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
+
+COMBINED: dict[str, ModelConfig] = {
+    "flash-quad softmax": replace(FLASH_QUAD, attn_kernel="softmax"),
+    "flash-quad heads": replace(FLASH_QUAD, n_heads=2),
+    "flash-quad no gate": replace(FLASH_QUAD, gate=False),
+    "mc-tfm++ overlap": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, overlap=True),
+    "flash rotated bias": replace(FLASH, chunk_size=512),
+    "flash local overlap": replace(FLASH, chunk_parts="local", overlap=True),
+    "combiner rope base": model_config("combiner", **SIZES, **HEADS, chunk_size=CHUNK, rope_base=100.0),
     "flash+ heads": model_config("flash+", **SIZES, **GAU, **HEADS, chunk_size=CHUNK),
     "flash long memory": replace(FLASH, **LONG_MEMORY),
     "flash global heads long memory": replace(FLASH, **LONG_MEMORY, n_heads=2, chunk_parts="global"),
@@ -66,7 +67,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "transformer++ key conv": model_config("transformer++", **SIZES, **HEADS, key_conv=3, rope_base=100.0),
     "transformer++ relu2 key conv": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2", key_conv=3),
 }
-"""Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
+"""Options together, which `make test` has one by one."""
+CONFIGS |= COMBINED
 
 UNPACKED = {
     "flash learned weights": replace(FLASH, chunk_pooling="attention"),
@@ -86,18 +88,6 @@ BIDIRECTIONAL = {
                                                   **LONG_MEMORY),
 }
 """What only a bidirectional model can be."""
-
-COMBINED = {
-    "flash-quad softmax", "flash-quad heads", "flash-quad no gate", "flash-quad key conv", "mc-tfm++ overlap",
-    "flash rotated bias", "flash local overlap", "combiner rope base", "flash+ heads", "flash long memory",
-    "flash global heads long memory", "mc-tfm++ long memory", "flash near and long memory",
-    "mc-tfm++ near and long memory", "transformer++ key conv", "transformer++ relu2 key conv",
-    "flash global learned weights", "flash overlap learned weights", "flash learned weights long memory",
-    "flash-quad cls", "flash local first to all", "flash overlap cls first to all",
-    "flash cls first to all long memory",
-}
-"""Models whose options others have one by one. `make test` has every preset and every single option."""
-
 
 def case_of(name: str, *more: object, rest: bool = False) -> object:
     """A case of a test over models. That of a combined model is left to `make test-all`, and so is any other with

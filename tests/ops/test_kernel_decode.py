@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401 - first, as it decides how kernels run
 from kernel_law import random
 from lineartime import ops
 from lineartime.config import ModelConfig, model_config

@@ -7,7 +7,6 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-import interpreter  # noqa: F401 - first: has Triton interpret
 from kernel_law import S, make_inputs, random, run
 from lineartime.ops import decode_step, dispatch, mixed_chunk, norm, quadratic
 

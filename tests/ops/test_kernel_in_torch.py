@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-import interpreter  # noqa: F401 - first, as it decides how kernels run
 from kernel_law import S, documents, make_inputs, random
 from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
 

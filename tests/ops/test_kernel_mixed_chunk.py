@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
 from kernel_law import S, assert_near, documents, head_inputs, make_inputs, random, run_heads, tiny
 from lineartime.ablations import AblatedGatedAttentionUnit

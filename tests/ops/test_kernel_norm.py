@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import interpreter  # noqa: F401 - first, as it decides how kernels run
 from kernel_law import error, random
 from lineartime.config import model_config
 from lineartime.layers import make_norm

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import interpreter  # noqa: F401 - first, as it decides how kernels run
 from kernel_law import S, assert_near, gated_heads, head_inputs, make_inputs, random, tiny
 from lineartime import ops
 from lineartime.errors import UsageError

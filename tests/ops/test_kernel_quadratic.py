@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import interpreter  # noqa: F401 - first, as it decides how kernels run
 import kernel_law
 from kernel_law import NAMES, S, error, random, run
 from lineartime.ops import gradients, quadratic, reference
