@@ -51,6 +51,14 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
         return file.readall()
 
 
+def read_text(path: Path) -> str:
+    """The text of a file of a model. Raises CheckpointError for one that is missing or no UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except (OSError, UnicodeDecodeError) as e:
+        raise CheckpointError("cannot read", path, getattr(e, "strerror", None) or str(e)) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError for a missing or damaged file."""
     try:

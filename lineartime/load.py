@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lineartime import checkpoint
-from lineartime.atomic_io import read_bytes, read_json
+from lineartime.atomic_io import read_json, read_text
 from lineartime.checkpoint import MANIFEST
 from lineartime.config_json import (
     CLASSIFICATION,
@@ -51,7 +51,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     else:
         found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path)
         folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
-    files = read_texts(folder)
+    files = {name: read_text(folder / name) for name in (CONFIG_FILE, TOKENIZER_FILE)}
     facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
     # What model it is, by its config.json.
     try:
@@ -137,17 +137,6 @@ def weight_files(folder: Path) -> list[str]:
         return [WEIGHTS_FILE]
     with damaged(folder / SHARDS_FILE):
         return sorted({str(name) for name in read_json(folder / SHARDS_FILE)["weight_map"].values()})
-
-
-def read_texts(folder: Path) -> dict[str, str]:
-    """A model's `config.json` and `tokenizer.json` by name. Raises CheckpointError."""
-    files = {}
-    for name in (CONFIG_FILE, TOKENIZER_FILE):
-        try:
-            files[name] = read_bytes(folder / name).decode()
-        except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError("cannot read", folder / name, getattr(e, "strerror", None) or str(e)) from None
-    return files
 
 
 def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineartime.atomic_io import read_bytes, read_json
+from lineartime.atomic_io import read_json, read_text
 from lineartime.config import (
     MODEL_FIELDS,
     PRESETS,
@@ -285,10 +285,7 @@ def read_source(name: str) -> ModelConfig:
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
     """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if it cannot be read,
     UsageError if it is no model's."""
-    try:
-        text = read_bytes(folder / "config.json").decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise CheckpointError("cannot read", folder / "config.json", getattr(e, "strerror", None) or str(e)) from None
+    text = read_text(folder / "config.json")
     try:
         return model_config_from_json(text), text
     except UsageError as e:
