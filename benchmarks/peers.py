@@ -23,10 +23,10 @@ PEER = "flash-pytorch"
 
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
             "checkpoint": "checkpointed", "checkpointed": "checkpointed", "windowed": "windowed"}
-"""What may stand behind a model, and the field of its `Label`; a label's text has them in this order."""
+"""What may stand behind a model, and its name in a `Label`, which has them in this order."""
 
 WINDOW_TOKENS = 4096
-"""Tokens of a window of `Label.windowed`."""
+"""Tokens of a window of a row that is "windowed", see `distributed.windows`."""
 
 CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                   SDPBackend.MATH]
@@ -38,26 +38,21 @@ class Label:
     """A model and how it is run: `transformer++:unfused:compiled`."""
 
     model: str
-    compiled: bool = False
-    checkpointed: bool = False
-    windowed: bool = False
-    """Rows in windows of `WINDOW_TOKENS`, see `distributed.windows`."""
-    unfused: bool = False
-    reference: bool = False
-    """The PyTorch reference where there are kernels too."""
+    how: tuple[str, ...] = ()
+    """Names among the values of `VARIANTS`."""
 
     @property
     def text(self) -> str:
-        return ":".join([self.model, *(name for name in dict.fromkeys(VARIANTS.values()) if getattr(self, name))])
+        return ":".join([self.model, *self.how])
 
     @property
     def variant(self) -> str:
-        less = "+checkpointed" if self.checkpointed else "+windowed" if self.windowed else ""
-        return ("compiled" if self.compiled else "eager") + less
+        less_memory = [f"+{name}" for name in ("checkpointed", "windowed") if name in self.how]
+        return "".join(["compiled" if "compiled" in self.how else "eager", *less_memory])
 
     def n_windows(self, n_tokens: int) -> int:
         """Windows of a row of so many tokens."""
-        return max(n_tokens // WINDOW_TOKENS, 1) if self.windowed else 1
+        return max(n_tokens // WINDOW_TOKENS, 1) if "windowed" in self.how else 1
 
     @property
     def preset(self) -> str:
@@ -67,21 +62,22 @@ class Label:
 
 def parse_label(text: str) -> Label:
     """A model and its variants, with colons. Raises UsageError for an unknown one and for what does not go together."""
-    model, *given = text.split(":")
+    model, *names = text.split(":")
     require_name("model", model, [*PRESETS, PEER])
-    for name in given:
+    for name in names:
         require_name("variant", name, VARIANTS)
-    label = Label(model, **{VARIANTS[name]: True for name in given})
+    how = {VARIANTS[name] for name in names}
+    label = Label(model, tuple(name for name in dict.fromkeys(VARIANTS.values()) if name in how))
     preset, is_peer = PRESETS[label.preset], model == PEER
     fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
     for wrong, why in (
-            (label.unfused and not fused, "only the Transformers have a fused attention"),
-            (is_peer and (label.checkpointed or label.windowed or label.reference),
+            ("unfused" in how and not fused, "only the Transformers have a fused attention"),
+            (is_peer and how & {"checkpointed", "windowed", "reference"},
              "a peer has no activation checkpointing, windows or reference of ours"),
-            (label.windowed and preset.attn_type not in ("mixed_chunk", "linear"),
+            ("windowed" in how and preset.attn_type not in ("mixed_chunk", "linear"),
              "windows are for mixed chunk attention and Performer"),
-            (label.windowed and label.checkpointed, "windows need no activation checkpointing"),
-            (label.reference and label.unfused, "unfused attention is a reference already")):
+            ({"windowed", "checkpointed"} <= how, "windows need no activation checkpointing"),
+            ({"reference", "unfused"} <= how, "unfused attention is a reference already")):
         require(not wrong, why, text)
     return label
 
@@ -92,11 +88,11 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
     installed."""
     if label.model != PEER:
         model = LanguageModel(config)
-        model.activation_checkpointing = label.checkpointed
-        if label.reference:
+        model.activation_checkpointing = "checkpointed" in label.how
+        if "reference" in label.how:
             model.set_impl("reference")
         for layer in model.layers:
-            if label.unfused and isinstance(layer, MultiHeadAttention):
+            if "unfused" in label.how and isinstance(layer, MultiHeadAttention):
                 layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
     require(importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed", label.model,

@@ -87,10 +87,10 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
                 "context_tokens": config.context, "tokens_per_step": n_tokens, "dtype": case.precision, "unit": "step"}
     if peer:
         row["peer"] = {"package": "FLASH-pytorch", "version": installed_version("FLASH-pytorch")}
-    elif label.reference:
+    elif "reference" in label.how:
         row["attention"] = "reference"
     elif (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
-        row["attention"] = "unfused" if label.unfused else "fused"
+        row["attention"] = "unfused" if "unfused" in label.how else "fused"
     return Case(training_steps, {"label": label.text, "config": to_dict(config), "n_rows": case.n_rows,
                                  "precision": case.precision, "place": place}, row, n_tokens,
                 lambda: wanted(label.model, config, case.n_rows))
@@ -106,7 +106,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     n_tokens, n_windows = n_rows * fields.context, parsed.n_windows(fields.context)
     train = TrainConfig(precision=precision, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
     model = peers.build(parsed, fields).to(on).train()
-    if parsed.compiled:
+    if "compiled" in parsed.how:
         model.compile_layers()
     optimizer = make_optimizer(parts_of(model), train)
     task, batch = random_batch(fields, n_rows, fields.context, on)

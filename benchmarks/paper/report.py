@@ -11,7 +11,7 @@ import pandas as pd
 from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
 from benchmarks.paper.results import CELL, GAPS, Record, Results, gaps, results_of, speedups, spread, step_speedups
-from benchmarks.paper.tables import PAPER, SCALE_NAMES, Kind, caption_of, printed, step_speedup
+from benchmarks.paper.tables import PAPER, SCALE_NAMES, Kind, printed, step_speedup
 from lineartime.markdown import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
@@ -230,9 +230,10 @@ def notes(results: Results) -> list[str]:
                 for (row, column, _, seed), error in results.failed.items()]
     records = [*results.trained.record, *results.finetuned.record, *results.steps.record]
     hardware = PAPER[table.name].get("hardware")
+    caption = (table.cpu_caption if results.scale.name == "cpu" else "") or results.scale.caption
     return [*([f"<sub>{' '.join(words)}</sub>"] if words else []),
             *([f"At this scale {NOT_RUN}: {'; '.join(left_out)}."] if left_out else []),
             *([f"Failed: {'; '.join(failures)}."] if failures else []),
-            f"<sub>Scale {results.scale.name}: {caption_of(table, results.scale)}."
+            f"<sub>Scale {results.scale.name}: {caption}."
             + (f" The paper's times are of {hardware}." if hardware else "") + "</sub>",
             *([source_line([row | {"command": command_of(results)} for row in records])] if records else [])]

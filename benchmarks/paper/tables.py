@@ -207,8 +207,3 @@ def key_of(kind: str, text: str, settings: Settings, questions: Settings | None 
 def cells_of(table: str, scale: ScaleName) -> list[Cell]:
     """The cells of a table that are run at a scale, in the order they are run."""
     return [Cell(TABLES[table], row, column, SCALES[scale]) for row, column in TABLES[table].cells[scale]]
-
-
-def caption_of(table: Table, scale: Scale) -> str:
-    """What was chosen for a table at a scale, and why."""
-    return table.cpu_caption if table.cpu_caption and scale.name == "cpu" else scale.caption

@@ -183,7 +183,6 @@ TASKS = {
 # the names again. What stands around a name is language; its digit is in the row alone.
 WHAT, CHANCE = "digits behind names inside articles", 0.1
 TEXT_LENGTH = 512
-N_FACTS = (4, 8, 16, 32)
 CONSONANTS, VOWELS, DIGITS = "bdfgklmnprstvz", "aeiou", "0123456789"
 
 
@@ -201,7 +200,7 @@ def text_task(data: Path, length: int = TEXT_LENGTH) -> Task:
     tokenizer = load_tokenizer(data / TOKENIZER_FILE)
     digits = tuple(tokenizer.encode(digit)[-1] for digit in DIGITS)
     train, test = (drawn_from(open_split(data, split), tokenizer, digits) for split in ("train", "validation"))
-    return Task(train, WHAT, tokenizer.vocab_size, length, N_FACTS, CHANCE, len(DIGITS), test=test, answers=digits,
+    return Task(train, WHAT, tokenizer.vocab_size, length, SMALL, CHANCE, len(DIGITS), test=test, answers=digits,
                 end_of_document=tokenizer.end_of_document)
 
 
