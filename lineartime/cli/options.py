@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from lineartime.config import PRESETS, TASKS
+from lineartime.errors import UsageError
 from lineartime.run_config import SIZES, parse_setting
-from lineartime.settings import require
 
 Model = Annotated[str, f"A model: {', '.join(PRESETS)}.", "MODEL", PRESETS]
 Size = Annotated[str, f"{', '.join(SIZES)}.", SIZES]
@@ -136,12 +136,9 @@ def given_options(settings: Any) -> list[str]:
 
 
 def numbers(text: str, kind: type) -> tuple[Any, ...]:
-    """Numbers between 0 and 1 such as `1e-4,7e-5`, or if `kind` is int whole numbers from 1. Raises UsageError."""
+    """Numbers such as `1e-4,7e-5`, or if `kind` is int whole numbers. Raises UsageError."""
     try:
-        values = tuple(kind(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        values = ()
-    holds = bool(values) and all(value >= 1 if kind is int else 0 < value < 1 for value in values)
-    require(holds, "wrong value", text,
-            f"it takes {'whole numbers from 1' if kind is int else 'numbers between 0 and 1'}, with commas")
-    return values
+        what = "whole numbers" if kind is int else "numbers"
+        raise UsageError("wrong value", text, f"it takes {what}, with commas") from None

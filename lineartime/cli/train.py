@@ -81,8 +81,7 @@ def train(
                 track(record)
 
         def on_micro_batch(step: int, number: int) -> None:
-            words = f"micro-batch {number + 1}/{per_step}  {terminal.words}" if per_step > 1 else terminal.words
-            terminal.count("step", step + number / per_step, steps, words.rstrip())
+            terminal.count("step", step + number / per_step, steps, terminal.words)
 
         done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
                      on_micro_batch=on_micro_batch, rank_timeout=rank_timeout)

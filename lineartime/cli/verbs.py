@@ -16,6 +16,7 @@ from lineartime.errors import UsageError
 
 VERBS: dict[Callable[..., None], list[str]] = {
     prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
+                      "cat notes.txt | lineartime prepare - --out data --held-out 0.05",
                       "prepare --sample --out data --held-out 0.1 --vocab-size 1024"],
     train.train: ["train flash --data data --out run",
                   "train flash --data data --out run --size small --set seed=1",

@@ -43,6 +43,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "prepare": [["text.txt", "--out", "new", "--vocab-size", "280", "--held-out", "0.2", "--jobs", "1"],
                 ["text.jsonl.gz", "--out", "new", "--tokenizer", "bytes", "--validation", "text2.txt"],
                 ["text.txt", "--out", "data", "--vocab-size", "280", "--held-out", "0.2"],
+                ["-", "--out", "new", "--tokenizer", "bytes", "--jobs", "1"],
                 ["text.txt", "--out", "new", "--tokenizer", "run", "--held-out", "0.2", "--jobs", "1"]],
     "train": [folders.train("data", "new", steps=3)[1:], folders.train("data", "unfinished")[1:],
               ["odd/ok.toml", "--steps", "2", "--context", "16", "--tokens-per-step", "32", *TINY, "--set",
