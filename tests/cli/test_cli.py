@@ -78,6 +78,7 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     code, out, _ = call(*prepare)
     assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
     assert "train flash --data" in out and "nothing to do" in call(*prepare)[1]
+    assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
     code, _, err = call(*prepare, "--vocab-size", 500)
     assert_refused(code, err, 2, "this tokenizer has its own vocabulary", "leave out --vocab-size")
 
