@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from lineartime.atomic_io import locked, replaced
+from lineartime.atomic_io import MAX_BYTES, locked, replaced
 from lineartime.config import to_dict
 from lineartime.documents.examples import files_of
 from lineartime.errors import ResourceError, UsageError
@@ -46,8 +46,11 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
     """Raise UsageError for a file that cannot be written, or is there already."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
     part = part_of(out)
-    if os.path.lexists(out) and part.is_file() and part.read_bytes().endswith(WHOLE):
-        part.unlink()  # a process was killed between renaming the output and removing its rows
+    if os.path.lexists(out) and part.is_file():
+        with part.open("rb") as file:
+            file.seek(max(part.stat().st_size - len(WHOLE), 0))
+            if file.read() == WHOLE:  # a process was killed between renaming the output and removing its rows
+                part.unlink()
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
@@ -129,7 +132,7 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> int:
     for row in sound_rows(file, first):
         n_rows, end = n_rows + 1, end + N_CHECKSUM + len(row)
     file.seek(end)
-    rest = file.readline()
+    rest = file.readline(MAX_BYTES)
     if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line
         logger.warning(f"damaged: {path}; its documents up to number {n_rows:,} are kept, the others are read again")
     file.seek(0)
@@ -147,11 +150,13 @@ def checksum(first: bytes, number: int, row: bytes) -> bytes:
 def sound_rows(file: IO[bytes], first: bytes) -> Iterator[bytes]:
     """The rows of an open file, up to the first that is damaged."""
     file.seek(len(first))
-    for number, line in enumerate(file):
+    number = 0
+    while line := file.readline(MAX_BYTES):
         row = line[N_CHECKSUM:]
         if line[:N_CHECKSUM] != checksum(first, number, row):
             return
         yield row
+        number += 1
 
 
 def write_rows(rows: Iterable[bytes], file: IO[bytes], ending: str) -> None:
