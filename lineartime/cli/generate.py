@@ -2,9 +2,11 @@
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
-from lineartime.atomic_io import MAX_BYTES
+from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal
 from lineartime.errors import UsageError
@@ -20,6 +22,8 @@ def generate(
     prompts: Annotated[tuple[str, ...], "Texts to continue; `-` reads one from stdin. Without any, a new document "
                        "begins.", "PROMPTS"] = (),
     *,
+    prompt_file: Annotated[tuple[Path, ...], "File with a prompt; may be given again."] = (),
+    stop: Annotated[tuple[str, ...], "End a text where this would come; may be given again."] = (),
     max_new_tokens: Annotated[int, "Most tokens to add."] = 200,
     temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8,
     top_k: Annotated[int | None, "Draw from the k likeliest tokens only."] = None,
@@ -32,7 +36,8 @@ def generate(
     """Continue prompts.
     One prompt is printed as it grows; several are continued together and printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
-    run, texts = named_folder(model), [read_prompt(text) for text in prompts] or [""]
+    require("" not in stop, "a stop text is empty", "--stop", "leave it out")
+    run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_prompt, prompt_file)] or [""]
     import torch
 
     from lineartime.generation.generate import check_sampling, generate
@@ -47,40 +52,61 @@ def generate(
                          "see answer, classify and embed, and transformers for masked models")
     loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
     ids = [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts]
-    longest, streams = max(len(row) for row in ids), [tokenizer.stream(text) for text in texts]
+    streams, held = [tokenizer.stream(text) for text in texts], [""] * len(texts)
     if len(texts) == 1:
         print(texts[0], end="", flush=True)
 
     def add(row: int, new_ids: list[int]) -> bool:
-        """Add the text of a row's newest token; no text ends a row."""
-        text = streams[row](new_ids[-1])
+        """Add the text of a row's newest token; returns whether a stop text ends the row."""
+        text, held[row], is_over = before_stop(held[row] + streams[row](new_ids[-1]), stop)
         texts[row] += text
         if len(texts) == 1:
             print(text, end="", flush=True)
-        return False
+        return is_over
 
     with Terminal() as terminal:
-        def show(n_read: int) -> None:
-            terminal.count("tokens of the prompt", n_read, longest)
-            if n_read >= longest:
-                terminal.close()
-
         generate(loaded.to(pick_device(device), getattr(torch, precision)), ids, stop=add,
-                 on_prompt=show if longest >= LONG_PROMPT else None, max_new_tokens=max_new_tokens,
+                 on_prompt=reading(terminal, max(len(row) for row in ids)), max_new_tokens=max_new_tokens,
                  temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, capture=capture)
     if len(texts) == 1:
-        print()
+        print(held[0])
         return
-    for number, text in enumerate(texts, 1):
-        print(f"== {number}\n{text}")
+    for number, (text, rest) in enumerate(zip(texts, held, strict=True), 1):
+        print(f"== {number}\n{text}{rest}")
 
 
-def read_prompt(text: str) -> str:
-    """A prompt of the command line; `-` reads it from stdin."""
-    if text == "-":
+def reading(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
+    """The `on_prompt` that shows how much of a long prompt is read; None for a prompt that is not long."""
+    def show(n_read: int) -> None:
+        terminal.count("tokens of the prompt", n_read, n_tokens)
+        if n_read >= n_tokens:
+            terminal.close()
+
+    return show if n_tokens >= LONG_PROMPT else None
+
+
+def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:
+    """The text before the first stop text, and True. Without one: the text that no stop text can begin in, the rest,
+    which more text may make a stop text, and False."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    if found:
+        return text[: min(found)], "", True
+    end = next((i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in stops)), len(text))
+    return text[:end], text[end:], False
+
+
+def read_prompt(given: str | Path) -> str:
+    """A prompt of the command line: a text, `-` for stdin, or the path of a file. Raises UsageError for one that cannot
+    be read, is too long or is not UTF-8."""
+    if isinstance(given, Path):
+        try:
+            name, data = str(given), read_bytes(given)
+        except OSError as e:
+            raise UsageError("cannot read the prompt", given, e.strerror) from None
+    elif given == "-":
         name, data = "stdin", sys.stdin.buffer.read(MAX_BYTES + 1)
     else:
-        name, data = "the command line", os.fsencode(text)
+        name, data = "the command line", os.fsencode(given)
     require(len(data) <= MAX_BYTES, "the prompt is too long", name, f"it takes {MAX_BYTES:,} bytes")
     try:
         return data.decode("utf-8-sig")

@@ -15,6 +15,7 @@ import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.cli.exits import exit_code
+from lineartime.cli.generate import before_stop
 from lineartime.errors import UsageError
 from tiny_runs import SETTINGS
 
@@ -91,14 +92,35 @@ def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> No
     assert json.loads(out)["bits_per_byte"] == pytest.approx(stored["bits_per_byte"], rel=1e-6)
 
 
-def test_generate_from_arguments_and_stdin(run: Path, call: Call) -> None:
+def test_generate_from_arguments_files_and_stdin(run: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfThe quick")
     how = ["--max-new-tokens", 12, "--temperature", 0]
     code, one, _ = call("generate", run, "The quick", *how)
     assert code == 0 and one.startswith("The quick")
-    assert call("generate", run, "-", *how, stdin="The quick")[1] == one
+    file = ["--prompt-file", tmp_path / "prompt.txt"]
+    assert call("generate", run, *file, *how)[1] == call("generate", run, "-", *how, stdin="The quick")[1] == one
+    assert call("generate", run, *file, *file, *how)[1] == f"== 1\n{one}== 2\n{one}"
     several = call("generate", run, "The quick", "A much longer prompt than the other", *how)[1]
     assert several.startswith("== 1\n" + one.rstrip("\n")) and "== 2\nA much longer" in several
     assert call("generate", run, "The", "--seed", 5)[1] == call("generate", run, "The", "--seed", 5)[1]
+
+
+def test_generate_ends_before_a_stop_text(run: Path, call: Call) -> None:
+    """For one prompt, which streams, and for two, which do not."""
+    how = ["--seed", 1, "--max-new-tokens", 30]
+    free = call("generate", run, "The", *how)[1].rstrip("\n")
+    stop = next(free[i:i + 3] for i in range(8, 60) if "\\" not in free[i - 4:i + 3])  # an escape is not in the text
+    cut, stops = free[: free.index(stop, 3)], ["--stop", stop + "never", "--stop", stop]
+    assert call("generate", run, "The", *how, *stops)[1] == cut + "\n"
+    assert call("generate", run, "The", "Once", *how, *stops)[1].startswith(f"== 1\n{cut}\n== 2")
+
+
+def test_what_may_begin_a_stop_text_is_held_back() -> None:
+    stops = ("<end>", "ndx")
+    for text, shown, held, is_over in (("a <", "a ", "<", False), ("a <en", "a ", "<en", False),
+                                       ("en", "e", "n", False), ("a <b", "a <b", "", False),
+                                       ("a <end> b", "a ", "", True)):
+        assert before_stop(text, stops) == (shown, held, is_over), text
 
 
 def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: Call,
@@ -160,6 +182,8 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (6, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
         (2, ["'int8' is not one of 'float32', 'bfloat16'"], ["generate", run, "x", "--precision", "int8"]),
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
+        (2, ["the prompt is not UTF-8", "bad.txt, byte 5"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
+        (2, ["a stop text is empty"], ["generate", run, "x", "--stop", ""]),
         (2, ["--out"], ["plot", run, run]),
     ]:
         got, _, err = call(*arguments)

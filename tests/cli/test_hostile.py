@@ -109,6 +109,8 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
     for path in sorted(tmp_path.glob("*.toml")):
         code, _, err = call("train", path)
         assert_refused(code, err, 2, "cannot read the configuration", path)
+        code, _, err = call("generate", "small", "--prompt-file", path)
+        assert_refused(code, err, 2, "cannot read the prompt", path)
         code, _, err = call("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", path)
         assert_refused(code, err, 2, "cannot read the tokenizer", path)
         code, _, err = call("evaluate", "small", "--questions", path)

@@ -64,7 +64,8 @@ RECIPES: dict[str, list[list[str]]] = {
     "classify": [["finetuned", "text.txt"]],
     "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
-                 ["unfinished", "a", "b", "--max-new-tokens", "3"], ["small", "I", "--max-new-tokens", "2"]],
+                 ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],
+                 ["small", "I", "--max-new-tokens", "2"]],
     "export": [["run", "--out", "new", "--device", "cpu"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
@@ -86,7 +87,7 @@ def options(verb: str) -> list[tuple[str, str, bool]]:
 
 FITTING = {"questions": (".json",), "data": (".json",), "evidence": ("model_zero",),
            "inputs": (".txt", ".jsonl", ".gz", ".parquet"), "validation": (".txt", ".gz"), "test": (".txt", ".parquet"),
-           "document": (".txt", ".json"), "about": (".md", ".txt"), "": ("model_", ".toml")}
+           "document": (".txt", ".json"), "prompt_file": (".txt",), "about": (".md", ".txt"), "": ("model_", ".toml")}
 """Parts of the names of odd files that an option, or an argument (""), would take for its own."""
 
 
