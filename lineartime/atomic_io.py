@@ -259,6 +259,7 @@ def remove_leftovers(out: Path) -> None:
 
 def _hidden(path: Path, ending: str) -> Path:
     """The name of what stands for `path` until it is complete. A hash, because a name has at most 255 bytes."""
+    path = path.absolute()  # "." has no name
     return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
 
 

@@ -49,11 +49,15 @@ class NextToken:
     def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
         self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
-    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+    def rows_of(self, step: int) -> dict[str, Any]:
+        """The arguments of `batch_rows` and `masked_batch` for this rank's rows of a step."""
         config = self.config
         own = own_rows(config.rows_per_step, config.micro_batch_rows, config.train.shard, self.ranks)
-        return (batch_rows(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                           rows_per_step=config.rows_per_step, chosen=own),)
+        return {"seed": config.train.seed, "step": step, "context": config.model.context,
+                "rows_per_step": config.rows_per_step, "chosen": own}
+
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        return (batch_rows(self.train_stream, **self.rows_of(step)),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -81,10 +85,7 @@ class MaskedTokens(NextToken):
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
-        config = self.config
-        own = own_rows(config.rows_per_step, config.micro_batch_rows, config.train.shard, self.ranks)
-        return masked_batch(self.train_stream, seed=config.train.seed, step=step, context=config.model.context,
-                            rows_per_step=config.rows_per_step, chosen=own)
+        return masked_batch(self.train_stream, **self.rows_of(step))
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     (left[0] / "done").mkdir(parents=True)  # killed after the last rename
     remove_leftovers(tmp_path / "d")
     remove_leftovers(tmp_path / "none" / "d")
+    remove_leftovers(Path())
     with written_aside(tmp_path / "new" / "d") as aside:  # parents are made
         (aside / "file").touch()
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d", "new"} and os.listdir(tmp_path / "new") == ["d"]
