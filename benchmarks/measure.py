@@ -88,7 +88,7 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
         answers = []
         for case, worker in zip(cases, workers, strict=True):
             more = case.first()
-            setup.progress(f"{case.text}: check and warm-up")
+            setup.progress(f"{case.text}: warm-up")
             answers.append(more if "failed" in more else worker.ask(more))
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
         if hold is None:

@@ -13,7 +13,7 @@ from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
 from benchmarks.paper.report import table_section, tables_shown
 from benchmarks.paper.results import read_records
-from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
+from benchmarks.paper.tables import TABLES, ScaleName
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
@@ -128,7 +128,7 @@ def benchmark_run(
 
 def reproduce(
     tables: Annotated[tuple[str, ...], f"Tables and figures, by default all: {', '.join(TABLES)}.", "TABLES"] = (),
-    scale: Annotated[str, "paper, gpu or cpu: how large."] = "cpu",
+    scale: Annotated[ScaleName, "How large."] = "cpu",
     texts: Annotated[Path | None, "Folder with the texts of the scale, each in a folder."] = None,
     out: Annotated[Path, "Folder for prepared text and runs; what is there goes on."] = Path("out/reproduce"),
     rows: Annotated[Path | None, "File of rows, looked at for what is there and added to; by default rows.jsonl in "
@@ -141,14 +141,13 @@ def reproduce(
     names = tables or tuple(TABLES)
     for name in names:
         require_name("table", name, TABLES)
-    require_name("scale", scale, SCALE_NAMES)
     require(jobs is None or jobs >= 1, "wrong value", f"jobs = {jobs}", "it takes whole numbers from 1")
     if texts is not None and not texts.is_dir():
         raise DataError("no such folder of texts", texts)
     path, where = rows or out / "rows.jsonl", pick_device(device).type
     place = runner.Place(texts, out, path, where, jobs or (1 if where == "cuda" else os.cpu_count() or 1), note)
     with StopSignal().listening(say_stopping) as stop:
-        n_rows = sum(runner.reproduce(name, cast(ScaleName, scale), place, stop) for name in names)
+        n_rows = sum(runner.reproduce(name, scale, place, stop) for name in names)
     say(f"{n_rows:,} rows added to {path}" if n_rows else f"complete: {path} has every row; nothing to do.")
     say(f"next     python -m benchmarks report {names[0] if len(names) == 1 else ''} --rows {path}")
 
