@@ -245,7 +245,7 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
             ("--set", "context_parallel=2", "context_parallel"), ("--set", "chunk_size=0", "chunk_size"),
             ("--set", "tokens_per_step=100", "tokens_per_step"), ("--set", "context=32", "give --context"),
             ("--learning-rates", "1e-3,x", "wrong value"), ("--learning-rates", "1e-3,0.001", "twice"),
-            ("--learning-rates", "nan", "wrong value: nan"), ("--context", "8", "context"),
+            ("--learning-rates", "nan", "learning_rate = nan"), ("--context", "8", "context"),
             ("--negatives", "2", "negatives"), ("--epochs", "0", "epochs"), ("--epochs", "inf", "epochs = inf"),
             ("--stride", "0", "stride")):
         refuse(2, words, more=[option, value])
