@@ -49,14 +49,14 @@ def spread_documents(files: list[CheckedFile], share: float, hashes_D: np.ndarra
     """The numbers of documents that hold at least `share` of the characters, at equal distances over all files; at
     least one, and not all. A document counts with the mean of its file, which is exact for a `.txt`.
 
-    Of equal documents the first is chosen or not, and the others go with it. Raises DataError if all are equal."""
+    Of equal documents the first is chosen or not, and the others go with it, unless all are equal."""
     means, counts = [sum(file.characters) / file.documents for file in files], [file.documents for file in files]
+    if len({*hashes_D.tolist()}) == 1:
+        hashes_D = np.arange(len(hashes_D))
     _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
     firsts_U = np.sort(firsts)
     characters_U = np.repeat(means, counts)[firsts_U]
     n, wanted = len(firsts_U), share * characters_U.sum()
-    if n == 1:
-        raise DataError("too little text to hold some out", files[0].path, "all documents are equal")
     k = min(max(1, round(n * share)), n - 1)
     while True:
         chosen = firsts_U[(2 * np.arange(k) + 1) * n // (2 * k)]
