@@ -45,6 +45,8 @@ def reading(name: Name) -> Iterator[None]:
         yield
     except LineartimeError:
         raise
+    except FileNotFoundError:
+        raise DataError("cannot read", name, "no such file or folder") from None
     except OSError as e:
         raise DataError("cannot read", name, e.strerror or str(e) or type(e).__name__) from None
     except Exception as e:

@@ -1,0 +1,80 @@
+"""Text and tokens in a store (a local S3 server), and many processes by datatrove: what docs/guides/many-machines.md
+says of them (make ecosystem)."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+import lineartime
+from lineartime.data.prepare_config import SAMPLE
+from lineartime.data.tokens import open_split
+from lineartime.errors import DataError
+
+pytestmark = pytest.mark.ecosystem
+GUIDE = Path(__file__).parents[2] / "docs/guides/many-machines.md"
+HOW = {"vocab_size": 400, "held_out": 0.1}
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """A bucket with a book in two files, one of them packed; and the same files on this machine."""
+    folder = tmp_path_factory.mktemp("books")
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
+                   "AWS_ENDPOINT_URL": "http://127.0.0.1:5056", "XDG_CACHE_HOME": str(folder / "cache")}
+    import s3fs
+
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", "5056"], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            try:
+                urlopen("http://127.0.0.1:5056/moto-api/data.json")
+                break
+            except OSError:
+                time.sleep(0.2)
+        store, text = s3fs.S3FileSystem(), SAMPLE.read_bytes()
+        store.mkdir("bucket")
+        for name, content in (("books/a.txt", text[:400_000]), ("books/b.txt.gz", gzip.compress(text[400_000:]))):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+            store.put(str(folder / name), f"bucket/{name}")
+        yield folder
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_stores_give_the_same_bytes(bucket, tmp_path):
+    """s3fs: read from a store and written to it, by two processes; found complete again; mapped from a copy."""
+    own = lineartime.prepare([bucket / "books"], tmp_path / "own", **HOW)
+    there = lineartime.prepare(["s3://bucket/books"], "s3://bucket/out", **HOW, jobs=2, unit_bytes=100_000)
+    assert there.sha256 == own.sha256
+    assert lineartime.prepare(["s3://bucket/books"], "s3://bucket/out", **HOW).already_prepared
+    stream, expected = open_split("s3://bucket/out", "train"), open_split(tmp_path / "own", "train")
+    assert (stream.read(0, len(stream)) == expected.read(0, len(expected))).all()
+    with pytest.raises(DataError, match=r"cannot read: s3://bucket/none\.txt; no such file"):
+        lineartime.prepare(["s3://bucket/none.txt"], tmp_path / "none")
+
+
+def test_stores_and_datatrove_share_the_work(bucket, tmp_path):
+    """The program of the guide, with three shares on this machine, killed once."""
+    program = re.search(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]
+    program = program.replace('"s3://bucket/work", "s3://bucket/data", 64', '"s3://bucket/work", "s3://bucket/data", 3')
+    program = program.replace("held_out=0.05", "held_out=0.1, vocab_size=400, unit_bytes=100_000")
+    (tmp_path / "run.py").write_text(program)
+    process = subprocess.Popen([sys.executable, tmp_path / "run.py"], stderr=subprocess.DEVNULL)
+    import s3fs
+
+    while process.poll() is None and not s3fs.S3FileSystem(skip_instance_cache=True).glob("bucket/work/units/*.json"):
+        time.sleep(0.01)
+    process.kill()
+    subprocess.run([sys.executable, tmp_path / "run.py"], check=True)
+    own = lineartime.prepare([bucket / "books"], tmp_path / "own", **HOW)
+    assert json.loads(s3fs.S3FileSystem().cat("bucket/data/manifest.json")) == json.loads(own.to_json())
