@@ -30,6 +30,7 @@ from typing import IO, Any, NamedTuple
 
 from lineartime.data.corpora import wiki40b_document
 from lineartime.data.files import Name, files_below, is_address, opened, reading, size_of
+from lineartime.data.token_files import is_token_file
 from lineartime.errors import DataError, UsageError
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
@@ -94,7 +95,7 @@ def require_encoding(encoding: str) -> None:
 def ranges_of(name: Name, size: int, range_bytes: int, encoding: str = UTF8) -> list[tuple[int, int]]:
     """The ranges of bytes in which a file of this size may be read apart; one if that is not possible. They depend on
     nothing else, so any number of processes makes the same."""
-    apart = ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and encoding == UTF8
+    apart = (ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and encoding == UTF8) or is_token_file(name)
     step = range_bytes if apart else max(size, 1)
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 

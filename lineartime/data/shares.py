@@ -37,6 +37,7 @@ from lineartime.data.held_out import Spans, cut_document, divide
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, SAMPLE, PrepareSettings
 from lineartime.data.sources import SPLITS, find_sources
 from lineartime.data.streams import save_streams
+from lineartime.data.token_files import is_token_file
 from lineartime.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -89,6 +90,8 @@ def plan(asked: PrepareSettings, work: Name, show: Show = no_show) -> dict[str, 
     saved = save_streams(asked, joined(work, STREAMS), show)
     sources = find_sources([SAMPLE] if asked.sample else saved.inputs, saved.validation, saved.test, task=asked.task)
     asked.require_fitting(sources)
+    if tokenizer is None and any(is_token_file(each.path) for each in sources):
+        raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
     unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))
     job = {"settings": settings_of(asked),
            "notes": [f"{unread} files lie beside the .parquet files and were not read"] if unread else [],

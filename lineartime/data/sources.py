@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lineartime.data.files import Name, expanded, is_address, is_folder, joined, reading, store_of
 from lineartime.data.read_text import READS, ending_of, is_one_document, text_files_below
+from lineartime.data.token_files import is_token_file
 from lineartime.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,9 @@ def _sources_of(path: str, preferred: str | None) -> list[Source]:
     if is_folder(path):
         return _sources_in_folder(path, preferred)
     require_file(path)
-    if not ending_of(path):
-        raise UsageError("unknown kind of file", path, READS)
+    if not ending_of(path) and not is_token_file(path):
+        raise UsageError("unknown kind of file", path,
+                         f"{READS}; and token files, .ds of datatrove and .bin of Megatron-LM")
     name = PurePosixPath(path).name
     return [Source(_split_of(name), name, path)]
 
@@ -130,6 +132,8 @@ def _readable_names(folder: str) -> list[str]:
     `.txt.gz` that lies beside rows; and what is about the folder."""
     with reading(folder):
         readable, others = text_files_below(folder)
+    if not readable and any(map(is_token_file, others)):
+        return list(filter(is_token_file, others))
     if not readable:
         raise DataError("nothing to read in this folder", folder, READS)
     _say_skipped(folder, others, READS)

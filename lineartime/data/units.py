@@ -8,6 +8,7 @@ unit has a row in both."""
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 
 from lineartime.data.files import hash_of, joined, opened, opened_new, reading, write_text
 from lineartime.data.read_text import is_one_document, ranges_of, read_pieces
+from lineartime.data.token_files import is_token_file, read_token_file
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Split
 from lineartime.errors import DataError
@@ -78,27 +80,47 @@ class Encoded:
     """Bytes and SHA-256 of "ids" and "rows"."""
 
 
+class Count:
+    """Counts documents as their pieces come."""
+
+    def __init__(self) -> None:
+        self.characters = self.blank = 0
+        self.hashes: list[bytes] = []
+        """Of the documents that are not blank."""
+        self._digest, self._is_blank = hashlib.blake2b(digest_size=8), True
+
+    def add(self, content: bytes, n_characters: int, is_blank: bool, last: bool) -> None:
+        """Count a piece, of which `last` says whether it ends its document."""
+        self._digest.update(content)
+        self.characters += n_characters
+        self._is_blank = self._is_blank and is_blank
+        if last:
+            self.blank += self._is_blank
+            self.hashes += [] if self._is_blank else [self._digest.digest()]
+            self._digest, self._is_blank = hashlib.blake2b(digest_size=8), True
+
+
 def check_file(path: str, size: int, how: Reading, range_bytes: int, hashes: str | None = None) -> dict[str, Any]:
     """Read a file to its end: its size and SHA-256, and the last fields of `CheckedFile`. Raises DataError.
 
     hashes: a new file for a hash of each document that is not blank, by which copies are found."""
+    count = Count()
+    if is_token_file(path):
+        for ids in read_token_file(path):
+            count.add(ids.tobytes(), len(ids), False, True)
     apart = is_one_document(path)
-    documents, blank, characters, found = 0, 0, [], []
-    digest, is_blank = hashlib.blake2b(digest_size=8), True
-    for start, stop in ranges_of(path, size, range_bytes, how["encoding"]) if apart else [(0, size)]:
-        characters.append(0)
+    ranges = ranges_of(path, size, range_bytes, how["encoding"]) if apart else [(0, size)]
+    characters = []
+    for start, stop in [] if is_token_file(path) else ranges:
+        before = count.characters
         for text, last in read_pieces(path, **how, start=start, stop=stop):
-            characters[-1] += len(text)
-            is_blank = is_blank and (not text or text.isspace())
-            digest.update(text.encode())
-            if last:
-                documents, blank = documents + (not is_blank), blank + is_blank
-                found += [] if is_blank else [digest.digest()]
-                digest, is_blank = hashlib.blake2b(digest_size=8), True
+            count.add(text.encode(), len(text), not text or text.isspace(), last)
+        characters.append(count.characters - before)
     if hashes is not None:
         with opened_new(hashes) as file:
-            file.write(b"".join(found))
-    return hash_of(path) | {"documents": documents, "blank": blank, "characters": characters}
+            file.write(b"".join(count.hashes))
+    return hash_of(path) | {"documents": len(count.hashes), "blank": count.blank,
+                            "characters": characters or [count.characters]}
 
 
 def slices_of(file: CheckedFile, range_bytes: int, encoding: str, whole: bool) -> list[Slice]:
@@ -136,6 +158,25 @@ def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]
         yield text, False
 
 
+def tokenised(slices: list[Slice], how: Reading, tokenizer: Tokenizer, pack: Callable[[str], bytes]
+              ) -> Iterator[tuple[str, np.ndarray, bool]]:
+    """The pieces of some slices with their ids, and whether a document ends. A token file has ids, which are decoded
+    for the counts of words and bytes; special tokens at the ends of its documents are left out."""
+    for is_tokens, group in itertools.groupby(slices, lambda one: is_token_file(one.path)):
+        if not is_tokens:
+            pieces = (piece for one in group for piece in read_slice(one, how))
+            for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
+                yield text, np.frombuffer(pack(text), tokenizer.dtype), last
+            continue
+        for one in group:
+            for ids in read_token_file(one.path, one.start, one.stop):
+                if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+                    raise DataError("a token outside the vocabulary", one.path, "name the tokenizer that made it")
+                while len(ids) and ids[-1] in tokenizer.special:
+                    ids = ids[:-1]
+                yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
+
+
 def encode_unit(folder: str, number: int, slices: list[Slice], how: Reading, tokenizer: Tokenizer,
                 pack: Callable[[str], bytes]) -> None:
     """Write the files of a unit into `folder`, unless they are there as an earlier call wrote them.
@@ -149,11 +190,8 @@ def encode_unit(folder: str, number: int, slices: list[Slice], how: Reading, tok
     whole = np.zeros(4, np.int64)  # ids, rows, words and bytes of the unit
     ids = words = n_bytes = lost = unknown = 0  # of the document that is being read; the last two of the unit
     last, in_word = True, False
-    pieces = (piece for one in slices for piece in read_slice(one, how))
     with opened_new(f"{name}.ids") as ids_file, opened_new(f"{name}.rows") as rows_file:
-        for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
-            packed = pack(text)
-            found = np.frombuffer(packed, tokenizer.dtype)
+        for text, found, last in tokenised(slices, how, tokenizer, pack):
             _check_ids(found, text, tokenizer)
             if not tokenizer.is_lossless:
                 lost += tokenizer.decode(found.tolist()) != text
@@ -162,7 +200,7 @@ def encode_unit(folder: str, number: int, slices: list[Slice], how: Reading, tok
             words += len(text.split()) - (in_word and not text[0].isspace())
             n_bytes += len(text.encode())
             in_word = not last and not text[-1].isspace()
-            ids_file.write(packed + end if last else packed)
+            ids_file.write(found.tobytes() + end if last else found.tobytes())
             if last:
                 rows.append((ids, words, n_bytes))
                 whole += (ids, 1, words, n_bytes)

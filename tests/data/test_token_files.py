@@ -1,0 +1,87 @@
+"""Tokens that other programs wrote are prepared as they are, and read by trainers that are not ours."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from lineartime.data.prepare import prepare
+from lineartime.data.readers import Rows, as_dataset
+from lineartime.data.tokenizer import train_tokenizer
+from lineartime.errors import DataError, UsageError
+from text_files import contents, make
+
+TEXTS = ["The first document,\n naïve. ", "Another 東京 document", "A third"] * 5
+
+
+def write_datatrove(path, documents, dtype):
+    """As datatrove's DocumentTokenizer writes a file."""
+    path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
+    ends = np.cumsum([len(ids) for ids in documents])
+    path.with_name(f"{path.name}.index").write_bytes(ends.astype("<u8").tobytes())
+    path.with_name(f"{path.name}.metadata").write_text(f"some/tokenizer|{dtype[-1]}\n{ends[-1]}\n0 T")
+
+
+def write_megatron(path, documents, code, dtype):
+    """As IndexedDatasetBuilder of Megatron-LM writes a file."""
+    path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
+    lengths = np.array([len(ids) for ids in documents], "<i4")
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
+    path.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+                                         + lengths.tobytes() + pointers.tobytes()
+                                         + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+
+def test_token_files_give_what_their_text_gives(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json)
+    make(tmp_path, {"a.jsonl": TEXTS})
+    documents = [np.array([*tokenizer.encode(text), tokenizer.end_of_document]) for text in TEXTS]
+    for name in ("two", "four", "int32", "uint16"):
+        (tmp_path / name).mkdir()
+    write_datatrove(tmp_path / "two/a.ds", documents, "<u2")
+    write_datatrove(tmp_path / "four/a.ds", [ids[:-1] for ids in documents], "<u4")
+    write_megatron(tmp_path / "int32/a.bin", documents, 4, "<i4")
+    write_megatron(tmp_path / "uint16/a.bin", documents, 8, "<u2")
+    how = {"tokenizer": tmp_path / "tokenizer.json", "held_out": 0.2, "jobs": 1}
+    expected = prepare([tmp_path / "a.jsonl"], tmp_path / "out", **how)
+    for name in ("two", "four", "int32", "uint16"):
+        made = prepare([tmp_path / name], tmp_path / f"{name}-out", **how, unit_bytes=100)
+        assert made.splits == expected.splits
+        assert all(contents(tmp_path / f"{name}-out")[file] == content
+                   for file, content in contents(tmp_path / "out").items() if file.endswith(".bin"))
+
+
+def test_token_files_that_do_not_fit_are_refused(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json)
+    write_datatrove(tmp_path / "a.ds", [np.array([5, 600])], "<u2")
+    (tmp_path / "b.bin").write_bytes(b"12")
+    with pytest.raises(UsageError, match="token files need the tokenizer that made them"):
+        prepare([tmp_path / "a.ds"], tmp_path / "out")
+    for name, message in (("a.ds", r"a token outside the vocabulary: .*a\.ds"), ("b.bin", r"cannot read: .*b\.idx")):
+        with pytest.raises(DataError, match=message):
+            prepare([tmp_path / name], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    (tmp_path / "a.ds").write_bytes(b"12")
+    with pytest.raises(DataError, match="the tokens end before a document does"):
+        prepare([tmp_path / "a.ds"], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+
+
+def test_rows_for_other_trainers(tmp_path):
+    """All tokens in order; documents by their positions; an epoch's order is ours."""
+    make(tmp_path, {"a.jsonl": TEXTS})
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes")
+    rows = Rows(tmp_path / "out", "train", 16)
+    text = torch.cat([row["input_ids"] for row in torch.utils.data.DataLoader(rows, batch_size=None)])
+    assert text.tolist() == rows.stream.read(0, len(rows) * 16).tolist()
+    for row in rows:
+        assert ((row["position_ids"] == 0) >= (row["input_ids"] == 256)).all() and row["position_ids"][0] == 0
+        assert (row["position_ids"].diff()[row["input_ids"][1:] != 256] == 1).all()
+    plain, mixed = Rows(tmp_path / "out", "train", 16, shifted=False), Rows(tmp_path / "out", "train", 16, seed=1)
+    assert torch.equal(plain[3]["labels"][:-1], plain[3]["input_ids"][1:])
+    assert sorted(row["input_ids"].tolist() for row in mixed) == sorted(row["input_ids"].tolist() for row in rows)
+    assert [row["input_ids"].tolist() for row in mixed] != [row["input_ids"].tolist() for row in rows]
+    pytest.importorskip("datasets")
+    assert [row["input_ids"].tolist() for row in as_dataset(tmp_path / "out", "train", 16)] == [
+        row["input_ids"].tolist() for row in rows]
