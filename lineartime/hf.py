@@ -162,8 +162,8 @@ class LineartimeCache(Cache):
         self.n_columns = 0
         """Tokens given to each row, padding included; transformers calls this the sequence length."""
 
-    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor,
-               collected: list[Tensor] | None = None) -> Tensor:
+    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
+               embeds_BND: Tensor | None = None) -> Tensor:
         """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
         if self.state is None:
             self.state = model.decoding_state(len(ids_BN))
@@ -171,7 +171,8 @@ class LineartimeCache(Cache):
                 f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
         # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
         order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
-        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected)
+        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
+                             None if embeds_BND is None else in_order(embeds_BND, order_BN))
         self.n_columns += ids_BN.shape[1]
         back_BN = order_BN.argsort(1)
         if collected is not None:
@@ -229,22 +230,24 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             init_head(module)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
-                **kwargs: Any) -> BaseModelOutputWithPast:
+                inputs_embeds: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
         attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the padding token is
         padding. With a cache it covers the new tokens, or all. position_ids: the positions that the mask gives, or
         positions that begin at 0 with each document of a packed row, which only say where documents begin.
+        inputs_embeds: vectors `[B, T, D]` instead of input_ids, in all classes; no vector begins a document.
         output_hidden_states: whether to return the input of every block and the last states too. Raises UsageError for
-        other positions and for an unknown argument."""
-        x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, cache=past_key_values, **kwargs)
+        other positions, for an unknown argument, and for vectors together with ids."""
+        x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
+                                              cache=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *,
-               cache: LineartimeCache | None = None, use_cache: bool | None = None,
-               output_hidden_states: bool | None = None,
+    def hidden(self, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, *,
+               inputs_embeds: Tensor | None = None, cache: LineartimeCache | None = None,
+               use_cache: bool | None = None, output_hidden_states: bool | None = None,
                **kwargs: Any) -> tuple[Tensor, Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
         """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache, and the
         states of all blocks if asked for. Computed in parallel without a cache, by decoding with one."""
@@ -252,6 +255,11 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
                 "use a LineartimeCache")
+        require((input_ids is None) != (inputs_embeds is None), "tokens or vectors", "input_ids, inputs_embeds",
+                "give one of them")
+        if input_ids is None:  # -2 stands for a vector: it is no token, and no padding either
+            assert inputs_embeds is not None
+            input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
         # The mask covers the new tokens, or those that the cache has seen too.
         (n_rows, n_new), n_past, mask = input_ids.shape, 0 if cache is None else cache.n_columns, attention_mask
         require(mask is None or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
@@ -270,9 +278,9 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
             x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if valid_BT.all() else valid_BT,
-                                      collected=collected)
+                                      collected=collected, embeds_BTD=inputs_embeds)
         else:
-            x_BTD = cache.extend(self.model, ids_BT, valid_BT, collected)
+            x_BTD = cache.extend(self.model, ids_BT, valid_BT, collected, inputs_embeds)
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     @property
@@ -301,6 +309,10 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         if self.config.end_of_document is not None:
             begins_BT = begins_BT | (valid_BT & (ids_BT == self.config.end_of_document))
         return begins_BT.cumsum(1)
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """As in `Module`; the embedding has BERT's name too, by which PEFT finds it for prompt tuning."""
+        return super().get_submodule("model.embed" if target == "embeddings.word_embeddings" else target)
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -391,7 +403,7 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         super().__init__(config)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
                 labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
@@ -463,7 +475,7 @@ class LineartimeForMaskedLM(LineartimeModel):
         super().__init__(config)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
@@ -490,7 +502,7 @@ class LineartimeForQuestionAnswering(LineartimeModel):
     _trunk = SpanModel
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 start_positions: Tensor | None = None, end_positions: Tensor | None = None,
                 position_ids: Tensor | None = None, **kwargs: Any) -> QuestionAnsweringModelOutput:
         """start_logits and end_logits, `[B, T]`; padding has the least value of the dtype.
@@ -518,8 +530,9 @@ class LineartimeForSequenceClassification(LineartimeModel):
         self.score = torch.nn.Linear(config.d_model, config.num_labels)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                position_ids: Tensor | None = None, **kwargs: Any) -> SequenceClassifierOutput:
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                labels: Tensor | None = None, position_ids: Tensor | None = None,
+                **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
         labels: classes or numbers `[B]`, or `[B, num_labels]`, 1.0 for each class of several, or numbers. Without
@@ -542,7 +555,7 @@ class LineartimeForTokenClassification(LineartimeModel):
         self.score = torch.nn.Linear(config.d_model, config.num_labels)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
         """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.

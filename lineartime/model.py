@@ -83,14 +83,18 @@ class LanguageModel(nn.Module):
 
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE,
-               collected: list[Tensor] | None = None) -> Tensor:
+               collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
         """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does, and for rows of
         several documents in a model with learned chunk weights.
 
-        collected: a list to which the input of each block is added, `[B, T, D]`."""
+        collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
+        embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
         rows = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
-        x_BTD = self.embed(rows.ids_BT) + self.abs_pos(rows.position_1T)
-        x_BTD = self.run_layers(x_BTD, rows.info, collected=collected)
+        if embeds_BTD is None:
+            embeds_BTD = self.embed(rows.ids_BT)
+        elif rows.order_BT is not None:
+            embeds_BTD = in_order(embeds_BTD, rows.order_BT)
+        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(rows.position_1T), rows.info, collected=collected)
         if rows.order_BT is not None:  # back to the places that were given
             back_BT = rows.order_BT.argsort(1)
             x_BTD = in_order(x_BTD, back_BT)
@@ -220,17 +224,17 @@ class LanguageModel(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,
-               collected: list[Tensor] | None = None) -> Tensor:
+               collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
         """`hidden` for the next tokens of each row, `[B, N, D]`, whatever the number of calls; the state is updated.
 
-        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. collected: see `hidden`. Raises
+        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. collected, embeds_BND: see `hidden`. Raises
         UsageError past the end of a position table."""
         if ids_BN.numel() == 0:
             return self.norm(self.embed(ids_BN))
         # Which positions and documents the new tokens have follows from what each row has read.
         inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
         self.check_length(inputs.longest)
-        x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected)
+        x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected, embeds_BND)
         state.seq_lens_B = state.seq_lens_B + n_new_B
         state.start_B = torch.where(n_new_B > 0, inputs.start_BN.amax(1), state.start_B)
         return x_BND
@@ -242,14 +246,14 @@ class LanguageModel(nn.Module):
         return ids_BN == self.config.end_of_document
 
     def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
-                      collected: list[Tensor] | None = None) -> Tensor:
+                      collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
         """`extend` without the update of `DecodingState`; only the caches are updated."""
         # Padding behind a row's new tokens may count past the table's end; what it gets there is never read.
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
-        x_BND = self.embed(ids_BN) + self.abs_pos(position_BN)
-        return self.norm(self.run_layers(x_BND, info, inputs, caches, collected))
+        embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
+        return self.norm(self.run_layers(embeds_BND + self.abs_pos(position_BN), info, inputs, caches, collected))
 
 
 def make_layers(config: ModelConfig) -> list[ResidualLayer]:

@@ -371,6 +371,23 @@ def test_positions_say_what_the_mask_says_or_where_documents_begin(hf64):
                 hf64(ids_BT, position_ids=wrong, **more)
 
 
+def test_vectors_instead_of_tokens(hf64):
+    """In parallel, with padding, in packed rows and by decoding: without ids no token begins a document."""
+    batch = left_padded([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]])
+    ids_BT, mask_BT = batch.values()
+    embeds_BTD = hf64.get_submodule("embeddings.word_embeddings")(ids_BT).detach()  # the name that PEFT looks for
+    with torch.no_grad():
+        expected = hf64(**batch).logits
+        for use_cache in (False, True):
+            got = hf64(inputs_embeds=embeds_BTD, attention_mask=mask_BT, use_cache=use_cache).logits
+            assert (got - expected)[mask_BT.bool()].abs().max() < 1e-11
+        positions = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2]])}
+        packed = hf64(inputs_embeds=embeds_BTD[:1], **positions).logits
+        assert torch.equal(packed, hf64(ids_BT[:1], **positions).logits) and not torch.equal(packed, expected[:1])
+        sequences = hf64.generate(inputs_embeds=embeds_BTD, attention_mask=mask_BT, max_new_tokens=12, do_sample=False)
+        assert torch.equal(sequences, hf64.generate(**batch, max_new_tokens=12, do_sample=False)[:, 7:])
+
+
 def test_the_states_of_every_block(hf64):
     batch = left_padded(PROMPTS)
     valid_BT = batch["attention_mask"].bool()
@@ -453,7 +470,7 @@ def test_what_would_be_ignored_is_refused(hf):
             ({"segment_ids": ids_BT}, "segment_ids"),
             ({"seq_idx": torch.zeros_like(ids_BT)}, "seq_idx"), ({"attention_mask": torch.ones(2, 31)}, "wrong attent"),
             ({"past_key_values": transformers.DynamicCache()}, "wrong cache: DynamicCache"),
-            ({"inputs_embeds": hf.model.embed(ids_BT)}, "inputs_embeds")):
+            ({"inputs_embeds": hf.model.embed(ids_BT)}, "give one of them")):
         with pytest.raises(UsageError, match=words):
             hf(ids_BT, **given)
     hf(ids_BT, output_attentions=False, token_type_ids=None)

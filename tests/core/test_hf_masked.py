@@ -87,7 +87,9 @@ def test_padding_on_either_side_changes_nothing(side, ours, folder):
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     assert (batch["attention_mask"] == 0).any()
     with torch.no_grad():
-        logits_BTV = hf(**batch).logits
+        logits_BTV, embeds_BTD = hf(**batch).logits, hf.model.embed(batch["input_ids"])
+        of_vectors = hf(inputs_embeds=embeds_BTD, attention_mask=batch["attention_mask"]).logits
+        assert (of_vectors - logits_BTV)[batch["attention_mask"].bool()].abs().max() < 1e-11
         for row, text in enumerate(texts):
             alone = tokenizer(text, return_tensors="pt")["input_ids"]
             assert alone[0, 0] == EOD and (alone == MASK).sum() == 1

@@ -136,21 +136,26 @@ def test_datasets_stream_rows_to_trainer(tmp_path):
     assert found == losses(trainer_of(tmp_path, in_order, train_sampling_strategy="sequential"))
 
 
+def learned(model, ids, rate):
+    """How much lower the loss is after ten steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+    found = []
+    for _ in range(10):
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found[0] - found[-1]
+
+
 def test_peft_trains_adapters_saves_and_merges_them(tmp_path):
     from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 
     model, tokenizer = opened()
     adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM"))
     ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-3)
-    found = []
-    for _ in range(10):
-        loss = adapted.train()(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    assert found[-1] < found[0] - 0.3
+    assert learned(adapted, ids, rate=1e-3) > 0.3
     with torch.no_grad():
         expected = adapted.eval()(input_ids=ids).logits
         adapted.save_pretrained(tmp_path)
@@ -162,6 +167,21 @@ def test_peft_trains_adapters_saves_and_merges_them(tmp_path):
     tokenizer.save_pretrained(tmp_path / "merged")
     ours, _, _ = lineartime.load_model(tmp_path / "merged")
     assert torch.allclose(ours(ids), expected, atol=1e-4)
+
+
+def test_peft_tunes_a_prompt(tmp_path):
+    from peft import AutoPeftModelForCausalLM, PromptTuningConfig, get_peft_model
+
+    model, tokenizer = opened()
+    how = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8, num_attention_heads=1)
+    tuned, ids = get_peft_model(model, how), tokenizer(TEXTS[0], return_tensors="pt").input_ids
+    assert learned(tuned, ids, rate=0.1) > 0.3
+    tuned.eval().save_pretrained(tmp_path)
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path).eval()
+    texts = [each.generate(input_ids=ids, max_new_tokens=8, do_sample=False, use_cache=use_cache).tolist()
+             for each in (tuned, again) for use_cache in (True, False)]
+    assert all(text == texts[0] for text in texts)
+    assert texts[0] != model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
 
 
 def test_torchao_quantises_weights_to_int8():
