@@ -106,8 +106,6 @@ SUBJECTS += [
     Subject("extended", "data", {
         "train --from": verb(*folders.train_from("{made}/run", "{it}", "{out}/run")),
         "prepare over": verb(*folders.add_tokens(MADE, "{it}"))}),
-    Subject("shares", "extended", {
-        "join": verb("prepare", "--join", "{it}/1", "{it}/2", "--out", "{out}/data")}),
 ]
 PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]

@@ -102,9 +102,6 @@ def make_documents(made: Path) -> None:
     for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl"):
         cut_off(made, read_documents(made, made / "parts" / name), made / "parts", 16)
     command(made, add_tokens(made, made / "extended"))
-    for k in (1, 2):
-        command(made, prepare(made / "text.txt", made / f"shares/{k}", str(made / "text2.txt"), "--tokenizer",
-                              str(made / "data"), "--part", f"{k}/2"))
 
 
 def save_pretrained(source: Path, out: Path) -> None:
