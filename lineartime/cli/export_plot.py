@@ -6,13 +6,14 @@ from typing import Annotated
 from lineartime.atomic_io import read_json
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
+from lineartime.data.files import joined
 from lineartime.errors import UsageError
 from lineartime.run_config import RESULT_FILE, RUN_FILE, named_folder
 
 
 def export(
     run: Annotated[str, "A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.", "RUN"],
-    out: Annotated[Path, "New folder for the model."],
+    out: Annotated[str, "New folder for the model, or its address in a store."],
     data: Annotated[Path | None, "Prepared text that the card's scores are from; by default what the run was trained "
                     "on."] = None,
     about: Annotated[Path | None, "Markdown file with which the model card begins."] = None,
@@ -31,7 +32,7 @@ def export(
         from lineartime.release.export import export_documents
 
         n_bytes = export_documents(folder, out)
-        say(f"weights  {out / 'model.safetensors'} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
+        say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
             "transformers or sentence-transformers)")
         return
     from lineartime.qa.questions import read_utf8
@@ -44,9 +45,9 @@ def export(
                       progress=terminal.count)
     for split, evaluation in made.scores.items():
         say(summary(split, evaluation.to_dict()))
-    say(f"weights  {out / 'model.safetensors'} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
+    say(f"weights  {joined(out, 'model.safetensors')} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
         "transformers)")
-    say(f"card     {out / 'README.md'}")
+    say(f"card     {joined(out, 'README.md')}")
 
 
 def plot(

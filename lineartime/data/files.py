@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -128,6 +129,15 @@ def remove(name: Name) -> None:
         shutil.rmtree(name)
     else:
         Path(name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def uploaded(address: Name) -> Iterator[Path]:
+    """A temporary folder, whose files are copied to an address at the end of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+        store, path = store_of(address)
+        store.put(f"{folder}/", path, recursive=True)
 
 
 def expanded(name: Name) -> list[str]:

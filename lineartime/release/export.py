@@ -13,6 +13,7 @@ from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
+from lineartime.data.files import Name, exists, is_address, uploaded
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
@@ -46,16 +47,15 @@ class Exported(NamedTuple):
     """Size of the file of weights."""
 
 
-def export(run: Path, out: Path, *, data: Path | None, about: str, device: torch.device,
+def export(run: Path, out: Name, *, data: Path | None, about: str, device: torch.device,
            progress: Progress | None = None) -> Exported:
-    """Write the newest checkpoint of a run to the new folder `out`: weights rounded to bfloat16, what `transformers`
-    reads, and a card with the scores of these rounded weights.
+    """Write the newest checkpoint of a run to the new folder `out`, which may be in a store: weights rounded to
+    bfloat16, what `transformers` reads, and a card with the scores of these rounded weights.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
     Markdown. progress counts scored tokens. Raises UsageError if `out` exists, `run` is no run of a language model, or
     the data is not the run's; CheckpointError for damage, ResourceError for the disk."""
-    remove_leftovers(out)
-    require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
+    require_new(out)
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)
     model, tokenizer, facts = load_model(run)
@@ -95,12 +95,11 @@ def export(run: Path, out: Path, *, data: Path | None, about: str, device: torch
     return Exported(scores, task, n_bytes)
 
 
-def export_documents(folder: Path, out: Path) -> int:
+def export_documents(folder: Path, out: Name) -> int:
     """Write the best model of a folder of `lineartime finetune --task classify` or `embed` to the new folder `out`:
     weights in float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the
     bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
-    remove_leftovers(out)
-    require(not out.exists(), "the output exists already", str(out), "choose another or delete it")
+    require_new(out)
     model, tokenizer, facts = load_model(folder)
     config_json = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
     does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
@@ -120,8 +119,15 @@ def export_documents(folder: Path, out: Path) -> int:
     return n_bytes
 
 
+def require_new(out: Name) -> None:
+    """Raise UsageError for an output that is there."""
+    if not is_address(out):
+        remove_leftovers(Path(out))
+    require(not exists(out), "the output exists already", str(out), "choose another or delete it")
+
+
 @contextmanager
-def new_folder(out: Path, model: LanguageModel, config_json: str, tokenizer: Tokenizer,
+def new_folder(out: Name, model: LanguageModel, config_json: str, tokenizer: Tokenizer,
                dtype: torch.dtype) -> Iterator[tuple[Path, int]]:
     """Write a model's weights in `dtype`, what `transformers` reads beside them, and a manifest of all of these to a
     folder that becomes `out` at the end of the block; yields the folder and the bytes of the weights. The block adds
@@ -130,7 +136,7 @@ def new_folder(out: Path, model: LanguageModel, config_json: str, tokenizer: Tok
     files = {name: text.encode() for name, text in texts.items()}
     weights = {name: weight.detach().to(dtype) for name, weight in model.named_parameters()}
     try:
-        with written_aside(out) as aside:
+        with uploaded(out) if is_address(out) else written_aside(Path(out)) as aside:
             entry = write_file(aside / WEIGHTS_FILE, weights)
             files[MANIFEST] = manifest_of(files, {WEIGHTS_FILE: entry})
             for name, content in files.items():
