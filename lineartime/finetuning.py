@@ -31,7 +31,7 @@ from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.transfer import is_flash, load_step
 
 BEST = "best"
-TASKS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
+FINE_TUNINGS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
     "questions": QuestionTask, "classify": DocumentTask, "embed": DocumentTask}
 """What a model can learn. A task has
 
@@ -69,7 +69,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         saved = "what is trained is saved" if out.exists() else "nothing is trained yet"
         return stop.watch(f"{saved}; the same command goes on", progress, what, total, ranks)
 
-    task = TASKS[plan.task](plan, loaded, watch)
+    task = FINE_TUNINGS[plan.task](plan, loaded, watch)
     runs_of(plan, task.config, 1 << 40)  # wrong settings are refused before the data are read
     runs = runs_of(plan, task.config, task.read())
     settings = {**task.facts, **task.result_facts, "model": to_dict(task.config),

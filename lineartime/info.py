@@ -28,7 +28,7 @@ SHOWN = (*SOURCES["Tables 8-10"], "context", "query_key_dim", "attn_scale_len", 
 """Fields that `print_description` always shows. It shows the others where they are not the default."""
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """A part of a model, the number of its parameters, and how many times the model has it."""
 
     name: str
@@ -72,7 +72,7 @@ class Description(NamedTuple):
 
     specification: list[tuple[str, str]]
     """Rows of the paper's specification tables, named as printed there."""
-    parts: list[Part]
+    parts: list[ModelPart]
     decoding: DecodingBytes
 
     @property
@@ -121,7 +121,7 @@ def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str
     ]
 
 
-def count_parameters(model: LanguageModel) -> list[Part]:
+def count_parameters(model: LanguageModel) -> list[ModelPart]:
     """All parameters by part, each counted once; the head's matrix is the embedding."""
     # The parameters of one block, added up by what they are for.
     kinds = (("norm", "norms"), ("scale_offset", "scale and offset"), ("bias", "position bias"),
@@ -138,11 +138,12 @@ def count_parameters(model: LanguageModel) -> list[Part]:
         return sum(parameter.numel() for parameter in module.parameters())
 
     return [
-        Part("embedding, and the head's matrix", size(model.embed)),
-        Part("ScaledSin scalar" if model.config.abs_pos == "scaled_sin" else "position table", size(model.abs_pos)),
-        *(Part(f"layer: {name}", each, model.config.n_layers) for name, each in per_layer.items()),
-        Part("final norm", size(model.norm)),
-        Part("head bias", model.head_bias.numel()),
+        ModelPart("embedding, and the head's matrix", size(model.embed)),
+        ModelPart("ScaledSin scalar" if model.config.abs_pos == "scaled_sin" else "position table",
+                  size(model.abs_pos)),
+        *(ModelPart(f"layer: {name}", each, model.config.n_layers) for name, each in per_layer.items()),
+        ModelPart("final norm", size(model.norm)),
+        ModelPart("head bias", model.head_bias.numel()),
     ]
 
 

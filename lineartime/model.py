@@ -304,7 +304,7 @@ def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Ten
     return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
 
 
-def read_rows(model: nn.Module, rows_BT: Tensor, ranks: Ranks) -> None:
+def run_layers(model: nn.Module, rows_BT: Tensor, ranks: Ranks) -> None:
     """`token_losses` without a loss: the layers alone are computed."""
     model(rows_BT[:, :-1], at_K=rows_BT.new_empty(0), ranks=ranks)
 

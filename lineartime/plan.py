@@ -97,7 +97,7 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
     require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, ranks)
     process = (rss_bytes() or 0) + LIBRARIES
     live = count_steps(config, ranks)
-    n_all, n_outer, n_layer = count_parameters(config)
+    n_all, n_outer, n_layer = count_by_place(config)
     n_own = -(-n_all // n_ranks)
     is_sharded, n_pending = config.train.shard and n_ranks > 1, gradients_that_wait(config, ranks)
     weights = 4 * (n_own + n_outer + 3 * n_layer if is_sharded else n_all)
@@ -106,7 +106,7 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
     return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients, holes)
 
 
-def count_parameters(config: RunConfig) -> tuple[int, int, int]:
+def count_by_place(config: RunConfig) -> tuple[int, int, int]:
     """The numbers of all parameters, of those outside of layers, and of those of one layer."""
     with torch.device("meta"):
         model = LanguageModel(config.model)
@@ -123,7 +123,7 @@ def gradients_that_wait(config: RunConfig, ranks: Ranks) -> int:
 def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
     """The bytes that are alive in two steps of a process, one of `ranks`: its tensors have shapes and no data."""
     is_sharded, n_pending = config.train.shard and ranks.size > 1, gradients_that_wait(config, ranks)
-    n_all, n_outer, n_layer = count_parameters(config)
+    n_all, n_outer, n_layer = count_by_place(config)
     with FakeTensorMode():
         model = LanguageModel(config.model)
         parameters = list(model.parameters())

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class StartingWeights:
     """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
     was given, and the specification of their own model."""
 
@@ -59,7 +59,7 @@ class RunConfig:
     task: str
     data: str
     out: str
-    source: Source | None = None
+    source: StartingWeights | None = None
     """None: the initial values are drawn from the seed."""
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
         config = model_config(preset, task, **{k: v for k, v in settings.items() if k in MODEL_FIELDS})
     return RunConfig(config, train_config(settings, preset), preset, task, settings["data"], settings["out"],
-                     None if source is None else Source(settings["from"], source))
+                     None if source is None else StartingWeights(settings["from"], source))
 
 
 def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:

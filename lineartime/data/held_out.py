@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lineartime.data.sources import SPLITS
-from lineartime.data.units import CheckedFile, Reading, Slice, read_slice
+from lineartime.data.units import CheckedFile, ReadOptions, Slice, read_slice
 from lineartime.errors import DataError
 
 LINE_SEARCH = 1 << 16
@@ -19,7 +19,7 @@ class Spans(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-def divide(files: list[CheckedFile], held_out: float | None, hashes: list[np.ndarray]) -> dict[str, Spans]:
+def divide_documents(files: list[CheckedFile], held_out: float | None, hashes: list[np.ndarray]) -> dict[str, Spans]:
     """The documents of each split. Of several of train at least the share `held_out` of the characters becomes
     validation, and equal documents stay on one side. hashes: of the documents of each file of train, if some are held
     out. Raises DataError for a split that would be empty."""
@@ -65,7 +65,7 @@ def spread_documents(files: list[CheckedFile], share: float, hashes_D: np.ndarra
         k = min(k + 1 + k // 50, n - 1)
 
 
-def cut_document(whole: CheckedFile, slices: list[Slice], held_out: float, how: Reading
+def cut_document(whole: CheckedFile, slices: list[Slice], held_out: float, how: ReadOptions
                  ) -> tuple[list[Slice], list[Slice]]:
     """The slices of a file of one document, of which the end is held out: those of train and of validation. Raises
     DataError for too little text."""

@@ -33,7 +33,7 @@ from lineartime.data.files import (
     size_of,
     write_text,
 )
-from lineartime.data.held_out import Spans, cut_document, divide
+from lineartime.data.held_out import Spans, cut_document, divide_documents
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, SAMPLE, PrepareSettings
 from lineartime.data.sources import SPLITS, find_sources
 from lineartime.data.streams import save_streams
@@ -52,7 +52,7 @@ from lineartime.data.units import (
     UNITS,
     CheckedFile,
     Encoded,
-    Reading,
+    ReadOptions,
     Slice,
     check_file,
     encode_unit,
@@ -135,7 +135,7 @@ def arrange(work: Name, show: Show = no_show) -> dict[str, Any]:
     files, sources = _checked_files(work, job)
     hashes = [np.frombuffer(read_all(joined(work, CHECKED, f"{index:05d}.hashes")), "<u8")
               for index, file in enumerate(files) if job["held_out"] and file.split == "train" and file.documents]
-    splits = divide(files, job["held_out"], hashes)
+    splits = divide_documents(files, job["held_out"], hashes)
     tokenizer = opened_tokenizer(work, job) if job["tokenizer"] else None
     slices = _slices_of_splits(files, job, tokenizer is not None and not tokenizer.reads_pieces)
     if tokenizer is None:
@@ -301,7 +301,7 @@ def _trained(slices: list[tuple[str, list[Slice]]], train: Spans, job: dict[str,
     return train_tokenizer(itertools.chain(shown, learning), job["vocab_size"], mlm=job["mlm"])
 
 
-def _texts_of(slices: list[tuple[str, list[Slice]]], part: Spans, how: Reading) -> Iterator[str]:
+def _texts_of(slices: list[tuple[str, list[Slice]]], part: Spans, how: ReadOptions) -> Iterator[str]:
     """The pieces of a split's documents."""
     document, spans = 0, iter(part.spans)
     first, stop = next(spans)

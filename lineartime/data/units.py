@@ -28,7 +28,7 @@ BLOCK_IDS = 1 << 21
 """Ids that are in memory at once when units are joined."""
 LONGEST_WHOLE = 1 << 22
 """Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
-Reading = dict[str, Any]
+ReadOptions = dict[str, Any]
 """The named arguments of `read_pieces`: field, max_line_bytes, task, encoding."""
 
 
@@ -80,7 +80,7 @@ class Encoded:
     """Bytes and SHA-256 of "ids" and "rows"."""
 
 
-class Count:
+class DocumentCount:
     """Counts documents as their pieces come."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Count:
         self._digest, self._is_blank = hashlib.blake2b(digest_size=8), True
 
     def add(self, content: bytes, n_characters: int, is_blank: bool, last: bool) -> None:
-        """Count a piece, of which `last` says whether it ends its document."""
+        """DocumentCount a piece, of which `last` says whether it ends its document."""
         self._digest.update(content)
         self.characters += n_characters
         self._is_blank = self._is_blank and is_blank
@@ -100,11 +100,11 @@ class Count:
             self._digest, self._is_blank = hashlib.blake2b(digest_size=8), True
 
 
-def check_file(path: str, size: int, how: Reading, range_bytes: int, hashes: str | None = None) -> dict[str, Any]:
+def check_file(path: str, size: int, how: ReadOptions, range_bytes: int, hashes: str | None = None) -> dict[str, Any]:
     """Read a file to its end: its size and SHA-256, and the last fields of `CheckedFile`. Raises DataError.
 
     hashes: a new file for a hash of each document that is not blank, by which copies are found."""
-    count = Count()
+    count = DocumentCount()
     if is_token_file(path):
         for ids in read_token_file(path):
             count.add(ids.tobytes(), len(ids), False, True)
@@ -130,7 +130,7 @@ def slices_of(file: CheckedFile, range_bytes: int, encoding: str, whole: bool) -
     return [Slice(file.path, start, stop) for start, stop in ranges]
 
 
-def read_slice(one: Slice, how: Reading) -> Iterator[tuple[str, bool]]:
+def read_slice(one: Slice, how: ReadOptions) -> Iterator[tuple[str, bool]]:
     """The pieces of a slice: text, and whether it ends a document. Blank documents of a file of rows have none."""
     skip, n_left = one.skip, one.characters
     for text, last in read_pieces(one.path, start=one.start, stop=one.stop, **how):
@@ -158,7 +158,7 @@ def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]
         yield text, False
 
 
-def tokenised(slices: list[Slice], how: Reading, tokenizer: Tokenizer, pack: Callable[[str], bytes]
+def tokenised(slices: list[Slice], how: ReadOptions, tokenizer: Tokenizer, pack: Callable[[str], bytes]
               ) -> Iterator[tuple[str, np.ndarray, bool]]:
     """The pieces of some slices with their ids, and whether a document ends. A token file has ids, which are decoded
     for the counts of words and bytes; special tokens at the ends of its documents are left out."""
@@ -177,7 +177,7 @@ def tokenised(slices: list[Slice], how: Reading, tokenizer: Tokenizer, pack: Cal
                 yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
 
 
-def encode_unit(folder: str, number: int, slices: list[Slice], how: Reading, tokenizer: Tokenizer,
+def encode_unit(folder: str, number: int, slices: list[Slice], how: ReadOptions, tokenizer: Tokenizer,
                 pack: Callable[[str], bytes]) -> None:
     """Write the files of a unit into `folder`, unless they are there as an earlier call wrote them.
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on documents, for labels or for vectors, see `finetuning.TASKS`.
+"""Fine-tuning on documents, for labels or for vectors, see `finetuning.FINE_TUNINGS`.
 
 A document that fits into a row is one row of training. Of a longer one each epoch reads one stretch, drawn anew in
 proportion to their tokens; held-out documents are read whole, as `classify` and `embed` do."""

@@ -77,7 +77,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class QuestionTask:
-    """Fine-tuning on questions, see `finetuning.TASKS`."""
+    """Fine-tuning on questions, see `finetuning.FINE_TUNINGS`."""
 
     patience: int | None = None
 

@@ -33,7 +33,7 @@ from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_c
 
 logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
-SPLITS = ("validation", "test")
+HELD_OUT_SPLITS = ("validation", "test")
 
 
 class Exported(NamedTuple):
@@ -74,7 +74,8 @@ def export(run: Path, out: Name, *, data: Path | None, about: str, device: torch
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.bfloat16())
     model = model.to(device)
-    streams = {split: open_data(named, split) for split in SPLITS if all(split in each.splits for each in manifests)}
+    streams = {split: open_data(named, split) for split in HELD_OUT_SPLITS
+               if all(split in each.splits for each in manifests)}
     scores = {split: evaluate_data(model, stream, batch_rows=8, progress=StopSignal().watch(
         "", progress, "evaluating", stream.n_tokens))[0] for split, stream in streams.items()}
     lines = read_metrics(run) if (run / METRICS_FILE).exists() else []

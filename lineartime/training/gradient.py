@@ -18,7 +18,7 @@ from lineartime.distributed.ranks import Ranks
 from lineartime.distributed.shard import local
 from lineartime.distributed.windows import differentiate_windows
 from lineartime.errors import NumericsError
-from lineartime.model import read_rows
+from lineartime.model import run_layers
 from lineartime.objectives import Objective
 from lineartime.training.division import Division
 
@@ -86,7 +86,7 @@ def backward(model: nn.Module, objective: Objective, micro_batch: Sequence[Tenso
 
     def read(part: Ranks) -> None:
         with autocast():
-            read_rows(model, micro_batch[0], part)
+            run_layers(model, micro_batch[0], part)
 
     if n_windows > 1:
         return differentiate_windows(read, loss_of, n_windows).sum()

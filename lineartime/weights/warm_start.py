@@ -18,14 +18,14 @@ from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 from lineartime.model import LanguageModel
 from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
-from lineartime.run_config import Source, named_folder
+from lineartime.run_config import StartingWeights, named_folder
 from lineartime.settings import require
 
 VOCABULARY = ("embed.weight", "head_bias")
 """The parameters that have a row for each token."""
 
 
-def find_weights(source: Source) -> tuple[Path, dict[str, Any]]:
+def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
     """The folder that holds the weights, all of whose files match its manifest, and the facts of them in `run.json`.
 
     Raises UsageError and CheckpointError as `load_model` does."""
