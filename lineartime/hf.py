@@ -5,6 +5,7 @@
 
 import copy
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -274,10 +275,15 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             require(value is None or value is False or name in known, "this model takes no such argument", name,
                     "leave it out")
 
+        if hasattr(self.model.embed, "base_layer"):  # PEFT's warning is for embeddings with the name `embed_tokens`
+            warnings.warn("an adapter on `embed` of a model whose head is tied to it: merging changes the head too",
+                          stacklevel=2)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
-            x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if valid_BT.all() else valid_BT,
+            # A graph cannot ask whether there is padding: a mask without any gives the same numbers.
+            no_padding = not torch.compiler.is_compiling() and bool(valid_BT.all())
+            x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if no_padding else valid_BT,
                                       collected=collected, embeds_BTD=inputs_embeds)
         else:
             x_BTD = cache.extend(self.model, ids_BT, valid_BT, collected, inputs_embeds)
@@ -285,9 +291,12 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
 
     @property
     def padding(self) -> int:
-        """The padding token if it is outside the vocabulary, else -1: there it is a token like any other."""
-        pad = self.config.pad_token_id
-        return pad if pad is not None and pad >= self.config.vocab_size else -1
+        """The padding token, also after the vocabulary has grown past it; -1 if there is none, or if it begins or ends
+        texts too, as a token like any other."""
+        config = self.config
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        is_own = config.pad_token_id not in (None, config.end_of_document, config.bos_token_id, *ends)
+        return config.pad_token_id if is_own else -1
 
     def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor,
                     cache: LineartimeCache | None) -> Tensor | None:

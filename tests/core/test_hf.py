@@ -428,6 +428,35 @@ def test_padding_is_a_token_of_its_own(hf64, folder):
                    "logits_processor": [lambda ids_BT, scores_BV: scores_BV - scores_BV.gather(1, ids_BT[:, :1]) / 9]}
         together = hf64.generate(**batch, **options)
         assert torch.equal(together[1:, -8:], hf64.generate(ids_BT[1:, -3:], **options)[:, -8:])
+        grown = copy.deepcopy(hf64)
+        grown.resize_token_embeddings(len(tokenizer))  # as scripts for other models do
+        assert torch.equal(grown(ids_BT, labels=ids_BT).loss, grown(ids_BT, mask_BT, labels=ids_BT).loss)
+        grown.config.eos_token_id = [EOD, tokenizer.pad_token_id]
+        assert grown.padding == -1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.rest
+def test_exported_with_any_length(hf64):
+    """One program for rows of 2 to 64 tokens, with padding on the left, and one for rows without a mask."""
+    lengths = {1: torch.export.Dim("T", min=2, max=64)}
+    ids_BT = packed_ids()
+    for mask in (None, ids_BT.cumsum(1) > 300):
+        program = torch.export.export(hf64, (ids_BT, None if mask is None else mask.long()), dynamic_shapes={
+            "input_ids": lengths, "attention_mask": None if mask is None else lengths})
+        for n in (2, 17, 30):
+            kept = (ids_BT[:, -n:], None if mask is None else mask[:, -n:].long())
+            with torch.no_grad():
+                difference = (program.module()(*kept).logits - hf64(*kept).logits).abs()
+            assert (difference if mask is None else difference[mask[:, -n:]]).max() < 1e-11
+
+
+def test_an_adapter_on_the_embedding_is_warned_of(hf64):
+    """The head is tied to it. PEFT warns by names that this model does not have."""
+    wrapped = copy.deepcopy(hf64)
+    wrapped.model.embed.base_layer = None
+    with pytest.warns(UserWarning, match="an adapter on `embed` of a model whose head is tied to it"):
+        wrapped(packed_ids())
 
 
 def test_generation_stops_at_a_string(hf64, folder):
