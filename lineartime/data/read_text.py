@@ -37,6 +37,8 @@ ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
 PIECE = 1 << 16
 """Characters in a piece."""
+LONGEST_WHOLE = 1 << 22
+"""Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
 MAX_LINE_BYTES = 64 << 20
 MAX_ARRAY_BYTES = 1 << 30
 """Largest JSON array, which is read whole."""
@@ -116,7 +118,7 @@ def read_pieces(name: Name, *, field: str = "text", max_line_bytes: int = MAX_LI
         text = text_field(record, field, where)
         text = wiki40b_document(text, where) if task == "wiki40b" else text
         text = "" if text.isspace() else text
-        yield from cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
+        yield from pieces_of(text)
 
 
 def _pieces_of_text(name: Name, encoding: str, start: int, stop: int | None) -> Iterator[Piece]:
@@ -237,6 +239,26 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
             yield Piece(buffer[:end], False)
             buffer = buffer[end:]
     yield Piece(buffer, True)
+
+
+def pieces_of(text: str) -> Iterator[Piece]:
+    """The pieces of a document that is in memory."""
+    return cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
+
+
+def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Whole documents, of their pieces. One of more than `LONGEST_WHOLE` characters is cut at the ends of lines."""
+    text = ""
+    for piece, last in pieces:
+        text += piece
+        if not last and len(text) >= LONGEST_WHOLE and (end := text.rfind("\n") + 1):
+            yield text[:end], False
+            text = text[end:]
+        if last:
+            yield text, True
+            text = ""
+    if text:  # of a slice that ends before its document
+        yield text, False
 
 
 def text_blocks(file: IO[bytes], name: object, position: int = 0, stop: int | None = None,

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lineartime.atomic_io import read_bytes
 from lineartime.config import LARGEST
-from lineartime.data.read_text import PIECE, cut
+from lineartime.data.read_text import pieces_of, read_whole
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
 
@@ -116,20 +116,30 @@ class Tokenizer:
         changed = NO_PROCESSOR.sub(lambda found: found[1] + beginning, self.json)
         return changed if beginning in changed else None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without an end-of-document token. Raises DataError for text that the tokenizer lacks."""
+    def parts(self, text: str) -> Iterator[str]:
+        """The parts in which a text is encoded, as `prepare` does: pieces, which limit memory to a few numbers per
+        token, or all of it for a tokenizer that has to see a text whole."""
+        pieces = pieces_of(text)
+        return (part for part, _ in (pieces if self.reads_pieces else read_whole(pieces)))
+
+    def encode_part(self, text: str) -> list[int]:
+        """The ids of one of the `parts` of a text. Raises DataError for text that the tokenizer lacks."""
         with self._refused("the tokenizer cannot encode this text"):
             # Only the batch methods release the interpreter's lock, so that threads encode in parallel.
             return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without an end-of-document token. Raises DataError for text that the tokenizer lacks."""
+        return [i for part in self.parts(text) for i in self.encode_part(part)]
+
     def packer(self) -> Callable[[str], bytes]:
-        """A function that returns the ids of a text, those of `encode`, as bytes of `dtype`.
+        """A function that returns the ids of a part of a text, those of `encode_part`, as bytes of `dtype`.
 
         It remembers the ids of words, with which a byte-level tokenizer takes a third of the time. It raises DataError
-        as `encode` does."""
+        as `encode_part` does."""
         tokenizer, dtype = self, self.dtype
         if not _cuts_as_gpt2(self.json):
-            return lambda text: np.array(self.encode(text), dtype).tobytes()
+            return lambda text: np.array(self.encode_part(text), dtype).tobytes()
 
         class Cache(dict[str, bytes]):
             def __missing__(self, word: str) -> bytes:
@@ -148,15 +158,14 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text` and the characters [start, stop) of each token, int64 [N] and [N, 2].
 
-        A character of several tokens has the same place in each; a word's token includes the space before it. The text
-        is encoded in pieces (`read_text.cut`), which limits memory to a few numbers per token."""
+        A character of several tokens has the same place in each; a word's token includes the space before it."""
         ids, offsets, at = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
-        for piece in cut(text[i : i + PIECE] for i in range(0, len(text), PIECE)):
+        for part in self.parts(text):
             with self._refused("the tokenizer cannot encode this text"):
-                encoding = self._inner.encode_batch([piece.text], add_special_tokens=False)[0]
+                encoding = self._inner.encode_batch([part], add_special_tokens=False)[0]
             ids.append(np.array(encoding.ids, np.int64))
             offsets.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + at)
-            at += len(piece.text)
+            at += len(part)
         return np.concatenate(ids), np.concatenate(offsets)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lineartime.data.files import hash_of, joined, opened, opened_new, reading, write_text
-from lineartime.data.read_text import is_one_document, ranges_of, read_pieces
+from lineartime.data.read_text import is_one_document, ranges_of, read_pieces, read_whole
 from lineartime.data.token_files import is_token_file, read_token_file
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Split
@@ -26,8 +26,6 @@ UNITS = "units"
 """The folder of a job's units."""
 BLOCK_IDS = 1 << 21
 """Ids that are in memory at once when units are joined."""
-LONGEST_WHOLE = 1 << 22
-"""Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
 ReadOptions = dict[str, Any]
 """The named arguments of `read_pieces`: field, max_line_bytes, task, encoding."""
 
@@ -141,21 +139,6 @@ def read_slice(one: Slice, how: ReadOptions) -> Iterator[tuple[str, bool]]:
             yield own, last or (one.ends and n_left == 0)
         if n_left == 0:
             return
-
-
-def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Whole documents, of their pieces. One of more than `LONGEST_WHOLE` characters is cut at the ends of lines."""
-    text = ""
-    for piece, last in pieces:
-        text += piece
-        if not last and len(text) >= LONGEST_WHOLE and (end := text.rfind("\n") + 1):
-            yield text[:end], False
-            text = text[end:]
-        if last:
-            yield text, True
-            text = ""
-    if text:  # of a slice that ends before its document
-        yield text, False
 
 
 def tokenised(slices: list[Slice], how: ReadOptions, tokenizer: Tokenizer, pack: Callable[[str], bytes]

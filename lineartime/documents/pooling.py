@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.data.read_text import PIECE, cut
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example
 from lineartime.model import LanguageModel
@@ -71,8 +70,8 @@ def document_ids(tokenizer: Tokenizer, text: str, second: str | None = None,
     for number, each in enumerate(texts):
         if number == 1:
             parts.append(np.array([tokenizer.separator], tokenizer.dtype))
-        for piece in cut(each[i : i + PIECE] for i in range(0, len(each), PIECE)):
-            parts.append(np.array(tokenizer.encode(piece.text), tokenizer.dtype))
+        for part in tokenizer.parts(each):
+            parts.append(np.array(tokenizer.encode_part(part), tokenizer.dtype))
             if max_tokens is not None and sum(map(len, parts)) > max_tokens:  # the rest is not even tokenised
                 return np.concatenate(parts)[:max_tokens], True
     return np.concatenate(parts), False

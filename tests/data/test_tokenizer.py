@@ -21,6 +21,7 @@ from lineartime.data.tokenizer import (
     train_tokenizer,
     with_tokens,
 )
+from lineartime.documents.pooling import document_ids
 from lineartime.errors import DataError
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
@@ -60,6 +61,34 @@ def characters_and_bytes() -> tokenizers.Tokenizer:
 def test_any_text_comes_back(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """A Unigram tokenizer that puts "▁" before a text, and has no token for most characters."""
+    inner = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁was", -2.0), ("▁the", -2.0),
+                                                 *((letter, -3.0) for letter in "aehistw")], unk_id=0))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return inner
+
+
+KINDS = {"bpe": TRAINED, "bytes": BYTES, "characters and bytes": Tokenizer(characters_and_bytes().to_str()),
+         "metaspace": Tokenizer(metaspace().to_str()), "wordpiece": Tokenizer(foreign_tokenizer().to_str())}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_long_text_has_the_ids_of_the_whole(name, monkeypatch):
+    """Also where it is encoded in pieces. What a tokenizer says it keeps comes back."""
+    tokenizer, text = KINDS[name], TEXT * 3
+    whole = tokenizer._inner.encode(text, add_special_tokens=False).ids
+    monkeypatch.setattr("lineartime.data.read_text.PIECE", 50)
+    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (50,))
+    assert (len([*tokenizer.parts(text)]) > 10) == tokenizer.reads_pieces == (name in ("bpe", "bytes"))
+    ids, places = tokenizer.encode_with_offsets(text)
+    assert tokenizer.encode(text) == ids.tolist() == whole and places[-1, 1] >= len(text) - 1
+    assert document_ids(tokenizer, text)[0].tolist() == [tokenizer.end_of_document, *whole]
+    assert not tokenizer.is_lossless or tokenizer.decode(whole) == text
+    monkeypatch.setattr("lineartime.data.read_text.LONGEST_WHOLE", 200)
+    assert len([*tokenizer.parts(text)]) > 4 and "".join(tokenizer.parts(text)) == text
 
 
 def test_a_continuation_keeps_the_space_before_it():
