@@ -36,6 +36,18 @@ class DataError(LineartimeError):
     exit_code = 3
 
 
+MOST_FAULTS = 10
+
+
+def raise_faults(faults: list[DataError]) -> None:
+    """Raise the only fault, or a DataError that tells of the first `MOST_FAULTS`; nothing if there is none."""
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        more = f" and {len(faults) - MOST_FAULTS:,} more" if len(faults) > MOST_FAULTS else ""
+        raise DataError(f"{len(faults):,} files cannot be read", " | ".join(map(str, faults[:MOST_FAULTS])) + more)
+
+
 class CheckpointError(LineartimeError):
     """A damaged or missing checkpoint, or one of another run."""
 

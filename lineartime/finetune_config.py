@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
+from lineartime.data.read_text import UTF8, require_encoding
 from lineartime.run_config import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
 
 TaskName = Literal["questions", "classify", "embed"]
-Labels = Literal["one", "several"]
-"""What a document's label is: one of the classes, or any number of them."""
+Labels = Literal["one", "several", "number"]
+"""What a document's label is: one of the classes, any number of them, or a number."""
 
 TextField = Annotated[str, "Field or column that holds the text.", "--text-field"]
 PairField = Annotated[str | None, "Field or column of a second text, if a document is a pair of texts.", "--pair-field"]
+Encoding = Annotated[str, "Encoding of the text, such as latin-1."]
+Stdin = Annotated[Literal["text", "jsonl"], "What `-` reads: text (one document), or jsonl (one in each line)."]
 MaxTokens = Annotated[int | None, "Cut documents to so many tokens; by default each is read whole, however long."]
 Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the "
                      "questions' folder."]
@@ -36,11 +39,18 @@ OTHER_SETTINGS = {"learning_rate": "give --learning-rates", **dict.fromkeys(
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of a record's fields: JSON fields, or columns of a table."""
+    """How documents are read: the names of a record's fields, which are JSON fields or columns of a table, the encoding
+    of text, and what stdin has. Raises UsageError for an unknown encoding or kind of stdin."""
 
     text: TextField = "text"
     pair: PairField = None
     label: Annotated[str, "For classify: field or column of the label.", "--label-field"] = "label"
+    encoding: Encoding = UTF8
+    stdin: Stdin = "text"
+
+    def __post_init__(self) -> None:
+        require_encoding(self.encoding)
+        require_name("kind of stdin", self.stdin, get_args(get_args(Stdin)[0]))
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,9 @@ class FineTuning:
                               "default 1e-4,7e-5,5e-5 for questions, else 1e-3,3e-4,1e-4."] = None
     context: Annotated[int | None, "Tokens in a window; by default 4096 for questions, else as in pretraining."] = None
     epochs: Annotated[float, "How often each window, or document, is read."] = 5
-    labels: Annotated[Labels, "For classify, what a document has: one label, or several (a list, or text with `;`)."
-                      ] = "one"
-    fields: Annotated[Fields, "The names of a record's fields."] = field(default_factory=Fields)
+    labels: Annotated[Labels, "For classify, what a document has: one label, several (a list, or text with `;`), or "
+                      "a number."] = "one"
+    fields: Annotated[Fields, "How documents are read."] = field(default_factory=Fields)
     patience: Annotated[int, "For classify and embed: end a run after so many scorings without a better score or a "
                         "lower loss."] = 3
     max_tokens: MaxTokens = None

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
+from lineartime.data.read_text import UTF8
 from lineartime.errors import UsageError
-from lineartime.finetune_config import Fields, MaxTokens, PairField, TextField
+from lineartime.finetune_config import Encoding, Fields, MaxTokens, PairField, Stdin, TextField
 from lineartime.run_config import named_folder
 from lineartime.settings import require
 
@@ -29,11 +30,13 @@ class ReadOptions:
     """What `embed` and `classify` take alike."""
 
     files: Annotated[tuple[str, ...], "What to read: text files, files of records (.csv, .jsonl, .parquet), folders, "
-                     "or `-` for one document on stdin.", "FILES"]
+                     "addresses such as s3://BUCKET/FOLDER, hub:NAME/SPLIT, or `-` for stdin.", "FILES"]
     out: Annotated[Path | None, "File for the results: .jsonl, or for vectors also .npy; by default they are printed "
                    "as JSON lines."] = None
     text_field: TextField = "text"
     pair_field: PairField = None
+    encoding: Encoding = UTF8
+    stdin: Stdin = "text"
     max_tokens: MaxTokens = None
     batch_rows: Annotated[int, "Rows read at once; changes only rounding, speed and memory."] = 8
     precision: Precision = "float32"
@@ -91,14 +94,15 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                   row_of: "Callable[[Example, Mean], dict[str, Any]]") -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
     same verb, fields and reading."""
-    from lineartime.documents.examples import read_examples, read_stdin
+    from lineartime.data.streams import read_stdin
+    from lineartime.documents.examples import MAX_STDIN, read_examples
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
     from lineartime.runtime import pick_device
     from lineartime.training import StopSignal
 
     files, out = options.files, options.out
-    fields = Fields(options.text_field, options.pair_field)
+    fields = Fields(options.text_field, options.pair_field, encoding=options.encoding, stdin=options.stdin)
     reading = Reading(options.max_tokens, options.batch_rows, options.precision)
     n_read = n_tokens = 0
     begun = time.monotonic()
@@ -106,7 +110,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     saved = ("nothing is kept of what was printed" if out is None else f"what is read is in {part_of(out)}"
              + ("" if "-" in files else "; the same command goes on"))
     # Stdin is read first: a signal that comes while it is waited for ends the process at once.
-    inputs = [read_stdin() if name == "-" else name for name in files]
+    inputs = [read_stdin(MAX_STDIN) if name == "-" else name for name in files]
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def speed() -> str:
             return f"{n_tokens / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"
@@ -126,8 +130,8 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
         if out is not None:
             results_are_files()
             kept = unfinished_rows(out, description_of(model, tokenizer, files, {
-                "verb": verb, "text": fields.text, "pair": fields.pair, "max_tokens": reading.max_tokens,
-                "precision": reading.precision}))
+                "verb": verb, "text": fields.text, "pair": fields.pair, "encoding": fields.encoding,
+                "max_tokens": reading.max_tokens, "precision": reading.precision}))
         with kept as (n_done, add):
             if n_done:
                 note(f"going on behind the first {counted_documents(n_done)}")

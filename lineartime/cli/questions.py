@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 FOR_QUESTIONS = ("--questions", "--evidence", "--negatives", "--stride", "--max-answer-tokens")
 FOR_LABELS = ("--labels", "--label-field")
-FOR_DOCUMENTS = ("--test", "--text-field", "--pair-field", "--patience", "--max-tokens")
+FOR_DOCUMENTS = ("--test", "--text-field", "--pair-field", "--encoding", "--stdin", "--patience",
+                 "--max-tokens")
 OTHERS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS, "embed": (*FOR_QUESTIONS, *FOR_LABELS)}
 """The options of `finetune` that a task does not take."""
 
@@ -27,7 +28,7 @@ OTHERS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS,
 def finetune(
     *,
     documents: Annotated[tuple[str, ...], "For classify and embed: documents to train on, for classify with labels: "
-                         ".csv, .jsonl, .parquet, or a folder of folders by label; may be given again."
+                         ".csv, .jsonl, .parquet, a folder of folders by label, or hub:NAME/SPLIT; may be given again."
                          ] = (),
     plan: FineTuning,
     device: Device = None,

@@ -61,14 +61,12 @@ from lineartime.data.units import (
     read_slice,
     slices_of,
 )
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError, UsageError, raise_faults
 from lineartime.run_config import shipped_models, weights_folder
 
 logger = logging.getLogger(__name__)
 
 JOB, CHECKED, UNITS_FILE, STREAMS = "job.json", "checked", "units.json", "streams"
-MOST_FAULTS = 10
-"""Files whose faults are said at once."""
 Done = Callable[[int], None]
 """Is told the number of each task that is done."""
 Show = Callable[..., Iterator[Any]]
@@ -246,12 +244,7 @@ def described(tokenizer: Tokenizer) -> dict[str, Any]:
 def _checked_files(work: Name, job: dict[str, Any]) -> tuple[list[CheckedFile], list[dict[str, Any]]]:
     """What `check` has found, and the files as the manifest has them. Raises DataError for faults."""
     found = [read_object(joined(work, CHECKED, f"{index:05d}.json")) for index in range(len(job["sources"]))]
-    faults = [DataError(*each["fault"]) for each in found if "fault" in each]
-    if len(faults) == 1:
-        raise faults[0]
-    if faults:
-        more = f" and {len(faults) - MOST_FAULTS:,} more" if len(faults) > MOST_FAULTS else ""
-        raise DataError(f"{len(faults):,} files cannot be read", " | ".join(map(str, faults[:MOST_FAULTS])) + more)
+    raise_faults([DataError(*each["fault"]) for each in found if "fault" in each])
     files, sources, first = [], [], dict[str, tuple[str, str]]()
     for (split, name, path, size), each in zip(job["sources"], found, strict=True):
         files.append(CheckedFile(path, split, size, each["documents"], each["blank"], each["characters"]))

@@ -1,4 +1,4 @@
-"""Labels of documents: one class or several, read from the mean of a document's last hidden states."""
+"""Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -25,9 +25,8 @@ ONE, SEVERAL, NUMBER = PROBLEMS["one"], PROBLEMS["several"], PROBLEMS["number"]
 class LabelPrediction(NamedTuple):
     """What a model says of a document."""
 
-    label: Label | float
-    """The likeliest class, or the classes that are likelier than not; or the number of a head for regression, which
-    `transformers` has trained."""
+    label: Label
+    """The likeliest class, the classes that are likelier than not, or a number."""
     scores: dict[str, float]
     """The probability of each class; empty for a number."""
 
@@ -74,7 +73,9 @@ def prediction_of(head: Head, logits_L: np.ndarray) -> LabelPrediction:
 
 
 def targets_of(head: Head, labels: Iterable[Label]) -> np.ndarray:
-    """Labels as the model learns them: class numbers `[N]`, or zeros and ones `[N, L]` in float64."""
+    """Labels as the model learns them: class numbers `[N]`, zeros and ones `[N, L]`, or numbers `[N]`, float64."""
+    if head.problem_type == NUMBER:
+        return np.array([*labels], np.float64)
     number = {name: i for i, name in enumerate(head.labels)}
     if head.problem_type == ONE:
         return np.array([number[str(label)] for label in labels], np.int64)
@@ -91,7 +92,10 @@ def classes_of(label: Label) -> tuple[str, ...]:
 
 
 def label_losses(head: Head, logits_BL: Tensor, targets: Tensor) -> Tensor:
-    """A loss for each target: -ln p of the class, `[B]`, or of each class's being there or not, `[B, L]`."""
+    """A loss for each target: -ln p of the class, `[B]`, or of each class's being there or not, `[B, L]`; of numbers
+    the squared error in standard deviations, `[B]`."""
+    if head.problem_type == NUMBER:
+        return ((logits_BL[:, 0] - targets.to(logits_BL)) / head.label_std).square()
     if head.problem_type == ONE:
         return F.cross_entropy(logits_BL, targets, reduction="none")
     return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), reduction="none")
@@ -106,7 +110,15 @@ def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dic
 
 def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
     """The head for the labels of the training documents; classes are in the order of their names. Raises DataError if
-    all documents have the same label."""
+    all documents have the same label, and for numbers that float32 has no room for."""
+    if kind == "number":
+        numbers = np.array(train.labels, np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            mean, std, most = numbers.mean(), numbers.std(), np.abs(numbers).max()
+            if numbers.min() == numbers.max() or not (np.float32(std) > 0 and np.float32(most) < np.inf):
+                raise DataError("numbers that are equal, or that float32 has no room for", where,
+                                f"from {numbers.min():g} to {numbers.max():g}; scale them")
+        return Head(NUMBER, ("number",), float(mean), float(std))
     names = {name for label in train.labels for name in classes_of(label)}
     if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
         raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
@@ -117,7 +129,7 @@ def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
 def require_known(head: Head, documents: TokenizedTexts) -> None:
     """Raise DataError for a class that no training document has."""
     for label, where in zip(documents.labels, documents.where, strict=True):
-        for name in classes_of(label):
+        for name in classes_of(label) if head.problem_type != NUMBER else ():
             if name not in head.labels:
                 raise DataError("a label that no training document has", f"{where}: {name!r:.40}",
                                 f"they have {', '.join(head.labels)[:200]}")

@@ -1,15 +1,15 @@
-"""Documents with labels or without: a text, or a pair of texts, of files, folders and stdin.
+"""Documents with labels or without: a text, or a pair of texts, of files, folders, stores, stdin and the hub.
 
 `data.read_text` says which files are read, and how. In a folder the label of a document that is a file is the name of
 the folder that holds it, the first below the given one."""
 
 import io
-import sys
+import math
+import unicodedata
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from lineartime.data.files import expanded
+from lineartime.data.files import Name, expanded, is_folder, joined, reading
 from lineartime.data.read_text import (
     READS,
     Row,
@@ -17,6 +17,7 @@ from lineartime.data.read_text import (
     checked,
     ending_of,
     is_one_document,
+    json_lines,
     read_pieces,
     read_rows,
     text_blocks,
@@ -24,11 +25,15 @@ from lineartime.data.read_text import (
     text_files_below,
     warn_once,
 )
-from lineartime.errors import DataError
+from lineartime.data.sources import require_file
+from lineartime.data.streams import ON_HUB, hub_library, hub_records, on_hub, read_stdin
+from lineartime.errors import DataError, raise_faults
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require
 
-Label = str | tuple[str, ...]
+Label = str | tuple[str, ...] | float
+MAX_STDIN = 256 << 20
+"""Bytes, which are held in memory."""
 
 
 class Example(NamedTuple):
@@ -44,14 +49,6 @@ class Example(NamedTuple):
     label: Label | None
 
 
-def read_stdin() -> bytes:
-    """All of stdin, which is waited for. Raises DataError for nothing."""
-    content = sys.stdin.buffer.read() if sys.stdin is not None else b""
-    if not content:
-        raise DataError("nothing on stdin", todo="pipe a document into it")
-    return content
-
-
 def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
     """Texts, or pairs of texts, as documents. Raises UsageError for what is neither, DataError for one that is white
     space."""
@@ -63,70 +60,86 @@ def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
         yield example_of("", number, f"text {number}", pair[0], pair[1])
 
 
-def read_examples(inputs: Iterable[Path | str | bytes], fields: Fields | None = None,
+def read_examples(inputs: Iterable[Name | bytes], fields: Fields | None = None,
                   labels: Labels | None = None) -> Iterator[Example]:
-    """The documents of all inputs, in order; those of a folder in the order of their names. Bytes are what `read_stdin`
-    returns, one document.
+    """The documents of all inputs, in order; those of a folder in the order of their names.
 
+    inputs: files, folders, patterns, addresses, `hub:NAME/SPLIT`, `-` for stdin, or bytes that were read from it.
     labels: the kind of their labels; None: none is read. Raises UsageError for an input of an unknown kind. Raises
     DataError, with its place, for a document without text or label, a field that is missing, and files that cannot be
-    read."""
-    fields = fields or Fields()
-    columns = [fields.text, *([fields.pair] if fields.pair else []), *([fields.label] if labels else [])]
+    read; it comes after the documents of all other files, so that it tells of all faulty files."""
+    fields, faults = fields or Fields(), list[DataError]()
     for each in inputs:
-        if isinstance(each, bytes):
-            yield of_text("".join(text_blocks(io.BytesIO(each), "stdin")), "stdin", fields)
-            continue
-        for path in files_of(each):  # a file of rows has a document in each row, any other is one document
-            check_text(str(path), "its name", ascii(str(path)))  # rows could not hold it
-            require(ending_of(path.name) != "", "unknown kind of file", str(path), READS)
-            if not path.is_file():
-                raise DataError("cannot read the input", path, "there is no such file, or it is not a regular one")
-            if not is_one_document(path.name):
-                yield from of_rows(read_rows(path, columns), str(path), fields, labels)
-                continue
-            above = path.relative_to(each).parts[:-1] if path.is_relative_to(each) else ()
-            label = labels and parse_label(above[0] if above else None, labels, str(path),
-                                           "put it into a folder of that name")
-            yield of_text("".join(piece.text for piece in read_pieces(path)), str(path), fields, label)
+        for given, folder in [(each, None)] if isinstance(each, bytes) else files_of(each):
+            try:
+                yield from _examples_of(given, folder, fields, labels)
+            except DataError as e:
+                faults.append(e)
+    raise_faults(faults)
 
 
-def of_text(text: str, where: str, fields: Fields, label: Label | None = None) -> Example:
-    """The example of a file that is one document."""
-    require(fields.pair is None, "this file has no pairs of texts", where, "name one that has rows")
-    return example_of(where, 1, where, text, None, label)
-
-
-def of_rows(rows: Iterable[Row], file: str, fields: Fields, labels: Labels | None) -> Iterator[Example]:
-    """The examples of rows. Raises DataError if there is none."""
-    number = 0
-    for number, (where, row) in enumerate(rows, 1):
-        text = text_field(row, fields.text, where)
-        second = text_field(row, fields.pair, where) if fields.pair else None
-        if labels and fields.label not in row:
-            raise DataError(f"no field {fields.label!r}", where, f"the row has {', '.join(map(repr, row))}")
-        label = labels and parse_label(row[fields.label], labels, where, "give it one or take it out")
-        yield example_of(file, number, where, text, second, label)
-    if not number:
-        raise DataError("no documents", file, "take it out")
-
-
-def files_of(name: Path | str) -> list[Path]:
+def files_of(name: Name) -> Iterator[tuple[str, str | None]]:
     """The files that an input stands for, in order: itself, those that a pattern matches, or those below a folder that
-    can be read. Warns of files in a folder that are skipped. Raises DataError for a folder without any."""
-    files: list[Path] = []
-    for path in map(Path, expanded(name)):
-        if not path.is_dir():
-            files.append(path)
+    can be read. With each comes the first folder below the given one that holds it, or None. Warns of files in a folder
+    that are skipped. Raises DataError for a folder without any."""
+    for path in expanded(name):
+        if not is_folder(path):
+            yield path, None
             continue
-        names, others = text_files_below(path)
+        with reading(path):
+            names, others = text_files_below(path)
         if not names:
             raise DataError("nothing to read in this folder", path, READS)
         if others:
             warn_once(f"skipped in {path}: {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} "
                       f"({len(others):,} files); {READS}")
-        files += [path / each for each in names]
-    return files
+        for each in names:
+            yield joined(path, each), each.split("/")[0] if "/" in each else None
+
+
+def _examples_of(given: str | bytes, folder: str | None, fields: Fields, labels: Labels | None) -> Iterator[Example]:
+    """The examples of one file, of stdin, or of a data set of the hub. folder: the label of what is one document.
+    Raises DataError if there is none."""
+    name = "stdin" if isinstance(given, bytes) or given == "-" else given
+    content = _content_of(given, [fields.text, *([fields.pair] if fields.pair else []),
+                                  *([fields.label] if labels else [])], fields)
+    if isinstance(content, str):
+        require(fields.pair is None, "this file has no pairs of texts", name, "name one that has rows")
+        label = labels and parse_label(folder, labels, name, "put it into a folder of that name")
+        yield example_of(name, 1, name, content, None, label)
+        return
+    number = 0
+    for number, (where, row) in enumerate(content, 1):
+        text = text_field(row, fields.text, where)
+        second = text_field(row, fields.pair, where) if fields.pair else None
+        if labels and fields.label not in row:
+            raise DataError(f"no field {fields.label!r}", where, f"the row has {', '.join(map(repr, row))}")
+        label = labels and parse_label(row[fields.label], labels, where, "give it one or take it out")
+        yield example_of(name, number, where, text, second, label)
+    if not number:
+        raise DataError("no documents", name, "take it out")
+
+
+def _content_of(given: str | bytes, columns: list[str], fields: Fields) -> str | Iterator[Row]:
+    """The text of what is one document, else rows, which have these columns if they are of parquet."""
+    encoding = fields.encoding
+    if given == "-":
+        given = read_stdin(MAX_STDIN)
+    if isinstance(given, bytes):
+        file = io.BytesIO(given)
+        if fields.stdin == "jsonl":
+            return json_lines(file, "stdin", encoding=encoding)
+        return "".join(text_blocks(file, "stdin", encoding=encoding))
+    if given.startswith(ON_HUB):
+        data, config, split = on_hub(given)
+        records = enumerate(hub_records(hub_library(), data, config, [split]), 1)
+        return (Row(f"{given}, row {number}", record) for number, (_, record) in records)
+    check_text(given, "its name", ascii(given))  # rows could not hold it
+    require_file(given)
+    require(ending_of(given) != "", "unknown kind of file", given, READS)
+    if is_one_document(given):
+        return "".join(piece.text for piece in read_pieces(given, encoding=encoding))
+    return read_rows(given, columns, encoding=encoding)
 
 
 def example_of(file: str, number: int, where: str, text: str, second: str | None,
@@ -141,6 +154,14 @@ def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
     """A label of this kind. Several are a list, or text with ";" between them. Raises DataError."""
     if value is None or value == "":
         raise DataError("no label", where, todo)
+    if labels == "number":
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError("a label that is no number", f"{where}: {value!r:.40}", "give it a number or take it out")
+        return number
     if labels == "several" and isinstance(value, list | str):
         parts = value if isinstance(value, list) else value.split(";")
         return tuple(dict.fromkeys(name_of_class(part, where) for part in parts))
@@ -148,9 +169,10 @@ def parse_label(value: Any, labels: Labels, where: str, todo: str) -> Label:
 
 
 def name_of_class(value: Any, where: str) -> str:
-    """A class as text. Raises DataError for what is neither text nor a whole number."""
-    name = str(value).strip()
+    """A class as text, in Unicode's form NFC, so that a letter with an accent is the same however it was typed. Raises
+    DataError for what is neither text nor a whole number."""
+    name = unicodedata.normalize("NFC", str(value)).strip()
     if not isinstance(value, str | int) or not name:
         raise DataError("a label that is no class", f"{where}: {value!r:.40}",
-                        "it is text or a whole number; --labels several takes lists")
+                        "it is text or a whole number; --labels takes several and number too")
     return checked(name, "the label", where)

@@ -1,20 +1,36 @@
-"""Scores of labels."""
+"""Scores of labels, by scikit-learn."""
 
+import importlib
 from typing import Any
 
 import numpy as np
 import torch
 
 from lineartime.config_json import Head
-from lineartime.documents.classify import ONE, label_losses
+from lineartime.documents.classify import NUMBER, ONE, label_losses
+from lineartime.errors import UsageError
+
+
+def scikit() -> Any:
+    """The module `sklearn.metrics`. Raises UsageError if scikit-learn is not installed."""
+    try:
+        return importlib.import_module("sklearn.metrics")
+    except ImportError as e:
+        raise UsageError("a package is missing that scores labels", str(e), "pip install 'scikit-learn>=1.6'"
+                         ) from None
 
 
 def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """The scores of N documents. "score" is what the best model has the most of: macro F1.
+    """The scores of N documents. "score" is what the best model has the most of: macro F1, or R^2 of numbers.
 
-    "loss" is the mean of `classify.label_losses`, "accuracy" the share of documents with all classes right, and
-    "macro_f1" the mean over the classes that some document has or is said to have."""
+    "loss" is the mean of `classify.label_losses`. Of classes "accuracy" is the share of documents with all classes
+    right, and "macro_f1" the mean over the classes that some document has or is said to have. Of numbers there are
+    "r2", which is 0 for a single document, and "mean_absolute_error". Raises UsageError as `scikit` does."""
     loss = label_losses(head, torch.from_numpy(logits_NL), torch.from_numpy(targets)).mean().item()
+    if head.problem_type == NUMBER:
+        r2 = float(scikit().r2_score(targets, logits_NL[:, 0])) if len(targets) > 1 else 0.0
+        return {"loss": loss, "score": r2, "r2": r2, "n_documents": len(targets),
+                "mean_absolute_error": float(scikit().mean_absolute_error(targets, logits_NL[:, 0]))}
     true_NL, said_NL = had_and_said(head, logits_NL, targets)
     seen_L = (true_NL | said_NL).any(0)  # a class that nobody has and that is never said would have an F1 of 0
     f1 = float(by_class(true_NL, said_NL)[2][seen_L].mean()) if seen_L.any() else 0.0
@@ -24,6 +40,8 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
 
 def in_words(scores: dict[str, Any]) -> str:
     """The most important scores, in words."""
+    if "r2" in scores:
+        return f"R^2 {scores['r2']:.3f}, mean absolute error {scores['mean_absolute_error']:.3g}"
     return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
 
 
@@ -37,14 +55,16 @@ def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tupl
 
 def by_class(true_NL: np.ndarray, said_NL: np.ndarray) -> tuple[np.ndarray, ...]:
     """The precision, recall, F1 and number of documents of each class, `[L]` each; a score of no documents is 0."""
-    right_L, said_L, true_L = (each_NL.sum(0) for each_NL in (true_NL & said_NL, said_NL, true_NL))
-    return (right_L / said_L.clip(min=1), right_L / true_L.clip(min=1), 2 * right_L / (said_L + true_L).clip(min=1),
-            true_L)
+    # scikit-learn reads a single column as two classes, 0 and 1, so an empty column stands beside the others.
+    true, said = (np.pad(each_NL, ((0, 0), (0, 1))) for each_NL in (true_NL, said_NL))
+    return scikit().precision_recall_fscore_support(true, said, labels=range(true_NL.shape[1]), zero_division=0)
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """The scores without reading: what is most frequent in training."""
-    if head.problem_type == ONE:
+    """The scores without reading: what is most frequent in training, or the mean there."""
+    if head.problem_type == NUMBER:
+        logits_L = train.mean(keepdims=True)
+    elif head.problem_type == ONE:
         logits_L = np.log(np.bincount(train) / len(train))
     else:
         share_L = train.mean(0).clip(1e-6, 1 - 1e-6)

@@ -8,6 +8,7 @@ import numpy as np
 from lineartime.atomic_io import write_atomically
 from lineartime.config_json import Head
 from lineartime.documents import metrics
+from lineartime.documents.classify import NUMBER
 from lineartime.markdown import in_markdown, markdown
 
 REPORT_FILE = "report.md"
@@ -40,7 +41,9 @@ def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str
 
 
 def class_lines(head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[str]:
-    """The lines of the report about each class."""
+    """The lines of the report about each class; none for numbers."""
+    if head.problem_type == NUMBER:
+        return []
     *scores, n_L = metrics.by_class(*metrics.had_and_said(head, logits_NL, targets))
     rows = [[in_markdown(name), *(f"{score:.3f}" for score in each), f"{n:,}"]
             for name, n, *each in zip(head.labels, n_L, *scores, strict=True)]

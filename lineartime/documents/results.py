@@ -17,6 +17,8 @@ import numpy as np
 
 from lineartime.atomic_io import MAX_BYTES, locked, replaced
 from lineartime.config import to_dict
+from lineartime.data.files import is_address, size_of
+from lineartime.data.streams import ON_HUB
 from lineartime.documents.examples import files_of
 from lineartime.errors import ResourceError, UsageError
 from lineartime.settings import require
@@ -65,16 +67,20 @@ def weights_sha256(model: "LanguageModel") -> str:
 
 def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterable[str],
                    settings: dict[str, Any]) -> dict[str, Any]:
-    """What rows are made from: the model, the tokenizer, the files as they are now, and settings. Text on stdin is
-    never the same twice."""
-    files: list[list[Any]] = []
-    for name in names:
-        files += ([[name, time.time_ns()]] if name == "-" else
-                  [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files_of(name)])
+    """What rows are made from: the model, the tokenizer, the files as they are now, and settings."""
+    files = [[path, *state_of(path)] for name in names for path, _ in files_of(name)]
     head = getattr(model, "head", None)
     fields = to_dict(model.config) | (head.fields() if head else {})
     return {"weights": weights_sha256(model), "model": fields, "tokenizer": tokenizer.sha256, "files": files,
             **settings}
+
+
+def state_of(name: str) -> list[int]:
+    """What tells that a file is as it was: its size, and the time of its last change where that is known. Text on stdin
+    is never the same twice; a data set of the hub always is."""
+    if name == "-" or name.startswith(ON_HUB):
+        return [time.time_ns()] if name == "-" else []
+    return [size_of(name), *([] if is_address(name) else [os.stat(name).st_mtime_ns])]
 
 
 def part_of(out: Path) -> Path:

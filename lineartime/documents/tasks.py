@@ -105,6 +105,8 @@ class DocumentTask:
         """Raises UsageError for a pretrained model that labels or answers."""
         self.plan, self.watch, self.learns_labels = plan, watch, plan.task == "classify"
         self.patience: int | None = plan.patience
+        if self.learns_labels:
+            metrics.scikit()  # raises before anything is trained
         self.pretrained, self.tokenizer, _ = loaded
         require(isinstance(self.pretrained, DocumentEncoder) or type(self.pretrained) is LanguageModel,
                 "this model has a head already", str(plan.run), "begin with a language model")
@@ -142,7 +144,7 @@ class DocumentTask:
         """Log how many documents there are, and what is not read of them."""
         n_test = f", {len(self.splits['test']):,} to test" if "test" in self.splits else ""
         more = (", halves of documents" if not self.learns_labels and self.plan.fields.pair is None else
-                f", {len(self.head.labels)} classes" if self.learns_labels else "")
+                f", {len(self.head.labels)} classes" if self.learns_labels and self.plan.labels != "number" else "")
         logger.info(f"{self.unit:<9} {len(self.train):,} to train on, {self.train.n_tokens:,} tokens{more}; "
                     f"{len(self.validation):,} held out{n_test}")
         n_longer = sum(len(ids) > self.config.context for ids in self.train.ids)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from lineartime.documents import metrics, report, tasks
 from lineartime.documents.classify import head_of, label_losses, prediction_of, targets_of
 from lineartime.documents.tasks import LabelObjective
 from lineartime.documents.texts import TokenizedTexts, drawn_stretch
-from lineartime.errors import Stopped, UsageError, escaped
+from lineartime.errors import DataError, Stopped, UsageError, escaped
 from lineartime.finetune_config import Fields, FineTuning
 from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentClassifier
@@ -47,7 +48,7 @@ class Killed(BaseException):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classify")
     write_model(folder / "model")
-    for kind in ("one", "several"):
+    for kind in ("one", "several", "number"):
         for part, n in (("train", 24), ("dev", 12), ("test", 9)):
             write_rows(folder / f"{part}-{kind}.jsonl", made_rows(n, len(part), kind))
     return folder
@@ -113,6 +114,32 @@ def test_several_labels(folder, tmp_path):
     found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4, "several")])
     assert result["test"]["macro_f1"] > 0.8 and model.head.labels == ("odd", "sea", "town", "wood")
     assert any(len(each.label) == 2 for each in found)
+
+
+def test_numbers(folder, tmp_path, call):
+    result = finetune(plan(folder, tmp_path / "out", "number", learning_rates=(3e-2,), epochs=6), device=CPU)
+    test, without = result["test"], result["without_reading"]
+    assert test["r2"] == test["score"] > 0.8 > 0.1 > without["r2"]
+    assert test["mean_absolute_error"] < without["mean_absolute_error"]
+    out = call("classify", tmp_path / "out", folder / "test-number.jsonl")[1]
+    found = [json.loads(line)["label"] for line in out.splitlines()]
+    said = np.abs(np.subtract(found, [row["label"] for row in made_rows(9, 4, "number")])).mean()
+    assert said == pytest.approx(test["mean_absolute_error"], rel=1e-4)
+    text = (tmp_path / "out" / report.REPORT_FILE).read_text()
+    assert text.startswith("# Labels of documents\n\nR^2 0.") and "Classes" not in text
+
+
+@pytest.mark.parametrize("numbers", [[0.1] * 3, [1e39, 0.0], [0.0, 1e-60]])
+def test_numbers_that_cannot_be_learned(numbers):
+    with pytest.raises(DataError, match="numbers that are equal, or that float32 has no room for: x; from"):
+        head_of(TokenizedTexts(labels=numbers), "number", "x")
+
+
+def test_without_scikit_learn_nothing_is_trained(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    with pytest.raises(UsageError, match=r"a package is missing that scores labels: .*; pip install 'scikit-learn"):
+        finetune(plan(folder, tmp_path / "out"), device=CPU)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_same_settings_are_complete_and_others_refused(folder, done):
@@ -223,11 +250,14 @@ def test_windows_are_drawn_by_their_tokens():
     assert np.mean([each.start == 32 for each in drawn]) == pytest.approx(0.2, abs=0.03)
 
 
-def test_the_loss_of_several_labels():
+def test_the_loss_of_several_labels_and_of_numbers():
     logits_BL = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     targets = torch.from_numpy(targets_of(SEVERAL, [("a",), (), ("b", "c"), ("c",), ("a", "b", "c")]))
     assert torch.equal(label_losses(SEVERAL, logits_BL, targets).mean(),
                        F.binary_cross_entropy_with_logits(logits_BL, targets))
+    numbers = torch.from_numpy(targets_of(NUMBER, [5.0, 7.0, 3.0, 5.0, 9.0]))
+    assert torch.allclose(label_losses(NUMBER, logits_BL[:, :1], numbers).mean() * 4,
+                          F.mse_loss(logits_BL[:, 0], numbers))
 
 
 @pytest.mark.parametrize("causal", [True, False])

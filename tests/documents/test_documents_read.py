@@ -4,11 +4,13 @@ import gzip
 import json
 import sys
 
+import fsspec
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from lineartime.documents.examples import Fields, read_examples, read_stdin
+from fake_hub import Hub
+from lineartime.documents.examples import Fields, read_examples
 from lineartime.errors import DataError, UsageError
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": 'a "word"\nof it', "label": "b"}, {"text": "é", "label": "a"}]
@@ -64,7 +66,7 @@ def test_a_folder_by_label(tmp_path, caplog):
 @pytest.mark.parametrize(("labels", "given", "read_as"), [
     ("one", "x", "x"), ("one", 3, "3"), ("one", True, "True"), ("one", " x ", "x"),
     ("several", ["b", "a", "b"], ("b", "a")), ("several", "b;a", ("b", "a")), ("several", [], ()),
-    ("several", 3, "3")])
+    ("several", 3, "3"), ("number", 1.5, 1.5), ("number", "-2", -2.0), ("one", "cafe\u0301", "caf\u00e9")])
 def test_labels(tmp_path, labels, given, read_as):
     path = write_rows(tmp_path / "x.jsonl", [{"text": "t", "label": given}])
     assert read(path, labels=labels) == [("t", None, read_as)]
@@ -72,7 +74,9 @@ def test_labels(tmp_path, labels, given, read_as):
 
 @pytest.mark.parametrize(("labels", "given", "words"), [
     ("one", None, "no label"), ("one", "", "no label"), ("one", "  ", "no class"), ("one", 1.5, "no class"),
-    ("several", None, "no label"), ("several", ["a", None], "no class"), ("several", "a;;b", "no class")])
+    ("several", None, "no label"), ("several", ["a", None], "no class"), ("several", "a;;b", "no class"),
+    ("number", "x", "no number"), ("number", True, "no number"), ("number", "nan", "no number"),
+    ("number", 10**400, "no number")])
 def test_wrong_labels_are_refused_with_their_place(tmp_path, labels, given, words):
     path = write_rows(tmp_path / "x.jsonl", [{"text": "t", "label": "1"}, {"text": "t", "label": given}])
     with pytest.raises(DataError, match=f"{words}: .*x.jsonl:2"):
@@ -104,21 +108,75 @@ def test_inputs_that_are_none(tmp_path):
     (tmp_path / "x.txt").write_text("x")
     (tmp_path / "empty").mkdir()
     for name, error, words in (("x.docx", UsageError, "unknown kind of file"),
-                               ("y.txt", DataError, "cannot read the input"), ("empty", DataError, "nothing to read"),
-                               ("*.csv", DataError, "there is no such file"), ("x.txt", DataError, "no label")):
+                               ("y.txt", DataError, "no such file or folder"), ("empty", DataError, "nothing to read"),
+                               ("*.csv", DataError, "no such file or folder"), ("x.txt", DataError, "no label")):
         with pytest.raises(error, match=words):
             read(tmp_path / name)
     with pytest.raises(UsageError, match="no pairs"):
         read(tmp_path / "x.txt", fields=Fields(pair="b"), labels=None)
 
 
-def test_stdin(tmp_path, monkeypatch):
-    for text, words in (("\ufeffwhole\ntext", None), ("", "nothing on stdin"), (" ", "an empty document: stdin")):
-        (tmp_path / "stdin").write_text(text, encoding="utf-8")
-        with (tmp_path / "stdin").open(encoding="utf-8") as file:
-            monkeypatch.setattr(sys, "stdin", file)
-            if words is None:
-                assert [each.text for each in read_examples([read_stdin()])] == ["whole\ntext"]
-                continue
-            with pytest.raises(DataError, match=words):
-                list(read_examples([read_stdin()]))
+def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path):
+    for i in range(12):
+        (tmp_path / f"{i:02}.jsonl").write_text('{"text": "a"}\n' + '{"text": " "}\n{' * (i != 5))
+    with pytest.raises(DataError, match=r"11 files cannot be read: .*00.jsonl:2; .* \| .*10.jsonl:2.* and 1 more$"):
+        read(tmp_path, labels=None)
+
+
+def test_a_store(tmp_path):
+    store = fsspec.filesystem("memory")
+    for name, text in (("a/0.txt", "in a"), ("b/1.txt", "in b"), (".x/2.txt", "hidden")):
+        store.pipe_file(f"/labelled/{name}", text.encode())
+    assert read("memory://labelled") == [("in a", None, "a"), ("in b", None, "b")]
+    assert read("memory://labelled/b/*.txt", labels=None) == [("in b", None, None)]
+    store.pipe_file("/rows.parquet", write_rows(tmp_path / "x.parquet").read_bytes())
+    assert read("memory://rows.parquet") == read(tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"cannot read: memory://no\.txt; no such file"):
+        read("memory://no.txt")
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string_view(), pyarrow.large_string(),
+                                  pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])
+def test_every_type_of_text_in_parquet_reads_alike(tmp_path, kind):
+    columns = {name: pyarrow.array([row[name] for row in ROWS]).cast(kind) for name in ("text", "label")}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    assert read(tmp_path / "x.parquet") == [(row["text"], None, row["label"]) for row in ROWS]
+
+
+def test_another_encoding(tmp_path):
+    (tmp_path / "x.csv").write_bytes("text,label\ncaf\u00e9,th\u00e9\n".encode("latin-1"))
+    assert read(tmp_path / "x.csv", fields=Fields(encoding="latin-1")) == [("caf\u00e9", None, "th\u00e9")]
+    with pytest.raises(UsageError, match="unknown encoding: latin-99"):
+        Fields(encoding="latin-99")
+
+
+def test_the_hub(monkeypatch):
+    hub = Hub({"me/reviews": {"train": ROWS}})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert read("hub:me/reviews/train")[0] == ("one, two", None, "a")
+    assert read("hub:me/reviews:plain/train") and hub.asked == [("me/reviews", None), ("me/reviews", "plain")]
+    for name, error, words in (("hub:imdb", UsageError, "no such name on the hub"),
+                               ("hub:me/reviews/test", DataError, "no documents: hub:me/reviews/test")):
+        with pytest.raises(error, match=words):
+            read(name)
+
+
+@pytest.mark.parametrize(("kind", "text", "found"), [
+    ("text", "\ufeffwhole\ntext", ["whole\ntext"]), ("jsonl", '{"text": "a"}\n\n{"text": "b"}', ["a", "b"]),
+    ("text", "", "nothing on stdin"), ("text", " ", "an empty document: stdin"), ("jsonl", "\n{", "stdin:2"),
+    ("text", "x" * 99, "too much on stdin: more than 64 bytes; put it into a file")])
+def test_stdin(tmp_path, monkeypatch, kind, text, found):
+    monkeypatch.setattr("lineartime.documents.examples.MAX_STDIN", 64)
+    (tmp_path / "stdin").write_text(text, encoding="utf-8")
+    with (tmp_path / "stdin").open(encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        if isinstance(found, list):
+            assert [each[0] for each in read("-", fields=Fields(stdin=kind), labels=None)] == found
+            return
+        with pytest.raises(DataError, match=found):
+            read("-", fields=Fields(stdin=kind), labels=None)
+
+
+def test_an_unknown_kind_of_stdin():
+    with pytest.raises(UsageError, match=r"unknown kind of stdin: json; did you mean jsonl\?"):
+        Fields(stdin="json")

@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -67,6 +68,17 @@ def test_every_output_has_the_same_vectors_in_order(folder, vectors, tmp_path, c
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert lines == [{**row, "file": str(folder / "texts.jsonl"), "number": i}
                      for i, row in enumerate(rows, 1)]
+
+
+def test_a_store_and_stdin_give_the_same_vectors(folder, vectors, tmp_path, call):
+    fsspec.filesystem("memory").pipe_file("/embed.jsonl", (folder / "texts.jsonl").read_bytes())
+    out = tmp_path / "v.npy"
+    assert call("embed", folder / "model", "memory://embed.jsonl", "--out", out)[0] == 0
+    assert np.array_equal(np.load(out), vectors)
+    _, said, _ = call("embed", folder / "model", "-", "--stdin", "jsonl", stdin=(folder / "texts.jsonl").read_text())
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert np.array_equal(np.array([row["embedding"] for row in rows], np.float32), vectors)
+    assert [(row["file"], row["number"]) for row in rows] == [("stdin", i) for i in range(1, 5)]
 
 
 def test_a_cut_is_said(folder, call):

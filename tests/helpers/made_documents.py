@@ -31,7 +31,8 @@ def made_rows(n, seed=0, kind="one"):
     for i in range(n):
         name = list(WORDS)[i % 3]
         text = WORDS[name] * int(random.integers(1, 6))
-        label = {"one": name, "several": [name] if i % 2 else [name, "odd"]}[kind]
+        label = {"one": name, "several": [name] if i % 2 else [name, "odd"],
+                 "number": 100.0 + 7 * list(WORDS).index(name)}[kind]
         rows.append({"text": text + ("odd! " * 4 if kind == "several" and not i % 2 else ""), "label": label})
     return rows
 
