@@ -30,7 +30,6 @@ from typing import IO, Any, NamedTuple
 
 from lineartime.data.corpora import wiki40b_document
 from lineartime.data.files import Name, files_below, is_address, opened, reading, size_of
-from lineartime.data.token_files import is_token_file
 from lineartime.errors import DataError, UsageError
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
@@ -75,6 +74,11 @@ def ending_of(name: Name) -> str:
 def is_one_document(name: Name) -> bool:
     """Whether a file that can be read is one document, and not rows."""
     return ending_of(name).startswith((".txt", ".md"))
+
+
+def is_token_file(name: Name) -> bool:
+    """Whether a name is that of a file of tokens, which `token_files` reads."""
+    return str(name).endswith((".ds", ".bin"))
 
 
 def text_files_below(folder: Name) -> tuple[list[str], list[str]]:

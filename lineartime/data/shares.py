@@ -35,9 +35,9 @@ from lineartime.data.files import (
 )
 from lineartime.data.held_out import Spans, cut_document, divide_documents
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, SAMPLE, PrepareSettings
+from lineartime.data.read_text import is_token_file
 from lineartime.data.sources import SPLITS, find_sources
 from lineartime.data.streams import save_streams
-from lineartime.data.token_files import is_token_file
 from lineartime.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,

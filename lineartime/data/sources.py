@@ -8,8 +8,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from lineartime.data.files import Name, expanded, is_address, is_folder, joined, reading, store_of
-from lineartime.data.read_text import READS, ending_of, is_one_document, text_files_below
-from lineartime.data.token_files import is_token_file
+from lineartime.data.read_text import READS, ending_of, is_one_document, is_token_file, text_files_below
 from lineartime.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,6 @@ MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def is_token_file(name: Name) -> bool:
-    """Whether a name is that of a token file."""
-    return str(name).endswith((".ds", ".bin"))
-
-
 def read_token_file(name: Name, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
     """The ids of each document that begins in bytes [start, stop) of a token file and has any. Raises DataError for a
     file without its index, or one that is shorter than that says."""

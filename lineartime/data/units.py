@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lineartime.data.files import hash_of, joined, opened, opened_new, reading, write_text
-from lineartime.data.read_text import is_one_document, ranges_of, read_pieces, read_whole
-from lineartime.data.token_files import is_token_file, read_token_file
+from lineartime.data.read_text import is_one_document, is_token_file, ranges_of, read_pieces, read_whole
+from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Split
 from lineartime.errors import DataError

@@ -108,14 +108,16 @@ def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[in
 
     try:
         with os.fdopen(locked(path), "r+b") as file:
-            if file.read(len(first)) not in (b"", first):
+            begun = file.read(len(first))
+            if begun not in (b"", first):
                 raise UsageError("an unfinished file of other documents, of another model or of another version", path,
                                  "delete it, or choose another --out")
             try:
                 n_rows = rows_there(file, first, path)
+                begun = b""  # from here on n_rows says what would be lost
                 yield n_rows, add
             except BaseException:
-                if n_rows == 0:  # nothing is lost, and other settings are not refused
+                if n_rows == 0 and not begun:  # nothing is lost, and other settings are not refused
                     path.unlink(missing_ok=True)
                 raise
             with replaced(out) as whole:  # the output is whole under its name before the rows go

@@ -83,7 +83,7 @@ def export(run: Path, out: Name, *, data: Path | None, about: str, device: torch
         logger.warning(f"{run / METRICS_FILE} is missing or empty: the card has no training time")
     metrics = [line for line in lines if line["step"] <= facts["step"]]
     sample = None
-    if model.config.causal:
+    if model.config.decodes:
         (sample,) = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
                              temperature=SAMPLE_TEMPERATURE)
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}

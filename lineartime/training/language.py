@@ -45,7 +45,7 @@ class TrainResult:
     """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
     held-out split, after a short run of its first `TrainConfig.last_eval_tokens`) and "peak_mib"."""
     sample: str
-    """Generated text; empty if the model is sharded or not causal."""
+    """Generated text; empty if the model is sharded or does not decode."""
     already: bool
     """Whether the run was complete before, so that nothing was trained."""
 
@@ -140,7 +140,7 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
     if not ranks.is_first:
         return result
-    if run.is_sharded or not config.model.causal:  # of a sharded one all weights would be gathered for every token
+    if run.is_sharded or not config.model.decodes:  # of a sharded one all weights would be gathered for every token
         return result
     model.eval()
     stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out

@@ -258,6 +258,8 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
             stop.check(SAVED)
         result = {"run": run.id, **score(run, model, ranks)}
         if ranks.is_first:
+            last = max(checkpoint.saved_steps(out))
+            checkpoint.point(out / "latest", f"step-{last:08d}")  # if the disk failed at the link of the last save
             write_json(out / RESULT_FILE, result)
         wait_for_all(ranks)
     return result, False

@@ -91,6 +91,13 @@ def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
             assert (new["scale_offset.gamma"][2 if gau else 0 :] == 0.7).all()
         if gau:
             assert (new["scale_offset.gamma"][:2] == 0.6).all()
+            others = model_config(preset, causal=False, local_scale_init=0.6, first_to_all=chunks,
+                                  chunk_pooling="attention" if chunks else "mean", **fields)
+            layer = LanguageModel(others).layers[0]
+            scales = [layer.scale_offset.gamma[:2], layer.scale_offset.gamma[4:]]
+            if chunks:
+                scales.append(layer.chunk_scale_offset.gamma)
+            assert all((scale == 0.6).all() for scale in scales) and not (layer.scale_offset.gamma[2:4] == 0.6).any()
         if gau or chunks:
             assert new.pop("scale_offset.gamma").shape == old.pop("scale_offset.gamma").shape
         if not gau:

@@ -108,6 +108,14 @@ def test_without_rows_nothing_stays(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_while_the_rows_are_read_loses_none(tmp_path, monkeypatch):
+    killed_after(tmp_path / "v.jsonl", 2)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("lineartime.documents.results.sound_rows", killed)
+        go_on(tmp_path / "v.jsonl")
+    assert go_on(tmp_path / "v.jsonl") == 2
+
+
 def test_one_process_at_a_time(tmp_path):
     with unfinished_rows(tmp_path / "v.jsonl", MADE_OF) as (_, add):
         add(ROWS[0])
