@@ -39,7 +39,7 @@ class EvaluateOptions:
                           "from 16K tokens on."] = None
     precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
-    questions: Annotated[tuple[Path, ...], "Score answers to these questions instead: SQuAD or TriviaQA JSON, TriviaQA "
+    questions: Annotated[tuple[str, ...], "Score answers to these questions instead: SQuAD or TriviaQA JSON, TriviaQA "
                          "parquet, or hub:rc.wikipedia/train; may be given again."] = ()
     evidence: Evidence = None
     stride: Stride = None

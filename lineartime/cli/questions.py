@@ -102,7 +102,7 @@ def answer(
     from lineartime.qa.questions import Document, Question, read_utf8
 
     check_text(question, "the question", "--question")
-    documents = tuple(Document("stdin", read_prompt("-")) if name == "-" else Document(name, read_utf8(Path(name)))
+    documents = tuple(Document("stdin", read_prompt("-")) if name == "-" else Document(name, read_utf8(name))
                       for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
@@ -146,7 +146,7 @@ def evaluate_questions(run: Path, options: "EvaluateOptions") -> None:
     require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
     asked = list(read_questions(options.questions, options.evidence))
     require(predictions is not None or any(question.accepted for question in asked),
-            "no question has an answer to compare with", ", ".join(map(str, options.questions)),
+            "no question has an answer to compare with", ", ".join(options.questions),
             "--predictions FILE writes answers without scoring them")
     model, tokenizer, facts = load_span_model(run)
     with Terminal() as terminal:

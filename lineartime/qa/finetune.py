@@ -95,16 +95,16 @@ class QuestionTask:
         self.new_model(0)  # raises for weights that do not fit before questions are read
 
     def read(self) -> int:
-        plan, paths = self.plan, [Path(name) for name in self.plan.data]
-        self.validation = list(read_questions(map(Path, plan.validation), plan.evidence))
+        plan = self.plan
+        self.validation = list(read_questions(plan.validation, plan.evidence))
         if not any(question.accepted for question in self.validation):
             raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-        self.train = training_windows(self.tokenizer, read_questions(paths, plan.evidence), self.windows,
+        self.train = training_windows(self.tokenizer, read_questions(plan.data, plan.evidence), self.windows,
                                       negatives=plan.negatives, seed=plan.settings.get("seed", 0),
                                       progress=self.watch("reading questions"))
         counts = self.train.counts
         if not counts["windows_with_answer"]:
-            raise DataError("no window holds an answer", ", ".join(map(str, paths)),
+            raise DataError("no window holds an answer", ", ".join(map(str, plan.data)),
                             f"of {counts['questions']} questions {counts['unlabelled']} have no label, "
                             f"{counts['without_document']} no document, {counts['answer_not_found']} an answer "
                             "that no document holds")

@@ -1,7 +1,8 @@
 """Questions with their documents and answers, read from SQuAD v1.1 JSON, TriviaQA JSON and TriviaQA parquet.
 
-The field "Data" marks TriviaQA's JSON, "data" SQuAD's; a `.parquet` has the columns of `mandarjoshi/trivia_qa`. The
-name `hub:rc.wikipedia/train` in place of a file is a configuration and a split of that data set on the hub."""
+The field "Data" marks TriviaQA's JSON, "data" SQuAD's; a `.parquet` has the columns of `mandarjoshi/trivia_qa`. Files
+may be packed, in a store, or named by a pattern, as `data.read_text` and `data.files` have it. The name
+`hub:rc.wikipedia/train` in place of a file is a configuration and a split of that data set on the hub."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from lineartime.atomic_io import read_bytes
-from lineartime.data.read_text import BYTE_ORDER_MARK, checked, parse_json, read_rows
-from lineartime.data.streams import hub_library, hub_records
+from lineartime.data.files import Name, expanded, reading
+from lineartime.data.read_text import checked, ending_of, parse_json, read_rows, unpacked
+from lineartime.data.streams import ON_HUB, hub_library, hub_records
 from lineartime.errors import DataError, UsageError
 
 Rules = Literal["triviaqa", "squad"]
-ON_HUB, HUB = "hub:", "mandarjoshi/trivia_qa"
+HUB = "mandarjoshi/trivia_qa"
 COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
 UNKNOWN = "<unk>"
 """The answer's value in the parquet of the test split, which has no answers."""
@@ -50,14 +51,14 @@ class Question:
     """SQuAD's gold answers, characters [start, stop) of the document. None: every occurrence of an answer."""
 
 
-def read_questions(paths: Iterable[Path], evidence: Path | None = None) -> Iterator[Question]:
+def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Iterator[Question]:
     """The questions of all files, in order. TriviaQA's evidence is read later, by `Document.text`.
 
     evidence: the folder with `wikipedia/` and `web/`, by default `../evidence` beside the folder of a TriviaQA file.
     From files for the verified evaluation ("VerifiedEval") only the verified part is read. Raises DataError, with its
     place, for a record of another form, a missing file of evidence, and a repeated id."""
-    seen: dict[str, Path] = {}
-    for path in map(Path, paths):
+    seen: dict[str, str] = {}
+    for path in [path for name in names for path in expanded(name)]:
         empty = True
         for where, question in _read_file(path, evidence):
             empty = False
@@ -72,35 +73,31 @@ def read_questions(paths: Iterable[Path], evidence: Path | None = None) -> Itera
             raise DataError("no questions in this file", path)
 
 
-MAX_BYTES = 4 << 30
-"""Largest file of questions, or document, in bytes."""
-
-
-def read_utf8(path: Path) -> str:
+def read_utf8(name: Name) -> str:
     """A file's text without its byte order mark. Raises DataError for a file that cannot be read or is not UTF-8."""
+    with reading(name), unpacked(name) as file:
+        content = file.read()
     try:
-        return read_bytes(path, MAX_BYTES).decode("utf-8").removeprefix(BYTE_ORDER_MARK)
-    except OSError as e:
-        raise DataError("cannot read", path, e.strerror) from None
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise DataError("not valid UTF-8", f"{path}, byte {e.start}") from None
+        raise DataError("not valid UTF-8", f"{name}, byte {e.start}") from None
 
 
-def _read_file(path: Path, evidence: Path | None) -> Iterator[tuple[str, Question]]:
+def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question]]:
     """The questions of a file, each with the place of its record."""
-    if str(path).startswith(ON_HUB) or path.suffix.lower() == ".parquet":
-        for where, record in _parquet_records(str(path)):
+    if path.startswith(ON_HUB) or ending_of(path) == ".parquet":
+        for where, record in _parquet_records(path):
             with _form_of("a row of mandarjoshi/trivia_qa", where):
                 question = _of_parquet(record, where)
             yield where, question
         return
     content = parse_json(read_utf8(path), path)
-    with _form_of("TriviaQA's or SQuAD's JSON", str(path)):
+    with _form_of("TriviaQA's or SQuAD's JSON", path):
         key = "Data" if "Data" in content else "data"
         records = [(f"{path}, {key}[{i}]", record) for i, record in enumerate(content[key])]
     for where, record in records:
         with _form_of("TriviaQA's JSON" if key == "Data" else "SQuAD's JSON", where):
-            found = ([_of_triviaqa(record, evidence or path.absolute().parent.parent / "evidence", where,
+            found = ([_of_triviaqa(record, evidence or Path(path).absolute().parent.parent / "evidence", where,
                                    content.get("VerifiedEval", False))] if key == "Data" else _of_squad(record, where))
         yield from ((where, question) for question in found if question is not None)
 
@@ -169,7 +166,7 @@ def _parquet_records(path: str) -> Iterator[tuple[str, Any]]:
     """The places and the records of a parquet file of `mandarjoshi/trivia_qa`, or of `hub:CONFIGURATION/SPLIT`, which
     is streamed. Raises UsageError for another name, and as `read_rows` and `hub_records` do."""
     if not path.startswith(ON_HUB):
-        yield from ((row.where, row.fields) for row in read_rows(Path(path), COLUMNS, optional=EVIDENCE_COLUMNS))
+        yield from ((row.where, row.fields) for row in read_rows(path, COLUMNS, optional=EVIDENCE_COLUMNS))
         return
     config, _, split = path.removeprefix(ON_HUB).partition("/")
     if not config or split not in ("train", "validation", "test"):

@@ -1,10 +1,12 @@
 """Questions from every source in one form, what is refused, and scores by the official rules."""
 
+import gzip
 import itertools
 import json
 import sys
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -183,6 +185,20 @@ def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
     hub.data.clear()
     with pytest.raises(DataError, match="cannot read from the hub: mandarjoshi/trivia_qa; ConnectionError"):
         list(read_questions(["hub:rc.wikipedia/train"]))
+
+
+def test_files_may_begin_with_a_byte_order_mark_be_packed_or_in_a_store(tmp_path):
+    path, mark = triviaqa(tmp_path), "\ufeff".encode()
+    (expected,) = read_questions([path])
+    for each in (path, tmp_path / "evidence" / "wikipedia" / "Ada.txt"):
+        each.write_bytes(mark + each.read_bytes())
+    (found,) = read_questions([path])
+    assert found == expected and found.documents[0].text() == TEXT
+    (asked,) = read_questions([squad(tmp_path)])
+    (tmp_path / "squad.json.gz").write_bytes(gzip.compress(mark + (tmp_path / "squad.json").read_bytes()))
+    fsspec.filesystem("memory").pipe_file("/questions/squad.json", (tmp_path / "squad.json").read_bytes())
+    for name in (tmp_path / "*.json.gz", "memory://questions/*.json"):
+        assert list(read_questions([name])) == [asked]
 
 
 @pytest.mark.parametrize(("made", "changes", "words"), [
