@@ -158,7 +158,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         segment_ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, config.causal and not learned)
         q_quad, k_quad, q_lin, k_lin, *first = (to_chunks(head_BTS, c) for head_BTS in heads)
         v_BGCE, a_BGG = to_chunks(v_BTE, c), None
-        # Appendix A: how much chunk g reads of chunk h is learned, and not the same for all.
+        # Appendix A: the weight of chunk h for the queries of chunk g is learned.
         if learned:
             assert segment_ids_BGC is not None
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
@@ -176,12 +176,12 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
         When causal, the query of chunk g is the mean of chunk g - 1: its own mean has tokens that some of its queries
         must not see."""
-        # The mean z of each chunk's tokens is its summary; it asks, and it is asked.
+        # A chunk's summary is the mean z of its tokens. Its query and its key are made from it.
         valid_BGC = segment_ids_BGC >= 0
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
         distance_GG = chunk_G - chunk_G[:, None]
-        # When causal, a chunk asks by the summary of the chunk before it, and reads earlier chunks only.
+        # When causal, the query comes from the summary of the chunk before, and only earlier chunks are read.
         asking_BGS = torch.cat([z_BGS[:, :1], z_BGS[:, :-1]], dim=1) if self.config.causal else z_BGS
         hidden_BGG = ~valid_BGC.any(-1)[:, None, :] | (self.config.causal & (distance_GG >= 0))
         gamma_2S, beta_2S = self.chunk_scale_offset.gamma, self.chunk_scale_offset.beta

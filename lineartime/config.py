@@ -18,7 +18,7 @@ LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_fac
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
            "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16,
            "window_tokens": 2**26}
-"""The largest values of settings: beyond any use, and small enough to be refused before memory runs out."""
+"""The largest values of settings. Nobody needs more, and a larger number is refused before it fills the memory."""
 
 BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must be at least 1": (lambda value: value >= 1, (
@@ -31,8 +31,8 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
     "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
     "must be above 1": (lambda value: value > 1, ("rope_base",))}
-"""What the numbers of settings must be, in words and as a test, and the fields for which it holds; None is always
-allowed where a field's type allows it."""
+"""What numbers must be, in words and as a test, and the fields that must be so. None passes where a field's type
+allows it."""
 
 EXACT_MASK = 'set document_mask = "exact"'
 
@@ -94,16 +94,16 @@ class ModelConfig:
 
     rope_base: Annotated[float, "Base of the frequencies of RoPE. This field and those below are beyond the "
                          "paper."] = 10_000
-    key_conv: Annotated[int, "Tokens in the window of a depthwise convolution of z, or of a Transformer's keys, that "
-                        "keys are made from: a token and those before it, or when not causal those around it. With "
-                        "chunks the linear half's keys alone. 0: none."] = 0
+    key_conv: Annotated[int, "Keys are made from a depthwise convolution of z, or of a Transformer's keys, over so "
+                        "many tokens: a token and those before it, or when not causal those around it. With chunks "
+                        "this is for the linear half's keys alone. 0: none."] = 0
     local_key_conv: Annotated[bool, "Make the local half's keys from this convolution too."] = False
     linear_scale_init: Annotated[float | None, "Initial value of the scales of the linear half's queries and keys; "
                                  "None: the paper's normal(0, 0.02)."] = None
     local_scale_init: Annotated[float | None, "The same for the scales of a GAU's other queries and keys."] = None
     linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
-    linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate of its token and head, sigmoid(w z + "
-                           "b) of what the key is made from."] = False
+    linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
+                           "token and head; z is what the key is made from."] = False
     linear_norm: Annotated[bool, "The output of the linear half is divided by its root mean square and multiplied by a "
                            "learned gain."] = False
     linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
@@ -186,10 +186,10 @@ class ModelConfig:
             yield (self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,
                    "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
                    "attn_type chunk_parts", "leave it out")
-            yield (self.causal or self.key_conv % 2 == 1, "a window around a token is odd",
+            yield (self.causal or self.key_conv % 2 == 1, "key_conv must be odd in a bidirectional model",
                    f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
         yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm),
-               "the paper's document mask is the listing's alone", "document_mask", EXACT_MASK)
+               "the paper's document mask takes no options beyond the paper", "document_mask", EXACT_MASK)
 
     def _other_rules(self) -> Iterator[Rule]:
         """What must hold for the first tokens, the width and the end of a document."""
@@ -253,7 +253,7 @@ class ModelConfig:
 
     @property
     def attends_as_flash(self) -> bool:
-        """Whether a GAU computes FLASH's or FLASH-Quad's attention, however many its heads are and however made."""
+        """Whether a GAU computes FLASH's or FLASH-Quad's attention, with any number of heads, made in any way."""
         return not (self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
                     or self.document_mask != "exact" or self.chunk_pooling == "attention"
                     or self.chunk_parts != "both" or self.overlap or self.first_to_all or self.cls_softmax
@@ -261,7 +261,7 @@ class ModelConfig:
 
     @property
     def is_ablated_gau(self) -> bool:
-        """Whether a GAU computes other things than those of FLASH-Quad and FLASH; such a GAU is in `ablations.py`."""
+        """Whether a GAU is neither FLASH-Quad's nor FLASH's; such a GAU is in `ablations.py`."""
         return (not self.attends_as_flash or self.n_heads > 1 or self.chunk_pooling not in ("mean", "sum")
                 or self.key_conv > 0 or not self.linear_rope or self.linear_gate)
 
@@ -361,7 +361,7 @@ def layer_config(config: ModelConfig | None, preset: ModelConfig, **fields: Any)
 
     Raises UsageError if config is not a ModelConfig, for a wrong value, and for a config and fields together."""
     if config is None:
-        return replace(preset, abs_pos="learned", **fields)  # a layer has no absolute positions: any width will do
+        return replace(preset, abs_pos="learned", **fields)  # any width will do: a layer has no absolute positions
     require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),
             "such as d_model=512")
     given = [name for name, value in fields.items() if value != getattr(preset, name)]
@@ -382,9 +382,9 @@ class TrainConfig:
                             "fifth of the run."] = 10_000
     learning_rate: Annotated[float, "Peak learning rate."] = 7e-4
     schedule: Annotated[Literal["linear", "cosine", "wsd", "constant"], "What the learning rate does after the "
-                        'warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine": it falls so along '
-                        'half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of the '
-                        "steps falls linearly to zero."] = "linear"
+                        'warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine": it falls to zero '
+                        'along half a cosine. "constant": it stays. "wsd": it stays, and in the last `decay_share` of '
+                        "the steps it falls linearly to zero."] = "linear"
     decay_share: Annotated[float, 'With "wsd": the share of the steps, at the end, in which the rate falls.'] = 0.2
     adam_epsilon: Annotated[float, "Adam's epsilon, which is added to the root of the second moment."] = 1e-6
     adam_beta1: Annotated[float, "How much of Adam's first moment is kept at each step."] = 0.9
@@ -408,9 +408,9 @@ class TrainConfig:
                      "moments alone. A sharded run draws other initial values."] = False
     context_parallel: Annotated[int, "Processes of `torchrun` that share each row. Each holds a part of it, of whole "
                                 "chunks."] = 1
-    window_tokens: Annotated[int | None, "Go backward through a row in windows of so many tokens, each of whole "
-                             "chunks. Only the activations of one window are kept, and the layers are computed once "
-                             "more; the gradient is that of whole rows. None: whole rows."] = None
+    window_tokens: Annotated[int | None, "Compute the gradient of a row in windows of so many tokens, each of "
+                             "whole chunks. Only the activations of one window are kept, and the forward pass runs "
+                             "twice; the gradient is that of whole rows. None: whole rows."] = None
     eval_every: Annotated[int, "Steps between held-out evaluations."] = 500
     eval_tokens: Annotated[int, "Most held-out tokens of an evaluation during training. The last evaluation takes more "
                            "if the run was long."] = 100_000
@@ -454,8 +454,8 @@ class TrainConfig:
 
     @property
     def last_eval_tokens(self) -> int:
-        """Most held-out tokens of the final evaluation: it takes no longer than the training, in which a token takes
-        three times as long, but scores `eval_tokens` at least."""
+        """Most held-out tokens of the final evaluation, at least `eval_tokens`. It takes no longer than the training,
+        where a token takes three times as long."""
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
 

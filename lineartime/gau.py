@@ -22,15 +22,15 @@ class GatedAttentionUnit(ResidualLayer):
     """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are scales and offsets of z, rotated (Eqs. 3-5).
 
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
-    inside a chunk (n = chunk_size) plus linear attention across chunks. The norm and the residual are inside; a token
-    sees only those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name.
-    `model.init_weights` lists the initial values.
+    inside a chunk (n = chunk_size) plus linear attention across chunks. The norm and the residual are inside. A token
+    sees itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by
+    name. `model.init_weights` lists the initial values.
 
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode, and README has an example. Second
     derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
 
-    Raises UsageError for a wrong field, and for a GAU that computes something else, see `ModelConfig.is_ablated_gau`:
-    `ablations.AblatedGatedAttentionUnit` is for it."""
+    Raises UsageError for a wrong field, and for the configuration of another GAU (`ModelConfig.is_ablated_gau`), which
+    `ablations.AblatedGatedAttentionUnit` takes."""
 
     def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, chunk_size: int | None = None,
                  causal: bool = True, expansion_factor: float = 2, query_key_dim: int = 128,
@@ -127,14 +127,14 @@ class GatedAttentionUnit(ResidualLayer):
         # A new token per row is one launch of a kernel on a GPU.
         if self.can_step_in_kernel(uvz_BNF, inputs, cache):
             return self.step_in_kernel(uvz_BNF, info, inputs, cache)
-        # Otherwise a prompt: chunks that are filled from their first to their last token run as in training.
+        # Otherwise this is a prompt. Chunks that it fills from the first to the last token run as in training.
         first = inputs.whole_chunks(cache.v_BCE.shape[1])
         if not first:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
         if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
             return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
         assert info.rotary is not None
-        # Cut off the tokens that fill up the open chunk, and in the next call those of a chunk that stays open.
+        # First the tokens that fill up the open chunk. From the rest the next call cuts off those that stay open.
         cut = inputs.cut(first)
         angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
         parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
@@ -155,8 +155,8 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """`attend_next` of whole chunks after those that are closed. After the chunks of a shorter row values are
-        0: no state changes by them, and no token before them sees them."""
+        """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer is filled up with values
+        of 0, which change no state and which no earlier token sees."""
         assert info.rotary is not None
         c = cache.v_BCE.shape[1]
         # The op begins with the state that the cache holds, and leaves there the state after its last chunk.

@@ -121,8 +121,8 @@ class SequenceInfo:
     cu_seqlens: list[int] | None = None
     """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
     shared_by: Ranks | None = None
-    """The ranks that share the rows, of which all else here is this rank's part. Segment ids are then given, and 0 is
-    the document of the token before the part. None, the one default that torch.compile can make: this rank alone."""
+    """The ranks that share the rows. All other fields are then of this rank's part; segment ids are given, and 0 is the
+    document of the token before the part. None: this rank alone (torch.compile can make no other default)."""
 
     @property
     def ranks(self) -> Ranks:
@@ -235,7 +235,7 @@ class ResidualLayer(nn.Module):
         """"reference", "triton" (kernels), or None: kernels on CUDA for supported inputs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without a compiled `add` (`LanguageModel.compile_layers`), which in a copy would be that of the original."""
+        """The state without a compiled `add` (`LanguageModel.compile_layers`): a copy would run the original's."""
         return {name: value for name, value in super().__getstate__().items() if name != "add"}
 
     @torch.no_grad()
@@ -279,8 +279,8 @@ class ResidualLayer(nn.Module):
         return x_BTD if order_BT is None else in_order(x_BTD, order_BT.argsort(1))
 
     def check_input(self, x_BTD: Tensor) -> None:
-        """Raise UsageError unless x is `[B, T, D]`, and of the dtype of the projection, which a module that replaces it
-        may have of its own. Under autocast any floating dtype will do."""
+        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast any floating
+        dtype will do, and any dtype where another module has replaced the projection."""
         width, weight = self.config.d_model, self.in_proj.weight
         if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
             raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
@@ -303,8 +303,8 @@ class ResidualLayer(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """A tensor that gives caches their dtype and device: those of the norm, for matrices may be quantised. Without
-        elements, for a parameter may be sharded."""
+        """An empty tensor with the dtype and device of caches: those of the norm, because matrices may be quantised.
+        It has no elements, because a parameter may be sharded."""
         norm = next(self.norm.parameters())
         return torch.empty(0, dtype=norm.dtype, device=norm.device)
 

@@ -49,10 +49,10 @@ class MultiHeadAttention(ResidualLayer):
     | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
     | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and a summary of every other chunk |
 
-    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside; a token sees only
-    those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name; None is what
-    the preset with this attn_type has. `forward`, `empty_cache` and `extend` are used as in `GatedAttentionUnit`.
-    Raises UsageError for a wrong field."""
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside. A token sees
+    itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name;
+    None is the value of the preset with this attn_type. `forward`, `empty_cache` and `extend` are used as in
+    `GatedAttentionUnit`. Raises UsageError for a wrong field."""
 
     def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, n_heads: int = 12,
                  attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic",
@@ -172,7 +172,7 @@ class FeedForward(ResidualLayer):
     def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, expansion_factor: float = 4,
                  ffn: Literal["mlp", "glu"] = "glu", activation: Literal["gelu", "silu"] = "gelu",
                  norm: Literal["layer_norm", "scale_norm"] = "layer_norm", init_std: float = 0.02):
-        preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # any width will do
+        preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # so that any width will do
         config = layer_config(config, preset, d_model=d_model, expansion_factor=expansion_factor, ffn=ffn,
                               activation=activation, norm=norm, init_std=init_std)
         require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",

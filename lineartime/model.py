@@ -131,14 +131,14 @@ class LanguageModel(nn.Module):
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
-        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: the rows are the next tokens of others,
-        whose past is in the caches, one for each layer of attention. collected: see `hidden`."""
+        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: in decoding, where these are the
+        next tokens of rows, and each layer of attention has a cache of those before. collected: see `hidden`."""
         delta_BTD: Tensor | None = None
         remaining = iter(caches)
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
-            # Next tokens read a cache, and the layers of a block that have none take them as they take any.
+            # In decoding a layer of attention reads its cache. A feed-forward layer has none and runs as always.
             if inputs is not None and isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
                 x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
             elif self.activation_checkpointing and self.training:

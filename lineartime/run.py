@@ -74,7 +74,7 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = read_run(out)
-        # Of the data the hash counts, not the folder; of the weights the name, not what is there now.
+        # The data are compared by hash, not by folder, and the first weights by name, not by what is there now.
         same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
         # A run that differs in nothing but more steps goes on to these.
         old, new = stored["train"]["steps"], config.train.steps
@@ -173,9 +173,9 @@ class Run:
                         keep=self.config.train.keep, spare=self.best, ranks=ranks)
 
     def best_so_far(self) -> int:
-        """The number of evaluations since the last with a held-out "score" or loss better than all before: a score such
-        as macro F1 may stand still while the model learns. From now on the checkpoint of `best` is kept: the step of
-        the highest score, of equal ones that with the lowest loss."""
+        """The number of evaluations since the last whose held-out "score" or loss was better than all before. (A score
+        such as macro F1 may stand still while the model learns.) From now on the checkpoint of `best` is kept: the step
+        of the highest score, and among equal ones of the lowest loss."""
         # The metrics have every score, so that a run that goes on knows its best.
         lines = read_metrics(self.out) if self.ranks.is_first and (self.out / METRICS_FILE).exists() else []
         scored = gather_json([(line["step"], line["held_out"]["score"], -line["held_out"]["loss"]) for line in lines

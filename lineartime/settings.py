@@ -43,8 +43,8 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 Rule = tuple[bool, str, str, str | None]
-"""Whether a rule holds, and what is said if not: what is wrong, where, and what to do. where: names of fields, which
-are said with their values, or any other text."""
+"""Whether a rule holds, and what the error says if not: what is wrong, where, and what to do. where: names of fields,
+which the error gives with their values, or any other text."""
 
 
 def check_rules(config: Any, rules: Iterable[Rule]) -> None:
@@ -97,5 +97,5 @@ def parse_field(name: str, text: str, kind: Any) -> Any:
             with suppress(ValueError):
                 return number(text)
     if any(isinstance(each, str) for each in choices):
-        return text  # which word it is, the dataclass checks
+        return text  # the dataclass checks which words it takes
     raise UsageError("wrong value", f"{name} = {text!r}", f"it takes {describe_kind(kind)}")

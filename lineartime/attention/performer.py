@@ -51,8 +51,8 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK. M: number of features.
 
     prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by matmuls with triangles of
-    ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block, and masked scores inside a block. An
-    exclusive sum is a shifted inclusive sum: a subtraction would leak later tokens by rounding."""
+    ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block, and masked scores inside a block. The
+    sum before a block is the one after the block before it: a subtraction would leak later tokens by rounding."""
     n_rows, n_tokens, n_heads, width = fq_BTHM.shape
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])

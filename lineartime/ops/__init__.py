@@ -93,7 +93,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     |---|---|---|
     | uv_BTF | `[B, T, 2 E]`, floating | u and v concatenated, before silu |
     | heads | four of `[B, T, S]`, uv's dtype | q and k of the quadratic half, then of the linear half |
-    | pooling | "mean", "sum", "fixed" or "written" | "fixed" is "sum" of heads that have their divisor |
+    | pooling | "mean", "sum", "fixed" or "written" | "fixed": "sum", of heads that are divided already |
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
@@ -156,7 +156,7 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
 
 
 def can_step_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether to call `chunk_decode_step`, which has no gradient: if a kernel runs it, and v_BCE has uvz's dtype.
+    """Whether a kernel runs `chunk_decode_step`, which has no gradient, and v_BCE has uvz's dtype.
 
     Raises as `gated_chunk_attention` does."""
     in_kernel = use_kernels(impl, uvz.device, unsupported_step, k_quad_BCS, v_BCE)

@@ -123,8 +123,8 @@ def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu
 
 def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Tensor | None,
                  key_segment_ids_BGM: Tensor | None = None, n_before: int = 0) -> Tensor | None:
-    """True where query c may see key m: of its document, and not later when causal. `[B or 1, G or 1, C, M]`; None if
-    every key is visible.
+    """True where query c may see key m: a key of its document and, when causal, not a later one. `[B or 1, G or 1, C,
+    M]`; None if every key is visible.
 
     n_before: number of keys before the position of the first query."""
     visible = None
@@ -175,7 +175,7 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     n_places, n_chunks = entering_BP.shape[1], last_BG.shape[1]
     if torch.compiler.is_exporting() or n_places <= SCAN_BLOCK:
         return add_up_earlier(kv_BGSE, last_BG, entering_BP)
-    # Cut the places into blocks. Documents of padding chunks and places are numbers that equal none.
+    # Cut the places into blocks. The padding gets document numbers that no document has.
     n_blocks = -(-n_places // SCAN_BLOCK)
     in_blocks = (n_blocks, SCAN_BLOCK)
     missing = n_blocks * SCAN_BLOCK - n_chunks
@@ -218,9 +218,9 @@ Past = tuple[Tensor, Tensor]
 """What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those of document 0, and
 count_B, their number, or with pooling "written" the sum of their gates; both in float32 at least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
-"""Where the rows here are a part of rows: (leaving_DBF, passes_B) -> entering_DBF, the states that enter the part.
-It is `distributed.context.exchange_states` where other ranks have the other parts, and a `CarriedState` where one
-process reads the parts one after the other."""
+"""For rows that are parts of longer rows: (leaving_DBF, passes_B) -> entering_DBF. It takes the states that leave the
+part, and whether document 0 goes on to its end, and gives the states that enter the part. It is a `CarriedState` where
+one process reads the parts in turn, and `distributed.context.exchange_states` where other ranks have the others."""
 
 
 class CarriedState:
@@ -347,7 +347,7 @@ def tokens_read(states: list[States], segment_ids_BGC: Tensor,
                 gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
     """Which tokens read the state before their chunk and, when not causal, that after it: seen_BGC of each; and the
     number of tokens that each reads, or the sum of their gates, count_BGC."""
-    # Before: tokens of the document that crosses the near edge of their chunk.
+    # Before: the tokens whose document began before their chunk.
     _, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
     count_BGC = seen_BGC * count_BG[..., None]
@@ -438,9 +438,9 @@ def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads: Iterable[Tensor], w: Te
 
 def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_ids_BT: Tensor | None, chunk_size: int,
                      causal: bool, exchange: Exchange | None = None) -> Sequence[Tensor]:
-    """Heads whose linear queries are divided by what pooling "written" divides by, the sum of the gates that a token
-    reads or 1 if that is less, so that a sum is left; without gates the heads themselves. exchange: of sums of gates
-    alone, see `Exchange`."""
+    """Heads with which pooling "sum" gives what "written" gives: each linear query is divided by the sum of the gates
+    that it reads, or by 1 if that is less. Without gates the heads themselves. exchange: of sums of gates alone, see
+    `Exchange`."""
     if gate_BT is None:
         return heads
     q_quad, k_quad, q_lin, k_lin = heads
@@ -461,7 +461,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     x, delta: `[..., D]`. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm. The sum has the
     promoted dtype of x and delta. The norm is computed in float32 at least and returned in the dtype of matmuls, see
     `matmul_dtype`, to which a linear layer would cast it."""
-    # LayerNorm is PyTorch's own; ScaleNorm has one weight and takes no mean off.
+    # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
     if bias is not None:

@@ -40,7 +40,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
     n_targets = max(division.total(counts), 1)  # of the whole step, on all ranks
     clip_each = config.clip_scope == "local" and not config.shard  # sharded, no rank has a micro-batch's whole gradient
-    # One micro-batch after the other: its gradient, clipped, times its share, added where the tree has its place.
+    # One micro-batch after the other: its gradient is clipped, multiplied by its share, and added to the tree.
     sums: Sums = []
     losses, norms = [], []
     for number, (micro_batch, count) in enumerate(zip(micro_batches, counts, strict=True)):

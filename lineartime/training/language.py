@@ -58,8 +58,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     the result file and a plot into the run's folder `config.out`.
 
     config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
-    configurations, see `config_for_data`). A run whose source is there begins with those weights at step 0; when it
-    goes on it does not need them. device: by default cuda if available. stop: requests a save and an end, see
+    configurations, see `config_for_data`). A run with `from` begins with those weights at step 0, and does not need
+    them when it is continued. device: by default cuda if available. stop: requests a save and an end, see
     `StopSignal.listening`. on_step and on_micro_batch: see `fit`. progress is called during the final evaluation, in
     tokens. Under `torchrun` every rank calls it with the same arguments, and a rank that does not answer for
     `rank_timeout` seconds is lost.
@@ -93,8 +93,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
 
 def weights_to_begin(config: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], First | None]:
-    """What a run stores of the weights that it begins with, and what reads them; nothing without such weights, and no
-    reader for a run that is there and has its own. Raises UsageError, CheckpointError and DataError."""
+    """What a run stores of the weights that it begins with, and a function that reads them. Without `from` there is
+    neither, and a run that is continued needs no function. Raises UsageError, CheckpointError and DataError."""
     source, there = config.source, saved_run(Path(config.out))
     if source is None:
         return {}, None

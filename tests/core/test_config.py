@@ -119,7 +119,7 @@ REFUSED = [
     ({"model": "transformer", "rope_base": 500}, "there is no RoPE to set a base of: rope_base = 500, rel_pos = None"),
     ({"key_conv": 1}, "key_conv is 0 or at least 2: key_conv = 1"),
     ({"key_conv": 257}, "key_conv is too large: key_conv = 257; the largest is 256"),
-    ({"key_conv": 4, "causal": False}, "a window around a token is odd: key_conv = 4, causal = false; set key_conv = "),
+    ({"key_conv": 4, "causal": False}, "key_conv must be odd in a bidirectional model: key_conv = 4, causal = false"),
     ({"model": "performer", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
     ({"chunk_parts": "local", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed c"),
     *(({"model": "flash-quad", name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
@@ -132,7 +132,7 @@ REFUSED = [
     ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),
     ({"chunk_pooling": "written"}, 'chunk_pooling "written" needs gates: linear_gate = False; set linear_gate = true'),
     ({"model": "mc-tfm++", "rel_pos": None, "linear_rope": False}, "there is no RoPE to leave out: rel_pos = None"),
-    ({"document_mask": "paper", "key_conv": 3}, "the paper's document mask is the listing's alone: document_mask = pa"),
+    ({"document_mask": "paper", "key_conv": 3}, "the paper's document mask takes no options beyond the paper: docum"),
     ({"n_heads": 3}, "query_key_dim must be a multiple of n_heads: 128, n_heads = 3"),
     ({"n_heads": 4, "d_model": 3, "query_key_dim": 8, "abs_pos": "learned"},
      "the inner width must be a multiple of n_heads: 6, n_heads = 4"),
