@@ -8,6 +8,7 @@ import torch
 
 from lineartime.data.prepare import prepare
 from lineartime.data.readers import Rows, as_dataset
+from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
 from text_files import contents, make
@@ -63,9 +64,20 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path):
     for name, message in (("a.ds", r"a token outside the vocabulary: .*a\.ds"), ("b.bin", r"cannot read: .*b\.idx")):
         with pytest.raises(DataError, match=message):
             prepare([tmp_path / name], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
-    (tmp_path / "a.ds").write_bytes(b"12")
-    with pytest.raises(DataError, match="the tokens end before a document does"):
-        prepare([tmp_path / "a.ds"], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name, damaged", [("a.ds", "a.ds"), ("a.ds", "a.ds.index"), ("a.bin", "a.bin"),
+                                           ("a.bin", "a.idx")])
+def test_token_files_that_were_cut_off_are_refused(tmp_path, name, damaged):
+    documents = [np.array([1, 2, 3]), np.array([4, 5])]
+    write_datatrove(tmp_path / "a.ds", documents, "<u2")
+    write_megatron(tmp_path / "a.bin", documents, 4, "<i4")
+    whole = (tmp_path / damaged).read_bytes()
+    assert [ids.tolist() for ids in read_token_file(tmp_path / name)] == [[1, 2, 3], [4, 5]]
+    for n_bytes in range(min(len(whole), 42)):
+        (tmp_path / damaged).write_bytes(whole[:n_bytes])
+        with pytest.raises(DataError, match="not an index of these tokens"):
+            list(read_token_file(tmp_path / name))
 
 
 def test_rows_for_other_trainers(tmp_path):

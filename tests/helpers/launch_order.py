@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 from triton.runtime import interpreter as triton_interpreter
 
-import interpreter  # noqa: F401 - first: has Triton interpret
-
 Builder, Executor = triton_interpreter.InterpreterBuilder, triton_interpreter.GridExecutor
 
 
