@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.run_config import model_folder
+    from lineartime.scoring import score
     from lineartime.training import train
 
     __version__: str
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
            "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate", "evaluate_questions", "finetune",
            "generate", "load_classifier", "load_model", "load_span_model", "measure_context_use", "model_config",
-           "model_folder", "open_split", "prepare", "read_questions", "train"]
+           "model_folder", "open_split", "prepare", "read_questions", "score", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
@@ -40,7 +41,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
          "evaluate_questions": "qa.spans", "model_folder": "run_config", "embed": "documents.embed",
-         "classify": "documents.classify", "load_classifier": "load"}
+         "classify": "documents.classify", "load_classifier": "load", "score": "scoring"}
 
 
 def __getattr__(name: str) -> Any:

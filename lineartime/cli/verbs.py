@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lineartime.cli import describe, documents, evaluate, export_plot, generate, prepare, questions, train
+from lineartime.cli import describe, documents, evaluate, export_plot, generate, prepare, questions, score, train
 from lineartime.cli.exits import exit_code
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
@@ -26,6 +26,8 @@ VERBS: dict[Callable[..., None], list[str]] = {
     generate.generate: ['generate run "Once upon a time" --temperature 0.8',
                         'generate small "It was a dark and stormy night, and"',
                         'echo "Reader, I" | lineartime generate run -'],
+    score.score: ["score small book.txt", "tail -f app.log | lineartime score run -",
+                  "score run app.log --state app.state --json"],
     export_plot.export: ["export run --out folder"],
     export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],

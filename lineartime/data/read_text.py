@@ -229,6 +229,17 @@ def _too_large(name: Name) -> DataError:
     return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
 
 
+def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
+    """The bytes of a file, unpacked, behind the first `n_read`."""
+    with reading(name), unpacked(name) as file:
+        while n_read:
+            if not (block := file.read(min(n_read, 1 << 20))):
+                raise DataError("the file is shorter than what was read of it", name)
+            n_read -= len(block)
+        while block := file.read(PIECE):
+            yield block
+
+
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     """Cut one document into pieces of at most `size` characters; the cuts depend on its text, not on its blocks.
 
@@ -284,6 +295,19 @@ def text_blocks(file: IO[bytes], name: object, position: int = 0, stop: int | No
         if not block:
             return
         yield text
+
+
+def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
+    """The text of the next bytes of a stream of UTF-8, None at its end; the bytes of a character that goes on behind
+    them; and what is wrong behind the text. tail: those of a character before them, both in hexadecimal. position: of
+    the block."""
+    data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
+    try:
+        text, n = codecs.utf_8_decode(data, "strict", block is None)
+    except UnicodeDecodeError as e:
+        text, n = data[:e.start].decode(), len(data)
+        error = DataError("not valid UTF-8", f"{name}, byte {begin + e.start}", "save it as UTF-8")
+    return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
 
 
 def not_in_encoding(where: str, encoding: str = UTF8) -> DataError:

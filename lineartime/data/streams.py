@@ -22,14 +22,17 @@ from lineartime.settings import require
 ON_HUB = "hub:"
 
 
-def stdin_blocks() -> Iterator[bytes]:
-    """What comes on stdin, to its end."""
+def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
+    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and then while nothing
+    comes."""
     while sys.stdin is not None:
         # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
         if select.select([sys.stdin], [], [], 0.2)[0]:
-            if not (block := os.read(sys.stdin.fileno(), 1 << 20)):
+            if not (block := os.read(sys.stdin.fileno(), size)):
                 return
             yield block
+        elif ticks:
+            yield b""
 
 
 def read_stdin(limit: int) -> bytes:

@@ -202,6 +202,18 @@ class DecodingState:
         tensors = [tensor for cache in self.caches for tensor in cache.tensors().values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors with state by name, those of layer 3 as "3.kv_BSE"."""
+        of_caches = {f"{n}.{name}": tensor.contiguous() for n, cache in enumerate(self.caches)
+                     for name, tensor in cache.tensors().items()}
+        return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **of_caches}
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Become the state, of the same model, that `tensors` gave."""
+        for name, tensor in tensors.items():
+            n, _, field = name.rpartition(".")
+            setattr(self.caches[int(n)] if n else self, field, tensor)
+
     def reserve(self, n_tokens: int) -> None:
         """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending does not move them."""
         for cache in self.caches:

@@ -59,9 +59,11 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
 
 def weights_sha256(model: "LanguageModel") -> str:
     """The hash of a model's weights."""
+    import torch
+
     digest = hashlib.sha256()
     for parameter in model.state_dict().values():
-        digest.update(parameter.cpu().contiguous().numpy())
+        digest.update(parameter.cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

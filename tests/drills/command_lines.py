@@ -32,10 +32,10 @@ NAMED = ("model", "size", "log", "task", "split", "precision", "device")
 """Options that take a name."""
 NAMES = [*PRESETS, "tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
-OUTPUTS = {"out", "predictions"}
+OUTPUTS = {"out", "predictions", "state"}
 """Options whose path is written."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "answer", "embed", "classify"}
+LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "score"}
 """Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
 SECONDS = 6.0
 
@@ -66,6 +66,8 @@ RECIPES: dict[str, list[list[str]]] = {
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
                  ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],
                  ["small", "I", "--max-new-tokens", "2"]],
+    "score": [["run", "text.txt", "--state", "new"], ["small", "-", "--per", "token"],
+              ["exported", "text.jsonl.gz", "--json", "--per", "document"]],
     "export": [["run", "--out", "new", "--device", "cpu"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],

@@ -1,0 +1,78 @@
+"""`lineartime score`: the bits of a text as it comes."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from lineartime.cli.options import Device, Precision
+from lineartime.cli.terminal import note, say_stopping
+from lineartime.run_config import named_folder
+from lineartime.settings import require
+
+SAVE_SECONDS = 30.0
+"""Between two saves of the state."""
+
+
+def score(
+    model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "MODEL"],
+    file: Annotated[str, "A file of text or its address, which may be packed, or `-` for stdin.", "FILE"],
+    *,
+    per: Annotated[Literal["line", "token", "document"], "What each row is of; document is the whole text."] = "line",
+    state: Annotated[Path | None, "File for the state, written every 30 seconds and at the end: the same command goes "
+                     "on behind what it read. A last line without its end waits there."] = None,
+    as_json: Annotated[bool, "Print rows of JSON.", "--json"] = False,
+    precision: Precision = "float32",
+    device: Device = None,
+) -> None:
+    """Score a text as it comes, in bits.
+    Every line is scored given all before it; what does not belong has many bits. A row has a number, the bits, the
+    bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
+    require(state is None or state.parent.is_dir(), "cannot write", str(state), "there is no such folder")
+    folder = named_folder(model)
+    from lineartime.data.read_text import PIECE, file_blocks
+    from lineartime.data.streams import stdin_blocks
+    from lineartime.load import load_model
+    from lineartime.runtime import pick_device
+    from lineartime.scoring import open_state
+    from lineartime.scoring import score as rows_of
+    from lineartime.training import StopSignal
+
+    loaded, tokenizer, _ = load_model(folder)
+    loaded.to(pick_device(device))
+    now = open_state(loaded, tokenizer, state)
+    begun = saved = time.monotonic()
+    n_before = now.n_tokens
+
+    def blocks() -> Iterator[bytes]:
+        """The next text. It is asked for when the rows of all before it are printed, and the state is whole."""
+        nonlocal saved
+        for block in stdin_blocks(PIECE, ticks=True) if file == "-" else file_blocks(file, now.n_read):
+            yield block
+            sys.stdout.flush()
+            if state is not None and time.monotonic() - saved >= SAVE_SECONDS:
+                now.save(state)
+                saved = time.monotonic()
+            if stop.number is not None:
+                return
+
+    with StopSignal().listening(say_stopping) as stop:
+        for row in rows_of(loaded, tokenizer, blocks(), per=per, precision=precision, state=now, keep=state is not None,
+                           name="stdin" if file == "-" else file):
+            per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
+            found = {"number": row.number, "bits": round(row.bits, 4), "bytes": row.n_bytes,
+                     "bits_per_byte": round(per_byte, 4), "text": row.text}
+            print(json.dumps(found) if as_json else
+                  f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}")
+        sys.stdout.flush()
+        if state is not None:
+            now.save(state)
+        per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / max(now.n_tokens, 1))
+        speed = (now.n_tokens - n_before) / max(time.monotonic() - begun, 1e-9)
+        note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
+             f"byte, perplexity {perplexity:.1f} per token; {speed:,.0f} tokens/s")
+        if now.shown:
+            note(f"the last line has no end yet; what came of it waits in {state}")
+        stop.check("nothing is kept" if state is None else f"the same command goes on with {state}")

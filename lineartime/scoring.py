@@ -1,0 +1,189 @@
+"""The bits of a text as it comes: of each line, of each token or of the whole. A model whose decoding state has a
+constant size reads an endless text in constant memory.
+
+All is one document, and every token is scored given all before it. The text is tokenised in parts, each from the last
+word of a line to the last word of the next, so that a line is scored as soon as its end has come. Byte-level tokenizers
+cut there too (`Tokenizer.reads_pieces`), so the tokens are those of the whole text; others tokenise each part alone.
+Line ends and other white space before a line's first word count to that line, and a blank line has 0 bits."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from lineartime.atomic_io import open_regular, replaced
+from lineartime.config import to_dict
+from lineartime.data.files import Name
+from lineartime.data.read_text import cut, decode_next
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.decoding.cache import DecodingState
+from lineartime.documents.results import weights_sha256
+from lineartime.errors import CheckpointError, NumericsError
+from lineartime.model import LanguageModel
+from lineartime.settings import require, require_precision
+
+SHOWN, WINDOW = 80, 2048
+"""Characters of a line that its row has. Tokens that the model reads at once, in whole chunks."""
+LAST_WORD = re.compile(r"(?s:.*)\S(?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
+"""All up to the last place where white space follows a character that is none. Byte-level tokenizers cut there. Unlike
+Python they do not count \\x1c to \\x1f as white space, so these are taken for neither."""
+
+
+class Row(NamedTuple):
+    """The number of a line or token, from 1, its bits and bytes, and its first characters."""
+
+    number: int
+    bits: float
+    n_bytes: int
+    text: str
+
+
+@dataclasses.dataclass
+class ScoringState:
+    """How far a text is scored, and all that is needed to go on."""
+
+    decoding: DecodingState
+    last: int
+    """The newest token that was scored. The model reads it together with the next ones."""
+    made_from: str = ""
+    """The hash of the model and the tokenizer, for a state that is saved."""
+    tail: str = ""
+    """The first bytes of a character whose others have not come, in hexadecimal."""
+    text: str = ""
+    """Text that is read and not scored: white space, then a line without its end."""
+    shown: str = ""
+    """The first characters of that line."""
+    line_bits: float = 0.0
+    line_bytes: int = 0
+    """What is scored of that line, if it is a long one."""
+    n_read: int = 0
+    n_lines: int = 0
+    n_tokens: int = 0
+    n_bytes: int = 0
+    bits: float = 0.0
+    """Bytes that were read, and the sums of all that is scored."""
+
+    def save(self, path: Path) -> None:
+        """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
+        fields = {name: value for name, value in vars(self).items() if name != "decoding"}
+        with replaced(path) as file:
+            file.write(safetensors.torch.save(self.decoding.tensors(), {"fields": json.dumps(fields)}))
+
+
+def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
+    """The state in a file; without a file that before the first token. Raises UsageError for a model that does not
+    score a text as it comes, CheckpointError for a file that is damaged or of another model or tokenizer."""
+    require(type(model) is LanguageModel and model.config.causal, "only a causal language model scores a text as it "
+            "comes", "score", "see evaluate for masked models")
+    require(tokenizer.vocab_size <= model.config.vocab_size, "this tokenizer is another model's", tokenizer.name)
+    state = ScoringState(model.decoding_state(1), tokenizer.end_of_document)
+    if path is not None:
+        facts = [weights_sha256(model), to_dict(model.config), tokenizer.sha256]
+        state.made_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    if path is None or not path.exists():
+        return state
+    try:
+        open_regular(path).close()
+        with safetensors.safe_open(path, "pt", str(model.embed.weight.device)) as file:
+            found = dataclasses.replace(state, **json.loads(file.metadata()["fields"]))
+            found.decoding.take({name: file.get_tensor(name).clone() for name in file.keys()})
+    except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
+    if found.made_from != state.made_from:
+        raise CheckpointError("the state of another model or tokenizer", path, "name another file")
+    return found
+
+
+def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str, tuple[int, str] | None]]:
+    """The parts of a text that are tokenised, as far as they are known, each with the number and the first characters
+    of the line that it ends, if it ends one."""
+    *lines, rest = new.split("\n")
+    for line, ended in [*((line, True) for line in lines), (rest, False)]:
+        state.shown = (state.shown + line)[:SHOWN]
+        # A long line is cut where it is also cut if it comes in small blocks.
+        *pieces, (state.text, _) = cut([state.text + line + "\n" * ended])
+        yield from ((piece.text, None) for piece in pieces)
+        if ended or (is_end and state.shown):
+            is_blank = not state.shown or state.text.isspace()  # then the search would take long
+            found = None if is_blank else LAST_WORD.match(state.text)
+            end = len(state.text) if not ended else found.end() if found else 0
+            state.n_lines += 1
+            yield state.text[:end], (state.n_lines, state.shown)
+            state.text, state.shown = state.text[end:], ""
+    if is_end:  # white space behind the last line
+        yield state.text, None
+        state.text = ""
+
+
+@torch.inference_mode()
+def read_next(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, precision: str) -> np.ndarray:
+    """The bits of the next tokens, float64 `[N]`. Raises NumericsError for bits that are not finite."""
+    device, chunk = model.embed.weight.device, model.config.chunk_size or 1
+    window, bits = max(WINDOW // chunk, 1) * chunk, [np.empty(0)]
+    while len(ids_N):
+        next_N, ids_N = np.split(ids_N, [window - state.n_tokens % window])
+        read_N = np.concatenate([[state.last], next_N[:-1]])
+        ids_1N, targets_N = torch.from_numpy(read_N).to(device)[None], torch.from_numpy(next_N).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            x_1ND = model.extend(ids_1N, torch.tensor([len(read_N)], device=device), state.decoding)
+            bits.append(model.losses(x_1ND[0], targets_N).double().cpu().numpy() / math.log(2))
+        state.last, state.n_tokens = int(next_N[-1]), state.n_tokens + len(next_N)
+    if not np.isfinite(np.concatenate(bits)).all():
+        raise NumericsError("the bits are not finite", "score", "the weights are damaged or have diverged")
+    return np.concatenate(bits)
+
+
+def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | bytes], *,
+          per: Literal["line", "token", "document"] = "line", precision: str = "float32",
+          state: ScoringState | None = None, keep: bool = False, name: Name = "the text") -> Iterator[Row]:
+    """The rows of a text in UTF-8 that comes in blocks of any length. A block is asked for when the rows before it are
+    taken, and its whole lines are scored at once; larger blocks are faster, and change only rounding.
+
+    per: "document" gives one row at the end. state: goes on from there, and is moved on; it may be saved whenever a
+    block is asked for. keep: leave a last line without its end in the state, for more to come; else it is scored.
+    name: for messages. Raises DataError, behind the rows before it, for text that is not UTF-8, NumericsError for bits
+    that are not finite, and as `open_state` does."""
+    require_precision(precision)
+    state = open_state(model, tokenizer) if state is None else state
+    pack = tokenizer.packer()
+
+    def encode(text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text and, for rows of tokens, their places in it."""
+        if per == "token":
+            return tokenizer.encode_with_offsets(text)
+        return np.frombuffer(pack(text), tokenizer.dtype), np.empty((0, 2), np.int64)
+
+    for block in itertools.chain(blocks, () if keep else (None,)):
+        data = block.encode() if isinstance(block, str) else block
+        text, state.tail, error = decode_next(data, state.tail, state.n_read, name)
+        state.n_read += len(data or b"")
+        parts, number = list(parts_of(state, text, block is None)), state.n_tokens
+        encoded = [encode(text) for text, _ in parts]
+        ids_N = np.concatenate([np.empty(0, np.int64), *(own for own, _ in encoded)])
+        bits_N = read_next(model, ids_N, state, precision)
+        for (text, line), (own, places) in zip(parts, encoded, strict=True):
+            own_N, bits_N = np.split(bits_N, [len(own)])
+            bits, n_bytes = float(own_N.sum()), len(text.encode())
+            state.bits, state.n_bytes = state.bits + bits, state.n_bytes + n_bytes
+            state.line_bits, state.line_bytes = state.line_bits + bits, state.line_bytes + n_bytes
+            begins = [0, *places[1:, 0].tolist(), len(text)]  # a token's text goes on to where the next one begins
+            for each, begin, end in zip(own_N[: len(places)].tolist(), begins, begins[1:], strict=False):
+                number += 1
+                yield Row(number, each, len(text[begin:end].encode()), text[begin:end])
+            if line is not None:
+                if per == "line":
+                    yield Row(line[0], state.line_bits, state.line_bytes, line[1].strip())
+                state.line_bits, state.line_bytes = 0.0, 0
+        if error is not None:
+            raise error
+    if per == "document":
+        yield Row(1, state.bits, state.n_bytes, str(name))

@@ -1,0 +1,147 @@
+"""The bits of a text that comes as a stream are those of the whole text, whatever its blocks and stops."""
+
+import itertools
+import json
+import math
+import random
+import signal
+import subprocess
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
+from lineartime.model import LanguageModel
+from lineartime.runtime import rss_bytes
+from lineartime.scoring import open_state, score
+from made_documents import write_model
+from tiny_models import CONFIGS, random_model
+
+WORDS = ["the", "Reader,", "I'll", "x=1;", "naïve", "世界", "\u00a0", "\u3000", "!\x1c", "...", "\u0085", "a\u200b"]
+SPACES = [" ", " ", "  ", "\n", "\n", "\n\n", "\r\n", " \n", "\t\n    ", "\n\n\n  ", "\u2028", "\x0b"]
+
+
+def text_of(n: int, seed: int = 0) -> str:
+    made = random.Random(seed)
+    return "".join(made.choice(WORDS) * made.choice([1, 1, 2]) + made.choice(SPACES) for _ in range(n)) + "no end"
+
+
+def model_for(tokenizer: Tokenizer, name: str = "flash") -> LanguageModel:
+    return random_model(replace(CONFIGS[name], vocab_size=tokenizer.vocab_size,
+                                end_of_document=tokenizer.end_of_document))
+
+
+def in_blocks(content: bytes, n: int) -> list[bytes]:
+    cuts = sorted({0, len(content), *random.Random(n).choices(range(len(content)), k=n)})
+    return [content[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), train_tokenizer([text_of(2000)], 400)], ids=["bytes", "bpe"])
+def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
+    """And a line has those of the tokens from the last word of the line before to its own last word."""
+    text, model = text_of(300), model_for(tokenizer)
+    ids = torch.tensor([tokenizer.end_of_document, *tokenizer.encode(text)])
+    with torch.no_grad():
+        expected = (model(ids[None, :-1], targets=ids[None, 1:])[0] / math.log(2)).tolist()
+    tokens = list(score(model, tokenizer, in_blocks(text.encode(), 150), per="token"))
+    assert [row.bits for row in tokens] == pytest.approx(expected, abs=1e-10)
+    assert "".join(row.text for row in tokens) == text and tokens[-1].number == len(expected)
+    lines = list(score(model, tokenizer, [text]))
+    assert [row.text for row in lines] == [line[:80].strip() for line in text.split("\n")]
+    assert [row.number for row in lines] == list(range(1, len(lines) + 1))
+    at, begins = 0, [0, *itertools.accumulate(row.n_bytes for row in tokens)]
+    for row in lines:
+        own = [bits for begin, bits in zip(begins, expected, strict=False) if at <= begin < at + row.n_bytes]
+        assert row.bits == pytest.approx(math.fsum(own), abs=1e-9)
+        at += row.n_bytes
+    (whole,) = score(model, tokenizer, [text], per="document")
+    assert (whole.bits, whole.n_bytes, at) == (pytest.approx(math.fsum(expected)), len(text.encode()), at)
+
+
+@pytest.mark.parametrize("name", ["flash", "flash local key conv", "flash+", "transformer++", "combiner", "performer"])
+def test_blocks_and_saves_change_nothing(name: str, tmp_path: Path) -> None:
+    """Of a long line, and of blank lines without end, memory holds a part."""
+    tokenizer, path, found = byte_tokenizer(), tmp_path / "state", []
+    model, content = model_for(tokenizer, name), "\ufeff" + text_of(100) + "\n"
+    if name == "flash":
+        content += text_of(15_000).replace("\n", " ")[:70_000] + "\n" * 66_000 + text_of(40) + "\n"
+    expected, blocks = list(score(model, tokenizer, [content])), in_blocks(content.encode(), 12)
+    for n in range(0, len(blocks), 2):
+        state = open_state(model, tokenizer, path)
+        found += score(model, tokenizer, blocks[n : n + 2], state=state, keep=True)
+        assert len(state.text) <= 65537 and len(state.shown) <= 80
+        state.save(path)
+    assert [row.bits for row in found] == pytest.approx([row.bits for row in expected], abs=1e-9)
+    assert [row._replace(bits=0) for row in found] == [row._replace(bits=0) for row in expected]
+    assert (state.n_read, state.n_lines) == (len(content.encode()), content.count("\n"))
+
+
+def test_memory_is_constant() -> None:
+    """That of Python and NumPy, of the process with PyTorch, and the model's state."""
+    tokenizer, sizes, content = byte_tokenizer(), [], text_of(1000)
+    model = model_for(tokenizer)
+    state = open_state(model, tokenizer)
+
+    def blocks() -> Iterator[str]:
+        for _ in range(15):
+            yield content
+            sizes.append((tracemalloc.get_traced_memory()[0], rss_bytes() or 0, state.decoding.n_bytes))
+
+    tracemalloc.start()
+    assert sum(1 for _ in score(model, tokenizer, blocks(), state=state)) > 10_000
+    tracemalloc.stop()
+    growth = [after - before for before, after in zip(sizes[3], sizes[-1], strict=True)]
+    assert growth[0] < 50_000 and growth[1] < 16 << 20 and growth[2] == 0, growth
+
+
+def test_a_stopped_command_goes_on(call: Call, tmp_path: Path, warm_command: list[str]) -> None:
+    """A row comes with the end of its line, while the pipe is open. The stop comes within a line and a character."""
+    write_model(tmp_path / "model")
+    content = ("one line\n" + text_of(300)).encode() + b"\n"
+    stop, line = content.index(" 世".encode(), 1000) + 2, ["score", tmp_path / "model", "-", "--json"]
+    code, expected, err = call(*line, stdin=content.decode())
+    assert code == 0 and f"scored   {content.count(10):,} lines" in err and "bits per byte" in err
+    found = b""
+    for parts, code in (((content[:9], content[9:stop]), 143), ((content[stop:],), 0)):
+        with subprocess.Popen([*map(str, [*warm_command, *line, "--state", tmp_path / "state"])], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            for part in parts:
+                process.stdin.write(part)
+                process.stdin.flush()
+                found += b"".join(process.stdout.readline() for _ in range(part.count(10)))
+            if code:
+                process.send_signal(signal.SIGTERM)
+            rest, error = process.communicate(timeout=100)
+        assert process.returncode == code and not rest, error
+        assert not code or (b"waits in" in error and b"SIGTERM: the same command goes on" in error)
+    for ours, theirs in zip(map(json.loads, found.splitlines()), map(json.loads, expected.splitlines()), strict=True):
+        near = {name: pytest.approx(theirs[name], abs=2e-3) for name in ("bits", "bits_per_byte")}
+        assert ours == theirs | near
+
+
+def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
+    files = {"bad": b"good\n\xff\n", "short": b"good\n", "cut": b"not a state"}
+    bad, short, cut = (tmp_path / name for name in files)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "masked", causal=False)
+    model, state = tmp_path / "model", tmp_path / "state"
+    assert call("score", model, short, "--state", state, "--per", "document")[0] == 0
+    short.write_bytes(b"good")
+    for arguments, code, words in (
+            ([model, bad], 3, "bad, byte 5"), ([model, bad / "x"], 3, "Not a"), ([model, model], 3, "Is a directory"),
+            ([model, short, "--state", state], 3, "file is shorter"), ([model, bad, "--state", cut], 4, "damaged"),
+            (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", model], 4, "damaged"),
+            ([tmp_path / "masked", bad], 2, "only a causal"), ([model, bad, "--per", "word"], 2, "--per"),
+            ([model, bad, "--state", tmp_path / "no" / "state"], 2, "there is no such folder")):
+        code_said, out, err = call("score", *arguments)
+        assert_refused(code_said, err[err.find("error: "):], code, words)
+        assert out.count("good") == (words == "bad, byte 5")  # what is before it is scored
