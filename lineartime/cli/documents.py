@@ -20,7 +20,6 @@ from lineartime.settings import require
 
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
-    from lineartime.documents.examples import Example
     from lineartime.documents.pooling import Mean
     from lineartime.model import LanguageModel
 
@@ -53,11 +52,11 @@ def embed(
     goes on with the file."""
     folder = named_folder(model)
     check_paths(options, (".jsonl", ".npy"))
-    from lineartime.documents.embed import embedded_row
+    from lineartime.documents.embed import found_vector
     from lineartime.load import load_model
 
     loaded, tokenizer, _ = load_model(folder)
-    write_results("embed", loaded, tokenizer, options, embedded_row)
+    write_results("embed", loaded, tokenizer, options, found_vector)
 
 
 def classify(
@@ -69,7 +68,7 @@ def classify(
     goes on with the file."""
     folder = named_folder(model)
     check_paths(options, (".jsonl",))
-    from lineartime.documents.classify import labelled_row
+    from lineartime.documents.classify import found_label
     from lineartime.load import load_classifier
 
     loaded, tokenizer, _ = load_classifier(folder)
@@ -78,7 +77,7 @@ def classify(
     trained = loaded.head.max_tokens
     if trained is not None and (options.max_tokens is None or options.max_tokens > trained):
         note(f"in training documents were cut to {trained:,} tokens; --max-tokens {trained} reads them so")
-    write_results("classify", loaded, tokenizer, options, partial(labelled_row, loaded))
+    write_results("classify", loaded, tokenizer, options, partial(found_label, loaded))
 
 
 def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
@@ -91,9 +90,9 @@ def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
 
 
 def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", options: ReadOptions,
-                  row_of: "Callable[[Example, Mean], dict[str, Any]]") -> None:
+                  found_of: "Callable[[Mean], dict[str, Any]]") -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
-    same verb, fields and reading."""
+    same verb, fields and reading. found_of: gives what a row says of a document's mean."""
     from lineartime.data.streams import read_stdin
     from lineartime.documents.examples import MAX_STDIN, read_examples
     from lineartime.documents.pooling import Reading, named_means
@@ -138,7 +137,8 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                 n_documents -= n_done
             left = itertools.islice(read_examples(inputs, fields), n_done, None)
             for example, mean in named_means(model, tokenizer, left, reading, progress=show):
-                add(row_of(example, mean))
+                add({"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
+                     **found_of(mean)})
                 n_read += 1
     note(f"read     {counted_documents(n_read)}, {n_tokens:,} tokens: {speed()}")
     if out is not None:

@@ -12,7 +12,6 @@ from lineartime.config_json import PROBLEMS, Head
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example, Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
-from lineartime.documents.results import result_row
 from lineartime.documents.texts import TokenizedTexts
 from lineartime.errors import DataError
 from lineartime.finetune_config import Labels
@@ -101,28 +100,23 @@ def label_losses(head: Head, logits_BL: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits_BL, targets.to(logits_BL), reduction="none")
 
 
-def labelled_row(model: DocumentClassifier, example: Example, mean: Mean) -> dict[str, Any]:
+def found_label(model: DocumentClassifier, mean: Mean) -> dict[str, Any]:
     """What `lineartime classify` writes of a document: its label and its scores."""
     found = prediction_of(model.head, logits_of(model, mean.vector_D[None])[0])
     label = list(found.label) if isinstance(found.label, tuple) else found.label
-    return result_row(example, mean, label=label, **({"scores": found.scores} if found.scores else {}))
+    return {"label": label, **({"scores": found.scores} if found.scores else {})}
 
 
 def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:
     """The head for the labels of the training documents; classes are in the order of their names. Raises DataError if
-    all documents have the same label, and for numbers that float32 has no room for."""
-    if kind == "number":
-        numbers = np.array(train.labels, np.float64)
-        with np.errstate(over="ignore", under="ignore"):
-            mean, std, most = numbers.mean(), numbers.std(), np.abs(numbers).max()
-            if numbers.min() == numbers.max() or not (np.float32(std) > 0 and np.float32(most) < np.inf):
-                raise DataError("numbers that are equal, or that float32 has no room for", where,
-                                f"from {numbers.min():g} to {numbers.max():g}; scale them")
-        return Head(NUMBER, ("number",), float(mean), float(std))
+    all documents have the same label."""
     names = {name for label in train.labels for name in classes_of(label)}
     if len({frozenset(classes_of(label)) for label in train.labels}) < 2:
-        raise DataError("one class only" if kind == "one" else "all documents have the same labels", where,
-                        f"it is {', '.join(sorted(names)) or 'none'}; a classifier needs two")
+        raise DataError("all documents have the same label", where,
+                        f"it is {', '.join(sorted(names)) or 'none'}; give others too")
+    if kind == "number":
+        numbers = np.array(train.labels, np.float64)
+        return Head(NUMBER, ("number",), float(numbers.mean()), float(numbers.std()))
     return Head(PROBLEMS[kind], tuple(sorted(names)))
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.documents.examples import Example, text_examples
+from lineartime.documents.examples import text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
-from lineartime.documents.results import VECTOR, result_row
+from lineartime.documents.results import VECTOR
 from lineartime.model import LanguageModel
 
 
@@ -28,6 +28,6 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str | tupl
     return np.array(vectors, np.float64 if wide else np.float32).reshape(len(vectors), model.config.d_model)
 
 
-def embedded_row(example: Example, mean: Mean) -> dict[str, Any]:
+def found_vector(mean: Mean) -> dict[str, Any]:
     """What `lineartime embed` writes of a document, its vector in float32."""
-    return result_row(example, mean, **{VECTOR: mean.vector_D.astype(np.float32).tolist()})
+    return {VECTOR: mean.vector_D.astype(np.float32).tolist()}

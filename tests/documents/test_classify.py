@@ -129,10 +129,12 @@ def test_numbers(folder, tmp_path, call):
     assert text.startswith("# Labels of documents\n\nR^2 0.") and "Classes" not in text
 
 
-@pytest.mark.parametrize("numbers", [[0.1] * 3, [1e39, 0.0], [0.0, 1e-60]])
-def test_numbers_that_cannot_be_learned(numbers):
-    with pytest.raises(DataError, match="numbers that are equal, or that float32 has no room for: x; from"):
-        head_of(TokenizedTexts(labels=numbers), "number", "x")
+@pytest.mark.parametrize(("kind", "labels", "words"), [
+    ("number", [0.1] * 3, "0.1"), ("one", ["a", "a"], "a"), ("several", [("a", "b"), ("b", "a")], "a, b"),
+    ("several", [(), ()], "none")])
+def test_labels_that_are_all_the_same(kind, labels, words):
+    with pytest.raises(DataError, match=f"all documents have the same label: x; it is {words}; give others too"):
+        head_of(TokenizedTexts(labels=labels), kind, "x")
 
 
 def test_without_scikit_learn_nothing_is_trained(folder, tmp_path, monkeypatch):
@@ -339,7 +341,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
 
     good = made_rows(6)
     refuse(3, "no label", "documents.jsonl:2", documents=[good[0], {**good[1], "label": None}])
-    refuse(3, "one class only", "sea", documents=[good[0], good[3]])
+    refuse(3, "the same label", "sea", documents=[good[0], good[3]])
     hill = [good[0], {**good[1], "label": "hill"}]
     refuse(3, "a label that no training document has", "validation.jsonl:2", "'hill'", validation=hill)
     refuse(3, "a label that no training document has", "test.jsonl:2", test=hill)
