@@ -31,10 +31,10 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
         r2 = float(scikit().r2_score(targets, logits_NL[:, 0])) if len(targets) > 1 else 0.0
         return {"loss": loss, "score": r2, "r2": r2, "n_documents": len(targets),
                 "mean_absolute_error": float(scikit().mean_absolute_error(targets, logits_NL[:, 0]))}
-    true_NL, said_NL = had_and_said(head, logits_NL, targets)
-    seen_L = (true_NL | said_NL).any(0)  # a class that nobody has and that is never said would have an F1 of 0
-    f1 = float(by_class(true_NL, said_NL)[2][seen_L].mean()) if seen_L.any() else 0.0
-    return {"loss": loss, "score": f1, "accuracy": float((true_NL == said_NL).all(1).mean()), "macro_f1": f1,
+    said = had_and_said(head, logits_NL, targets)
+    # A class that nobody has and that is never said has no F1, and is left out of the mean.
+    f1 = float(np.nan_to_num(scikit().f1_score(*said, average="macro", zero_division=np.nan)))
+    return {"loss": loss, "score": f1, "accuracy": float(scikit().accuracy_score(*said)), "macro_f1": f1,
             "n_documents": len(targets)}
 
 
@@ -45,19 +45,13 @@ def in_words(scores: dict[str, Any]) -> str:
     return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
 
 
-def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which classes each document has, and which the model says it has: bool `[N, L]` each."""
-    if head.problem_type == ONE:
-        one_LL = np.eye(len(head.labels), dtype=bool)
-        return one_LL[targets], one_LL[logits_NL.argmax(1)]
-    return targets > 0, logits_NL > 0
-
-
-def by_class(true_NL: np.ndarray, said_NL: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The precision, recall, F1 and number of documents of each class, `[L]` each; a score of no documents is 0."""
-    # scikit-learn reads a single column as two classes, 0 and 1, so an empty column stands beside the others.
-    true, said = (np.pad(each_NL, ((0, 0), (0, 1))) for each_NL in (true_NL, said_NL))
-    return scikit().precision_recall_fscore_support(true, said, labels=range(true_NL.shape[1]), zero_division=0)
+def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Which classes each document has, and which the model says it has, as scikit-learn takes them: bool `[N, L + 1]`
+    each. The last column is empty, because a single one would be read as two classes, 0 and 1."""
+    one_LL = np.eye(len(head.labels), dtype=bool)
+    both = ((one_LL[targets], one_LL[logits_NL.argmax(1)]) if head.problem_type == ONE else
+            (targets > 0, logits_NL > 0))
+    return tuple(np.pad(each_NL, ((0, 0), (0, 1))) for each_NL in both)
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def class_lines(head: Head, targets: np.ndarray, logits_NL: np.ndarray) -> list[
     """The lines of the report about each class; none for numbers."""
     if head.problem_type == NUMBER:
         return []
-    *scores, n_L = metrics.by_class(*metrics.had_and_said(head, logits_NL, targets))
+    *scores, n_L = metrics.scikit().precision_recall_fscore_support(
+        *metrics.had_and_said(head, logits_NL, targets), labels=range(len(head.labels)), zero_division=0)
     rows = [[in_markdown(name), *(f"{score:.3f}" for score in each), f"{n:,}"]
             for name, n, *each in zip(head.labels, n_L, *scores, strict=True)]
     return ["## Classes", "", markdown(["class", "precision", "recall", "F1", "documents"], rows, 1), "",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lineartime.config_json import CLASSIFICATION, ENCODER, Head, model_config_json
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.distributed.ranks import ALONE, Ranks, launched
 from lineartime.documents import metrics, report, vectors
 from lineartime.documents.classify import head_of, label_losses, logits_of, require_known, targets_of
 from lineartime.documents.examples import read_examples
@@ -118,6 +118,7 @@ class DocumentTask:
         self.unit = "documents" if self.learns_labels else "pairs"
         for name, files in (("training", plan.data), ("validation", plan.validation), ("test", plan.test)):
             if files:
+                require("-" not in files or launched().size == 1, "stdin is read by one process", "-", "name a file")
                 examples = read_examples(files, plan.fields, plan.labels if self.learns_labels else None)
                 self.splits[name] = read_texts(self.tokenizer, examples, plan.max_tokens,
                                                self.watch(f"{name} {self.unit}"), in_pairs=not self.learns_labels)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import lineartime
 from command_line import assert_refused
 from command_line import call as call  # a fixture
+from fake_hub import Hub
 from lineartime import finetuning
 from lineartime.config_json import Head
 from lineartime.documents import metrics, report, tasks
@@ -327,6 +329,17 @@ def test_the_command_line_finetunes(folder, tmp_path, call):
     for words in ([], ["--max-tokens", 20]):
         err = call("classify", tmp_path / "out", folder / "test-one.jsonl", *words)[2]
         assert ("in training documents were cut to 20 tokens" in err) == (not words), err
+
+
+def test_documents_of_stdin_the_hub_and_a_store(folder, tmp_path, call, monkeypatch):
+    dev = [json.loads(line) for line in (folder / "dev-one.jsonl").read_text().splitlines()]
+    monkeypatch.setitem(sys.modules, "datasets", Hub({"me/reviews": {"dev": dev}}))
+    fsspec.filesystem("memory").pipe_file("/reviews/test.jsonl", (folder / "test-one.jsonl").read_bytes())
+    line = ["finetune", folder / "model", "--task", "classify", "--documents", "-", "--stdin", "jsonl", "--validation",
+            "hub:me/reviews/dev", "--test", "memory://reviews", "--out", tmp_path / "out", "--learning-rates", "1e-2",
+            "--epochs", 1]
+    code, out, err = call(*line, stdin=(folder / "train-one.jsonl").read_text())
+    assert code == 0 and "24 to train on" in out and "; 12 held out, 9 to test" in out, err
 
 
 def test_bad_input_is_one_line(folder, done, tmp_path, call):
