@@ -1,5 +1,6 @@
 """Text comes back exactly as it went in, and nothing in it is read as a special token."""
 
+import random
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
     WORDS,
     Tokenizer,
+    _short_words,
     byte_tokenizer,
     load_tokenizer,
     train_tokenizer,
@@ -217,3 +219,14 @@ def test_a_beginning_for_other_programs_is_not_heeded_here(tokenizer):
     assert begun.json_with_beginning() == begun.json
     others = tokenizers.Tokenizer.from_str(begun.json)
     assert others.encode("a", "b").ids == [tokenizer.end_of_document, *tokenizer.encode("a"), *tokenizer.encode("b")]
+
+
+def test_of_text_without_spaces_a_part_is_learned():
+    """Learning takes 25 times as long from words of 64 K characters. Other text is learned whole."""
+    draw = random.Random(0)
+    text = "".join(draw.choices("ACGT", k=60_000))
+    read = _short_words(f"some words {text} {text[:1024]}\n")
+    assert max(len(word) for part in read for word in part.split()) <= 1024 and 14_000 < len("".join(read)) < 18_000
+    assert _short_words("some words\n" * 9000) == ["some words\n" * 9000]
+    tokenizer = train_tokenizer([text], 400)
+    assert len(tokenizer.encode(text)) < 20_000
