@@ -6,13 +6,21 @@
 import copy
 import dataclasses
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, TokenizersBackend
+from transformers import (
+    BatchEncoding,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TokenizersBackend,
+)
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -25,11 +33,12 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import can_return_tuple
 
 from lineartime.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
-from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE
+from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
@@ -107,7 +116,9 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
 class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
     """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding goes left.
 
-    Unlike in `Tokenizer`, "[MASK]" in a text is the mask token if the checkpoint has one."""
+    A text that spells a special token is text (`split_special_tokens`), as in `Tokenizer`, but for an end-of-document
+    token at its end, which trainers write there. Unlike in `Tokenizer`, special tokens are read from chats, from all
+    texts once a special token is added, and "[MASK]" is the mask token if the checkpoint has one."""
 
     padding_side = "left"
 
@@ -130,9 +141,43 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
             ids = tokenizer.get_vocab().values()
             pad = padding_token(tokenizer.mask_token is not None, len({*ids}) <= max(ids))
             tokenizer.add_special_tokens({} if pad is None else {"pad_token": pad})
-        tokenizer.init_kwargs.setdefault("padding_side", cls.padding_side)  # saved, for a plain class to read
+        if "split_special_tokens" not in tokenizer.init_kwargs:
+            tokenizer.split_special_tokens = there.keys() <= {END_OF_DOCUMENT, PAD}
+        for name in ("padding_side", "split_special_tokens"):
+            tokenizer.init_kwargs.setdefault(name, getattr(tokenizer, name))  # saved, for a plain class to read
         tokenizer.add_bos_token = kwargs.get("add_bos_token", True)
         return tokenizer
+
+    def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """Add tokens as transformers does. Special tokens of a user's own are read from text from then on."""
+        own = {str(token) for token in new_tokens if special_tokens or getattr(token, "special", False)}
+        if own - {END_OF_DOCUMENT, MASK, SEPARATOR, PAD}:
+            self.split_special_tokens = False
+        return super()._add_tokens(new_tokens, special_tokens=special_tokens)
+
+    def apply_chat_template(self, *args: Any, tokenizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """As in transformers: a template's special tokens are tokens."""
+        how = {"split_special_tokens": False, **(tokenizer_kwargs or {})}
+        return super().apply_chat_template(*args, tokenizer_kwargs=how, **kwargs)
+
+    def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> BatchEncoding:
+        """As in transformers, but an end token at the end of a text is one."""
+        texts, end = [text] if isinstance(text, str) else text, self.eos_token
+        split = how.get("split_special_tokens")
+        split = self.split_special_tokens if split is None else split
+        if not split or text_pair is not None or how.get("is_split_into_words") or not any(
+                isinstance(each, str) and each.endswith(end) for each in texts):
+            return super()._encode_plus(text, text_pair, **how)
+        encode = partial(super()._encode_plus, add_special_tokens=how.get("add_special_tokens", True),
+                         split_special_tokens=True)
+        rows = [encode(each.removesuffix(end)).input_ids + [self.eos_token_id] * each.endswith(end) for each in texts]
+        if how.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE:
+            n = how["max_length"]
+            rows = [row[:n] if self.truncation_side == "right" else row[-n:] for row in rows]
+        return self.pad({"input_ids": rows[0] if isinstance(text, str) and not how.get("return_tensors") else rows},
+                        padding=how.get("padding_strategy", False), **{name: how.get(name) for name in (
+                            "max_length", "pad_to_multiple_of", "padding_side", "return_attention_mask",
+                            "return_tensors")})
 
 
 class Reshaped(ConversionOps):

@@ -20,12 +20,14 @@ from lineartime.config_json import (
     is_encoder,
     model_config_from_json,
 )
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
 from lineartime.run_config import RUN_FILE, named_folder
 
+GENERATION_FILE = "generation_config.json"
+"""What `save_pretrained` writes beside the weights: how transformers generates."""
 SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
 """What `save_pretrained` writes beside weights in several files: the file of each tensor."""
 
@@ -58,7 +60,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
         config = model_config_from_json(files[CONFIG_FILE])
         kind = architecture_of(files[CONFIG_FILE])
         head = head_from_json(files[CONFIG_FILE]) if kind == CLASSIFICATION else None
-        tokenizer = Tokenizer(files[TOKENIZER_FILE], str(folder / TOKENIZER_FILE))
+        tokenizer = Tokenizer(as_saved(files[TOKENIZER_FILE], folder), str(folder / TOKENIZER_FILE))
     except UsageError as e:
         where = folder / CONFIG_FILE
         raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
@@ -71,7 +73,17 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
                  DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
     weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
+    model.end_tokens |= end_tokens(folder)
     return model.eval(), tokenizer, facts
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """The tokens that end a text for transformers: those of generation_config.json, without it of config.json. Raises
+    CheckpointError for a file that is damaged."""
+    place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
+    found = read_json(place).get("eos_token_id")
+    with damaged(place):
+        return {int(each) for each in (found if isinstance(found, list) else [] if found is None else [found])}
 
 
 def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:

@@ -48,11 +48,12 @@ class LanguageModel(nn.Module):
     """Tokens to logits, for every preset of `config.PRESETS`.
 
     The token `config.end_of_document` starts a new document in a row; attention does not cross documents,
-    unless `document_mask` is "paper"."""
+    unless `document_mask` is "paper". It is the first of the `end_tokens`, at which `generate` ends a text."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.end_tokens = {config.end_of_document} - {None}
         self.activation_checkpointing = False
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"

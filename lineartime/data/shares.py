@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from lineartime.data.added_tokens import with_tokens
 from lineartime.data.files import (
     Name,
     exists,
@@ -45,7 +46,6 @@ from lineartime.data.tokenizer import (
     load_tokenizer,
     require_vocab_size,
     train_tokenizer,
-    with_tokens,
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, shard_name
 from lineartime.data.units import (

@@ -22,10 +22,13 @@ from lineartime.data.read_text import pieces_of, read_whole
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 MASK, SEPARATOR = "[MASK]", "[SEP]"
 """Further tokens for masked language modelling; the end-of-document token serves as [CLS]."""
+PAD = "<|pad|>"
+"""The padding of a causal model: the id behind its vocabulary, which no text has and the model never predicts. It is
+not the end-of-document token, for collators take padding out of what is learned."""
 KNOWN = r"(?![\x1c-\x1f\x80-\U0010ffff])"
 """The next character is one of ASCII that everybody puts into the same class."""
 SIGN, SPACE = r"\x00-\x08\x0e-\x1b!-/:-@\[-`{-\x7f", r"\t-\r "
@@ -259,44 +262,6 @@ def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
             f"it takes {smallest} to {LARGEST['vocab_size']:,}")
 
 
-def with_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    """A tokenizer with further tokens, one from each line of a file of UTF-8, which text is searched for first.
-
-    Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
-    would not give back; and for a file that cannot be read or names none."""
-    try:
-        lines = read_bytes(path).decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError("cannot read the tokens", path, getattr(e, "strerror", None) or "it is not UTF-8") from None
-    inner, seen = tokenizers.Tokenizer.from_str(tokenizer.json), {*tokenizer._inner.get_vocab()}
-    new = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
-    require(bool(new), "no tokens", str(path), "write one in each line")
-    for number, token in new.items():
-        where = f"{path}, line {number}: {token}"
-        require(token not in seen, "the vocabulary has this token already", where, "take it out")
-        require(len(token.split()) == 1, "a token with white space", where, "take a word of it")
-        seen.add(token)
-    inner.add_tokens([AddedToken(token, normalized=False) for token in new.values()])
-    made = Tokenizer(inner.to_str(), tokenizer.name)
-    for number, token in new.items():
-        require(made.decode(made.encode(token)) == token, "a token that this tokenizer does not give back",
-                f"{path}, line {number}: {token}", "take it out")
-    return made
-
-
-def added_tokens(old: Tokenizer, new: Tokenizer) -> dict[int, str] | None:
-    """The tokens that a tokenizer has besides those of an older one, by id; None if they differ in anything else."""
-    def rest(tokenizer: Tokenizer) -> dict[str, Any]:  # by the library's writer, for other programs write it otherwise
-        content = json_module.loads(tokenizers.Tokenizer.from_str(tokenizer.json).to_str())
-        return {name: value for name, value in content.items() if name not in ("added_tokens", "truncation", "padding")}
-
-    before, after = ({i: repr(token) for i, token in each._inner.get_added_tokens_decoder().items()}
-                     for each in (old, new))
-    more = {i: token.content for i, token in new._inner.get_added_tokens_decoder().items() if i not in before}
-    same = rest(old) == rest(new) and before.items() <= after.items()
-    return more if same and all(i >= old.vocab_size for i in more) else None
-
-
 def _short_words(text: str) -> list[str]:
     """The text without most of its longest words: of text without spaces, such as DNA, every fourth part of 1,024
     characters. Learning takes time in proportion to the length of words that occur once, and for longer ones more."""
@@ -332,4 +297,28 @@ def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
         raise UsageError("cannot read the tokenizer", path, e.strerror) from None
     except UnicodeDecodeError:
         raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
-    return Tokenizer(json, str(path), mlm=mlm)
+    return Tokenizer(as_saved(json, Path(path).parent), str(path), mlm=mlm)
+
+
+def as_saved(json: str, folder: Path) -> str:
+    """The tokenizer.json of a folder. Special tokens that a user has added under transformers are ordinary added tokens
+    in it: `hf.LineartimeTokenizer`, which saves that, reads them from text. Raises DataError for damaged settings."""
+    saved, ours = saved_settings(folder), {END_OF_DOCUMENT, MASK, SEPARATOR, PAD}
+    if saved.get("tokenizer_class") != "LineartimeTokenizer" or saved.get("split_special_tokens") is not False:
+        return json
+    try:
+        content = json_module.loads(json)
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] and token["content"] in ours
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return json  # of which `Tokenizer` says what is wrong
+    return json_module.dumps(content, ensure_ascii=False)
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """A folder's tokenizer_config.json, which `transformers` reads; empty without one. Raises DataError for damage."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    try:
+        return dict(json_module.loads(read_bytes(path))) if path.exists() else {}
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        raise DataError("not a tokenizer_config.json", path, str(e)) from None

@@ -105,11 +105,11 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
     """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids of each row. Texts,
     with the model's tokenizer, give the new texts; a text is read as the beginning of a document.
 
-    A row ends at the end-of-document token (which is not returned) or when `stop(row, new_tokens)` is true. on_token:
-    called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a generator seeded
-    with (seed, r). capture: run the step as a CUDA graph, see `CapturedStep`. On a CPU bfloat16 is the fastest dtype,
-    see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, for
-    a model whose step cannot be captured, and for texts without a tokenizer."""
+    A row ends at one of the model's `end_tokens` (which is not returned) or when `stop(row, new_tokens)` is true.
+    on_token: called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a
+    generator seeded with (seed, r). capture: run the step as a CUDA graph, see `CapturedStep`. On a CPU bfloat16 is the
+    fastest dtype, see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a
+    position table, for a model whose step cannot be captured, and for texts without a tokenizer."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if not prompts:
         return []
@@ -128,7 +128,7 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
             for row, token in zip(rows, ids_B.tolist(), strict=True):
                 if row not in open_rows:
                     continue
-                if token == model.config.end_of_document:
+                if token in model.end_tokens:
                     open_rows.remove(row)
                     continue
                 new[row].append(token)

@@ -4,7 +4,15 @@ the tokenizer with its settings. And those that `sentence-transformers` reads.""
 import json
 from typing import Any
 
-from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, SEPARATOR, TOKENIZER_FILE, Tokenizer
+from lineartime.data.tokenizer import (
+    END_OF_DOCUMENT,
+    MASK,
+    PAD,
+    SEPARATOR,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+)
 
 MODULE = "modeling_lineartime"
 CODE_FILE = f"{MODULE}.py"
@@ -23,10 +31,6 @@ CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
 AUTO_MAP = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
 POOLING, LONGEST = "1_Pooling", 1 << 30
 """The folder of pooling, and more tokens than any text has, for `sentence-transformers`."""
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-PAD = "<|pad|>"
-"""The padding of a causal model: the id behind its vocabulary, which no text has and the model never predicts. It is
-not the end-of-document token, for collators take padding out of what is learned."""
 
 
 def config_with_code(config_json: str) -> str:
@@ -45,6 +49,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
                                 "sep_token": SEPARATOR if tokenizer.separator is not None else None,
                                 "pad_token": padding_token(tokenizer.mask is not None, tokenizer.has_gaps)}
     settings = {name: value for name, value in settings.items() if value is not None}
+    if tokenizer.mask is None and tokenizer.special != [tokenizer.end_of_document]:
+        settings["split_special_tokens"] = True  # `LineartimeTokenizer` would read tokens that are not ours from texts
     if json_text is None:
         settings["auto_map"] = {"AutoTokenizer": [None, f"{MODULE}.LineartimeTokenizer"]}
     return {TOKENIZER_FILE: json_text or tokenizer.json,

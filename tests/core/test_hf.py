@@ -532,6 +532,51 @@ def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
     assert harness(text)["input_ids"] == plain.encode(text) and harness.bos_token_id == EOD
 
 
+def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
+    """As in training. Trainers write the end of a document behind a text, and a chat's template has special tokens."""
+    tokenizer, plain = AutoTokenizer.from_pretrained(folder), byte_tokenizer()
+    texts = ["a <|pad|> b", f"{END_OF_DOCUMENT} c"]
+    assert tokenizer(texts)["input_ids"] == [[EOD, *plain.encode(text)] for text in texts]
+    assert AutoTokenizer.from_pretrained(folder, split_special_tokens=False)(texts[1])["input_ids"][:2] == [EOD, EOD]
+    for ended in (tokenizer(texts[1] + END_OF_DOCUMENT), tokenizer([texts[1] + END_OF_DOCUMENT], return_tensors="pt")):
+        assert list(ended["input_ids"][-1 if isinstance(ended["input_ids"], torch.Tensor) else slice(None)]) == [
+            EOD, *plain.encode(texts[1]), EOD]
+    batch = tokenizer([f"abc{END_OF_DOCUMENT}", "d"], padding=True, truncation=True, max_length=4)
+    assert batch["input_ids"] == [[EOD, *b"abc"], [tokenizer.pad_token_id] * 2 + [EOD, *b"d"]]
+    assert batch["attention_mask"] == [[1] * 4, [0, 0, 1, 1]]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.apply_chat_template(chat)["input_ids"] == [97, EOD, 98, EOD]
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert each("<|turn|>")["input_ids"] == [EOD, plain.vocab_size + 1]
+
+
+@pytest.mark.parametrize("end", [259, [259, 258]])
+def test_a_model_that_was_fine_tuned_under_transformers(hf, folder, tmp_path, end):
+    """With tokens of its own in prompts, and an end of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|over|>"]})
+    hf.resize_token_embeddings(len(tokenizer))
+    hf.generation_config.eos_token_id = end
+    with torch.no_grad():
+        hf.model.head_bias[259] = 1e4
+    for model in (hf, tokenizer):
+        model.save_pretrained(tmp_path)
+    model, own, _ = load_model(tmp_path)
+    text = f"<|turn|>user {END_OF_DOCUMENT}é"
+    assert own.encode(text) == [258, *byte_tokenizer().encode(text.removeprefix("<|turn|>"))]
+    assert own.decode(own.encode(text)) == text
+    assert generate(model, ["<|turn|>"], tokenizer=own, max_new_tokens=5) == [""]
+    assert model.end_tokens == {EOD, *(end if isinstance(end, list) else [end])}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(CheckpointError, match=r"damaged: .*generation_config.json; invalid literal"):
+        load_model(tmp_path)
+
+
 def test_a_tokenizer_from_elsewhere_keeps_its_own_tokens(folder, tmp_path):
     """Its post-processor does not count, as it does not in training."""
     inner = Tokenizer.from_str(train_tokenizer(["a b a b abba"] * 9, 300).json)
