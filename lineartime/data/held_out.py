@@ -54,14 +54,14 @@ def spread_documents(files: list[CheckedFile], share: float, hashes_D: np.ndarra
     if len({*hashes_D.tolist()}) == 1:
         hashes_D = np.arange(len(hashes_D))
     _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
-    firsts_U = np.sort(firsts)
-    characters_U = np.repeat(means, counts)[firsts_U]
-    n, wanted = len(firsts_U), share * characters_U.sum()
+    groups_U = np.argsort(firsts)  # groups of equal documents, in the order of their first ones
+    characters_U = np.bincount(groups_D, np.repeat(means, counts))[groups_U]
+    n, wanted = len(groups_U), share * characters_U.sum()
     k = min(max(1, round(n * share)), n - 1)
     while True:
-        chosen = firsts_U[(2 * np.arange(k) + 1) * n // (2 * k)]
-        if k >= n - 1 or np.repeat(means, counts)[chosen].sum() >= wanted * (1 - 1e-9):
-            return np.flatnonzero(np.isin(groups_D, groups_D[chosen])).tolist()
+        chosen = (2 * np.arange(k) + 1) * n // (2 * k)
+        if k >= n - 1 or characters_U[chosen].sum() >= wanted * (1 - 1e-9):
+            return np.flatnonzero(np.isin(groups_D, groups_U[chosen])).tolist()
         k = min(k + 1 + k // 50, n - 1)
 
 

@@ -1,0 +1,98 @@
+"""Text prepared in shares and in stores: the bytes of one process, whatever does the work; and what is held out."""
+
+import random
+
+import fsspec
+import pytest
+
+from lineartime.data import shares
+from lineartime.data.prepare import prepare
+from lineartime.data.prepare_config import SAMPLE, PrepareSettings
+from lineartime.data.tokens import open_split, verify_data
+from lineartime.errors import DataError, UsageError
+from text_files import contents, documents_of, make
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    """A folder of a store in memory, which is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+    return files
+
+
+def test_any_number_of_shares_in_any_order_gives_the_same_bytes(store, tmp_path):
+    """A share that is done is done again without a difference; one that was cut off is made whole."""
+    text = SAMPLE.read_text(encoding="utf-8")[:60_000]
+    make(tmp_path, {"a.txt": text[:30_000], "b.jsonl": text[30_000:].split("\n\n")})
+    inputs = [str(tmp_path / name) for name in ("a.txt", "b.jsonl")]
+    prepare(inputs, tmp_path / "one", vocab_size=300, held_out=0.2)
+    asked = PrepareSettings(tuple(inputs), "memory://out", vocab_size=300, held_out=0.2, unit_bytes=5000)
+    draw = random.Random(0)
+    for n in (1, 3, 20):
+        work, out = f"memory://work-{n}", f"memory://out-{n}"
+        shares.plan(asked, work)
+        for k in draw.sample(range(n), n):
+            shares.check(work, k, n)
+        shares.arrange(work)
+        for k in [*draw.sample(range(n), n), 0]:
+            shares.encode(work, k, n)
+        damaged = f"/work-{n}/units/00003.ids"
+        store.pipe(damaged, store.cat(damaged)[:-2])
+        with pytest.raises(DataError, match="damaged file"):
+            shares.join(work, out)
+        shares.encode(work)
+        shares.join(work, out)
+        expected = contents(tmp_path / "one")
+        assert {name: store.cat(f"/out-{n}/{name}") for name in expected} == expected
+    with pytest.raises(UsageError, match="the work of other text or settings"):
+        shares.plan(PrepareSettings(tuple(inputs), "memory://out", tokenizer="bytes"), "memory://work-3")
+
+
+def test_text_and_tokens_may_be_in_a_store(store, tmp_path):
+    make(tmp_path, {"books/a.txt": "One book,\n naïve.\n", "books/b.txt": "Another book"})
+    store.put(str(tmp_path / "books"), "/books", recursive=True)
+    own = prepare([tmp_path / "books"], tmp_path / "own", tokenizer="bytes", held_out=0.5)
+    assert prepare(["memory://books"], "memory://out", tokenizer="bytes", held_out=0.5).sha256 == own.sha256
+    assert prepare(["memory://books/*.txt"], "memory://out", tokenizer="bytes", held_out=0.5).already_prepared
+    assert sorted(store.ls("/", detail=False)) == ["/books", "/out"]
+    stream = open_split("memory://out", "train")
+    assert stream.read(0, len(stream)).tolist() == [256, *"One book,\n naïve.\n".encode(), 256]
+    assert verify_data("memory://out").sha256 == own.sha256
+    store.pipe("/out/train-00000.bin", b"x")
+    with pytest.raises(DataError, match=r"damaged or missing file: memory://out/train-00000\.bin"):
+        verify_data("memory://out")
+    with pytest.raises(DataError, match=r"cannot read: memory://none\.txt; no such file"):
+        prepare(["memory://none.txt"], tmp_path / "none", tokenizer="bytes")
+
+
+def test_equal_documents_stay_on_one_side(tmp_path):
+    draw = random.Random(1)
+    texts = [f"document {draw.randrange(10, 30)}" for _ in range(60)]
+    make(tmp_path, {"a.jsonl": texts[:30], "b.jsonl": texts[30:]})
+    prepare([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out", tokenizer="bytes", held_out=0.2)
+    train, held = documents_of(tmp_path / "out"), documents_of(tmp_path / "out", "validation")
+    assert sorted(train + held) == sorted(texts) and not {*train} & {*held} and len(held) >= 12
+
+
+def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path):
+    make(tmp_path, {f"text/{i:02d}.jsonl": '{"content": "x"}\n' if i else ["good"] for i in range(13)})
+    with pytest.raises(DataError) as caught:
+        prepare([tmp_path / "text"], tmp_path / "out", tokenizer="bytes")
+    message = str(caught.value)
+    assert message.startswith("12 files cannot be read: no field 'text': ") and message.endswith("and 2 more")
+    assert message.count("--text-field content") == 10 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.txt", "naïve"), ("a.csv", "text\nnaïve\n"), ("a.jsonl", '{"text": "naïve"}')])
+def test_text_in_another_encoding(tmp_path, name, text):
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"not valid UTF-8: .*--encoding latin-1"):
+        prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes")
+    prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding="latin-1")
+    assert documents_of(tmp_path / "out") == ["naïve"]
+    with pytest.raises(UsageError, match="unknown encoding: latin-99"):
+        prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding="latin-99")
