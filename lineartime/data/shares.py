@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from lineartime.data.added_tokens import with_tokens
+from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
 from lineartime.data.files import (
     Name,
     exists,
@@ -213,11 +214,15 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
     if asked.tokenizer == "train":
         require_vocab_size(asked.vocab_size or DEFAULT_VOCAB_SIZE, mlm=asked.is_masked)
         return None
-    path = Path(asked.tokenizer)
-    if asked.tokenizer in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
-        path = weights_folder(asked.tokenizer)
-    ready = (byte_tokenizer(mlm=asked.is_masked) if asked.tokenizer == "bytes" else
-             load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=asked.is_masked))
+    path, masked = Path(asked.tokenizer), asked.is_masked
+    if path.is_dir() and is_saved_elsewhere(path):
+        ready = auto_tokenizer(path, mlm=masked)
+    elif asked.tokenizer == "bytes":
+        ready = byte_tokenizer(mlm=masked)
+    else:
+        if asked.tokenizer in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
+            path = weights_folder(asked.tokenizer)
+        ready = load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=masked)
     return ready if asked.add_tokens is None else with_tokens(ready, asked.add_tokens)
 
 
