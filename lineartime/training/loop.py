@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 SAVED = "the last step is saved; the same command evaluates"
 
-
 First = Callable[[Wanted], dict[str, Tensor]]
+"""Gives the weights that a run begins with, of those that this rank holds."""
 
 
 class Setup(NamedTuple):
