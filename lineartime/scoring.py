@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,7 +22,7 @@ import torch
 from lineartime.atomic_io import open_regular, replaced
 from lineartime.config import to_dict
 from lineartime.data.files import Name
-from lineartime.data.read_text import cut, decode_next
+from lineartime.data.read_text import LAST_WORD, cut, decode_next
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.cache import DecodingState
 from lineartime.documents.results import weights_sha256
@@ -33,9 +32,6 @@ from lineartime.settings import require, require_precision
 
 SHOWN, WINDOW = 80, 2048
 """Characters of a line that its row has. Tokens that the model reads at once, in whole chunks."""
-LAST_WORD = re.compile(r"(?s:.*)\S(?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
-"""All up to the last place where white space follows a character that is none. Byte-level tokenizers cut there. Unlike
-Python they do not count \\x1c to \\x1f as white space, so these are taken for neither."""
 
 
 class Row(NamedTuple):
@@ -113,9 +109,10 @@ def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str,
         *pieces, (state.text, _) = cut([state.text + line + "\n" * ended])
         yield from ((piece.text, None) for piece in pieces)
         if ended or (is_end and state.shown):
-            is_blank = not state.shown or state.text.isspace()  # then the search would take long
-            found = None if is_blank else LAST_WORD.match(state.text)
-            end = len(state.text) if not ended else found.end() if found else 0
+            end = len(state.text)
+            if ended:  # up to its last word, which would be sought for long in many blank lines
+                found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
+                end = found.end() if found else 0
             state.n_lines += 1
             yield state.text[:end], (state.n_lines, state.shown)
             state.text, state.shown = state.text[end:], ""
@@ -181,7 +178,7 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
                 yield Row(number, each, len(text[begin:end].encode()), text[begin:end])
             if line is not None:
                 if per == "line":
-                    yield Row(line[0], state.line_bits, state.line_bytes, line[1].strip())
+                    yield Row(line[0], state.line_bits, state.line_bytes, line[1].rstrip())
                 state.line_bits, state.line_bytes = 0.0, 0
         if error is not None:
             raise error

@@ -47,6 +47,9 @@ BYTE_ORDER_MARK = "\ufeff"
 UTF8 = "utf-8"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
 """In UTF-8, white space before a character that is none: a place at which byte-level tokenizers cut, see `cut`."""
+LAST_WORD = re.compile(r"(?s:.*)\S(?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
+"""All up to the last character that white space follows. Byte-level tokenizers cut between the two. Unlike Python they
+do not count \\x1c to \\x1f as white space, so these are taken for neither."""
 
 logger = logging.getLogger(__name__)
 

@@ -53,15 +53,15 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
     assert [row.bits for row in tokens] == pytest.approx(expected, abs=1e-10)
     assert "".join(row.text for row in tokens) == text and tokens[-1].number == len(expected)
     lines = list(score(model, tokenizer, [text]))
-    assert [row.text for row in lines] == [line[:80].strip() for line in text.split("\n")]
+    assert [row.text for row in lines] == [line[:80].rstrip() for line in text.split("\n")]
     assert [row.number for row in lines] == list(range(1, len(lines) + 1))
-    at, begins = 0, [0, *itertools.accumulate(row.n_bytes for row in tokens)]
+    end, begins = 0, [0, *itertools.accumulate(row.n_bytes for row in tokens)]
     for row in lines:
-        own = [bits for begin, bits in zip(begins, expected, strict=False) if at <= begin < at + row.n_bytes]
+        at, end = end, end + row.n_bytes
+        own = [bits for begin, bits in zip(begins, expected, strict=False) if at <= begin < end]
         assert row.bits == pytest.approx(math.fsum(own), abs=1e-9)
-        at += row.n_bytes
     (whole,) = score(model, tokenizer, [text], per="document")
-    assert (whole.bits, whole.n_bytes, at) == (pytest.approx(math.fsum(expected)), len(text.encode()), at)
+    assert (whole.bits, whole.n_bytes, end) == (pytest.approx(math.fsum(expected)), len(text.encode()), end)
 
 
 @pytest.mark.parametrize("name", ["flash", "flash local key conv", "flash+", "transformer++", "combiner", "performer"])
@@ -84,9 +84,8 @@ def test_blocks_and_saves_change_nothing(name: str, tmp_path: Path) -> None:
 
 def test_memory_is_constant() -> None:
     """That of Python and NumPy, of the process with PyTorch, and the model's state."""
-    tokenizer, sizes, content = byte_tokenizer(), [], text_of(1000)
-    model = model_for(tokenizer)
-    state = open_state(model, tokenizer)
+    sizes, content, model = [], text_of(1000), model_for(byte_tokenizer())
+    state = open_state(model, byte_tokenizer())
 
     def blocks() -> Iterator[str]:
         for _ in range(15):
@@ -94,7 +93,7 @@ def test_memory_is_constant() -> None:
             sizes.append((tracemalloc.get_traced_memory()[0], rss_bytes() or 0, state.decoding.n_bytes))
 
     tracemalloc.start()
-    assert sum(1 for _ in score(model, tokenizer, blocks(), state=state)) > 10_000
+    assert sum(1 for _ in score(model, byte_tokenizer(), blocks(), state=state)) > 10_000
     tracemalloc.stop()
     growth = [after - before for before, after in zip(sizes[3], sizes[-1], strict=True)]
     assert growth[0] < 50_000 and growth[1] < 16 << 20 and growth[2] == 0, growth
@@ -127,21 +126,18 @@ def test_a_stopped_command_goes_on(call: Call, tmp_path: Path, warm_command: lis
 
 
 def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
-    files = {"bad": b"good\n\xff\n", "short": b"good\n", "cut": b"not a state"}
-    bad, short, cut = (tmp_path / name for name in files)
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    write_model(tmp_path / "model")
-    write_model(tmp_path / "masked", causal=False)
-    model, state = tmp_path / "model", tmp_path / "state"
+    write_model(model := tmp_path / "model")
+    write_model(masked := tmp_path / "masked", causal=False)
+    bad, short, state = tmp_path / "bad", tmp_path / "short", tmp_path / "state"
+    bad.write_bytes(b"good\n\xff\n")
+    short.write_bytes(b"good\n")
     assert call("score", model, short, "--state", state, "--per", "document")[0] == 0
     short.write_bytes(b"good")
     for arguments, code, words in (
-            ([model, bad], 3, "bad, byte 5"), ([model, bad / "x"], 3, "Not a"), ([model, model], 3, "Is a directory"),
-            ([model, short, "--state", state], 3, "file is shorter"), ([model, bad, "--state", cut], 4, "damaged"),
-            (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", model], 4, "damaged"),
-            ([tmp_path / "masked", bad], 2, "only a causal"), ([model, bad, "--per", "word"], 2, "--per"),
-            ([model, bad, "--state", tmp_path / "no" / "state"], 2, "there is no such folder")):
+            ([model, bad], 3, "bad, byte 5"), ([model, model], 3, "Is a directory"), ([masked, bad], 2, "only a"),
+            ([model, short, "--state", state], 3, "file is shorter"), ([model, bad, "--per", "word"], 2, "--per"),
+            (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", short], 4, "damaged"),
+            ([model, bad, "--state", masked], 4, "damaged"), ([model, bad, "--state", bad / "x"], 2, "no such")):
         code_said, out, err = call("score", *arguments)
         assert_refused(code_said, err[err.find("error: "):], code, words)
         assert out.count("good") == (words == "bad, byte 5")  # what is before it is scored
