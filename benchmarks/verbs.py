@@ -22,7 +22,7 @@ from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
 from lineartime.errors import DataError, ResourceError
-from lineartime.run_config import named_folder, shipped_models
+from lineartime.model_names import named_folder, shipped_models
 from lineartime.runtime import pick_device
 from lineartime.settings import require, require_name
 from lineartime.training import StopSignal

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from lineartime.load import load_classifier, load_model, load_span_model
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
+    from lineartime.model_names import model_folder
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
-    from lineartime.run_config import model_folder
     from lineartime.scoring import score
     from lineartime.training import train
 
@@ -40,7 +40,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
          "generate": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
-         "evaluate_questions": "qa.spans", "model_folder": "run_config", "embed": "documents.embed",
+         "evaluate_questions": "qa.spans", "model_folder": "model_names", "embed": "documents.embed",
          "classify": "documents.classify", "load_classifier": "load", "score": "scoring"}
 
 

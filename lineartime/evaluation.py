@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lineartime.data.files import Name
 from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
 from lineartime.distributed.ranks import ALONE, Ranks, gather_rows
@@ -80,7 +81,7 @@ class Evaluation:
                 "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
 
 
-def load_with_split(run: Path, data: Path,
+def load_with_split(run: Path, data: Name,
                     split: str = "validation") -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
     """A run's model, the split to score it on, and the facts that `load_model` returns.
 

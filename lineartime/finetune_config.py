@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
 from lineartime.data.read_text import UTF8, require_encoding
-from lineartime.run_config import named_folder, shipped_models
+from lineartime.model_names import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
 
 TaskName = Literal["questions", "classify", "embed"]

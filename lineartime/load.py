@@ -23,8 +23,9 @@ from lineartime.config_json import (
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
+from lineartime.model_names import named_folder
 from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
-from lineartime.run_config import RUN_FILE, named_folder
+from lineartime.run_config import RUN_FILE
 
 GENERATION_FILE = "generation_config.json"
 """What `save_pretrained` writes beside the weights: how transformers generates."""

@@ -28,11 +28,11 @@ from lineartime.config_json import (
     model_config_from_json,
 )
 from lineartime.errors import CheckpointError, UsageError
+from lineartime.model_names import weights_folder
 from lineartime.settings import parse_field, replace_fields, require, require_name
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 RUN_FILE, RESULT_FILE = "run.json", "result.json"
-MODELS = Path(__file__).parent / "models"
 """The models that ship with the package, each in a folder of its name."""
 
 logger = logging.getLogger(__name__)
@@ -304,40 +304,3 @@ def require_same_tokens(weights: str, data: str) -> None:
             "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
             f"prepare the data with --tokenizer {weights}")
-
-
-# Models by the name that a person gives: one that ships with the package, or a folder
-
-
-def shipped_models() -> list[str]:
-    """The names of the models that ship with the package."""
-    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
-
-
-def model_folder(name: str) -> Path:
-    """The folder of a model that ships with the package. Raises UsageError for an unknown name."""
-    require_name("shipped model", name, shipped_models())
-    return MODELS / name
-
-
-def named_folder(name: str | Path) -> Path:
-    """The folder of a shipped model by its name, a str; or any other folder by its path. A shipped model comes before a
-    folder of its name, with a warning. Raises UsageError if there is none."""
-    is_shipped = name in shipped_models()
-    folder = MODELS / name if is_shipped else Path(name)
-    if is_shipped and Path(name).is_dir():
-        logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
-    require(folder.is_dir(), "no weights here", str(name),
-            f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
-    return folder
-
-
-def weights_folder(name: str) -> Path:
-    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
-    newest checkpoint that has a configuration. Raises UsageError if there is none."""
-    folder = named_folder(name)
-    saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
-    for each in (folder, *saved):
-        if (each / "config.json").is_file():
-            return each
-    raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")

@@ -20,8 +20,8 @@ import lineartime
 from benchmarks import Row
 from benchmarks.append import append_json_lines
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.model_names import named_folder
 from lineartime.release.provenance import provenance
-from lineartime.run_config import named_folder
 from studies import missing, named_models, run
 from studies.document_scores import FROZEN, classified, tables
 from studies.labelled_texts import TASKS, Passages, passages

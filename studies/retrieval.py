@@ -28,8 +28,8 @@ from benchmarks.recall.report import spread_text
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.markdown import markdown
 from lineartime.model import LanguageModel
+from lineartime.model_names import named_folder
 from lineartime.release.provenance import provenance
-from lineartime.run_config import named_folder
 from studies import named_models, run
 from studies.document_scores import INTERVAL
 from studies.labelled_texts import books

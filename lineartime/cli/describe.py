@@ -9,7 +9,8 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import PRESETS, model_config, source_of
-from lineartime.run_config import read_config, run_config, shipped_models, weights_folder
+from lineartime.model_names import shipped_models, weights_folder
+from lineartime.run_config import read_config, run_config
 from lineartime.settings import describe_kind, replace_fields, require
 
 

@@ -15,7 +15,7 @@ from lineartime.cli.terminal import Terminal, counted_documents, note, results_a
 from lineartime.data.read_text import UTF8
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding, Fields, MaxTokens, PairField, Stdin, TextField
-from lineartime.run_config import named_folder
+from lineartime.model_names import named_folder
 from lineartime.settings import require
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lineartime.cli.options import Device, Precision, given_options
-from lineartime.cli.questions import evaluate_questions
 from lineartime.cli.terminal import Terminal, say, summary
 from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError, UsageError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
-from lineartime.run_config import named_folder
+from lineartime.model_names import named_folder
 from lineartime.settings import require
 
 NEEDS = {"--document-tokens": "--contexts", "--out": "--contexts", "--predictions": "--questions",
@@ -27,7 +26,7 @@ class EvaluateOptions:
     """What `lineartime evaluate` takes. Raises UsageError for options that do not go together."""
 
     run: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "RUN"]
-    data: Annotated[Path | None, "Folder made by `lineartime prepare`."] = None
+    data: Annotated[str | None, "Folder made by `lineartime prepare`, or its address."] = None
     split: Annotated[str, "Which part of the text: train, validation or test."] = "validation"
     context: Annotated[int | None, "Tokens in a row; by default as in training."] = None
     contexts: Annotated[tuple[int, ...] | None, "Score the same tokens at each of these contexts, with commas, to see "
@@ -108,3 +107,37 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
         write_atomically(out, text + "\n")
     for line in [text] if as_json else lines:
         say(line)
+
+
+def evaluate_questions(run: Path, options: EvaluateOptions) -> None:
+    """Score the answers of a fine-tuned run by the official rules, and print the scores."""
+    from lineartime.atomic_io import write_json
+    from lineartime.load import load_span_model
+    from lineartime.qa.questions import read_questions
+    from lineartime.qa.spans import evaluate_questions
+    from lineartime.runtime import pick_device
+
+    predictions = options.predictions
+    require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
+    asked = list(read_questions(options.questions, options.evidence))
+    require(predictions is not None or any(question.accepted for question in asked),
+            "no question has an answer to compare with", ", ".join(options.questions),
+            "--predictions FILE writes answers without scoring them")
+    model, tokenizer, facts = load_span_model(run)
+    with Terminal() as terminal:
+        scores, answers = evaluate_questions(
+            model.to(pick_device(options.device)), tokenizer, asked, context=options.context, stride=options.stride,
+            max_answer_tokens=options.max_answer_tokens, batch_rows=options.batch_rows or 8,
+            precision=options.precision, progress=terminal.counting("answering", len(asked)))
+    result = facts | scores
+    if predictions is not None:
+        write_json(predictions, answers, ascii_only=False)
+    if options.as_json:
+        say(json.dumps(result))
+        return
+    if "f1" in result:
+        without = result["questions_without_document"]
+        say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
+            + (f"; {without:,} have no document" if without else ""))
+    if predictions is not None:
+        say(f"answers  {predictions}")

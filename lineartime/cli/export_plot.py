@@ -8,13 +8,14 @@ from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.files import joined
 from lineartime.errors import UsageError
-from lineartime.run_config import RESULT_FILE, RUN_FILE, named_folder
+from lineartime.model_names import named_folder
+from lineartime.run_config import RESULT_FILE, RUN_FILE
 
 
 def export(
     run: Annotated[str, "A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.", "RUN"],
     out: Annotated[str, "New folder for the model, or its address in a store."],
-    data: Annotated[Path | None, "Prepared text that the card's scores are from; by default what the run was trained "
+    data: Annotated[str | None, "Prepared text that the card's scores are from; by default what the run was trained "
                     "on."] = None,
     about: Annotated[Path | None, "Markdown file with which the model card begins."] = None,
     device: Device = None,

@@ -10,7 +10,7 @@ from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal
 from lineartime.errors import UsageError
-from lineartime.run_config import named_folder
+from lineartime.model_names import named_folder
 from lineartime.settings import require
 
 LONG_PROMPT = 20_000

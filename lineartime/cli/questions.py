@@ -1,21 +1,17 @@
-"""`lineartime finetune` and `lineartime answer`, and `evaluate --questions`."""
+"""`lineartime finetune` and `lineartime answer`."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from lineartime.cli.generate import read_prompt
 from lineartime.cli.options import Device, RankTimeout, given_options
 from lineartime.cli.terminal import Terminal, counted_documents, results_are_files, say, say_stopping
-from lineartime.distributed.ranks import TIMEOUT_S, launched
+from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import DataError, UsageError
 from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
-from lineartime.run_config import named_folder
+from lineartime.model_names import named_folder
 from lineartime.settings import require
-
-if TYPE_CHECKING:
-    from lineartime.cli.evaluate import EvaluateOptions
 
 FOR_QUESTIONS = ("--questions", "--evidence", "--negatives", "--stride", "--max-answer-tokens")
 FOR_LABELS = ("--labels", "--label-field")
@@ -132,37 +128,3 @@ def answer(
     say(f"score    {span.score:.2f}  (below 0 the model holds it likelier that the answer is not there)")
     say(f"where    characters {span.start:,} to {span.stop:,} of {where} ({found.n_windows:,} windows read)")
     say(f"         ... {before} [{answer}] {after} ...")
-
-
-def evaluate_questions(run: Path, options: "EvaluateOptions") -> None:
-    """Score the answers of a fine-tuned run by the official rules, and print the scores."""
-    from lineartime.atomic_io import write_json
-    from lineartime.load import load_span_model
-    from lineartime.qa.questions import read_questions
-    from lineartime.qa.spans import evaluate_questions
-    from lineartime.runtime import pick_device
-
-    predictions = options.predictions
-    require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
-    asked = list(read_questions(options.questions, options.evidence))
-    require(predictions is not None or any(question.accepted for question in asked),
-            "no question has an answer to compare with", ", ".join(options.questions),
-            "--predictions FILE writes answers without scoring them")
-    model, tokenizer, facts = load_span_model(run)
-    with Terminal() as terminal:
-        scores, answers = evaluate_questions(
-            model.to(pick_device(options.device)), tokenizer, asked, context=options.context, stride=options.stride,
-            max_answer_tokens=options.max_answer_tokens, batch_rows=options.batch_rows or 8,
-            precision=options.precision, progress=terminal.counting("answering", len(asked)))
-    result = facts | scores
-    if predictions is not None:
-        write_json(predictions, answers, ascii_only=False)
-    if options.as_json:
-        say(json.dumps(result))
-        return
-    if "f1" in result:
-        without = result["questions_without_document"]
-        say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
-            + (f"; {without:,} have no document" if without else ""))
-    if predictions is not None:
-        say(f"answers  {predictions}")

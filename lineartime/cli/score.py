@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import note, say_stopping
-from lineartime.run_config import named_folder
+from lineartime.model_names import named_folder
 from lineartime.settings import require
 
 SAVE_SECONDS = 30.0

@@ -63,7 +63,7 @@ from lineartime.data.units import (
     slices_of,
 )
 from lineartime.errors import DataError, UsageError, raise_faults
-from lineartime.run_config import shipped_models, weights_folder
+from lineartime.model_names import shipped_models, weights_folder
 
 logger = logging.getLogger(__name__)
 

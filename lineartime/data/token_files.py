@@ -43,7 +43,8 @@ def _described(name: Name) -> tuple[Any, np.ndarray]:
         else:
             metadata = _content(f"{name}.metadata") if exists(f"{name}.metadata") else b""
             dtype = np.dtype("<u4" if re.match(rb"[^\n]*\|4\s*$", metadata, re.MULTILINE) else "<u2")
-            lengths_D = np.diff(np.frombuffer(index, "<u8").astype(np.int64), prepend=0)
+            ends_D = np.frombuffer(index, "<u8").astype(np.int64)
+            lengths_D = ends_D - np.concatenate([[0], ends_D[:-1]])
         fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size_of(name)
     except (IndexError, KeyError, OverflowError, ValueError):
         fits = False

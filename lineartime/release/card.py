@@ -14,8 +14,9 @@ from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
 from lineartime.markdown import code_block, in_markdown, markdown
+from lineartime.model_names import shipped_models
 from lineartime.release.provenance import machine
-from lineartime.run_config import nearest_preset, run_config, shipped_models
+from lineartime.run_config import nearest_preset, run_config
 from lineartime.settings import replace_fields
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8

@@ -47,7 +47,7 @@ class Exported(NamedTuple):
     """Size of the file of weights."""
 
 
-def export(run: Path, out: Name, *, data: Path | None, about: str, device: torch.device,
+def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch.device,
            progress: Progress | None = None) -> Exported:
     """Write the newest checkpoint of a run to the new folder `out`, which may be in a store: weights rounded to
     bfloat16, what `transformers` reads, and a card with the scores of these rounded weights.

@@ -18,8 +18,9 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 from lineartime.model import LanguageModel
+from lineartime.model_names import named_folder
 from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
-from lineartime.run_config import StartingWeights, named_folder
+from lineartime.run_config import StartingWeights
 from lineartime.settings import require
 
 VOCABULARY = ("embed.weight", "head_bias")

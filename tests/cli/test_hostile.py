@@ -20,7 +20,8 @@ from pyarrow import parquet
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.errors import ResourceError
-from lineartime.run_config import model_folder, run_config
+from lineartime.model_names import model_folder
+from lineartime.run_config import run_config
 from lineartime.training import new_model
 from tiny_runs import command as train_command
 

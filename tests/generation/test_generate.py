@@ -10,7 +10,7 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.generation.generate import decode_step, generate, prefill, sample
 from lineartime.model import LanguageModel
-from lineartime.run_config import MODELS
+from lineartime.model_names import MODELS
 
 END = 0
 

@@ -192,7 +192,7 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
 
 def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call: Call,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.run_config.MODELS", exported.parent)
+    monkeypatch.setattr("lineartime.model_names.MODELS", exported.parent)
     assert lineartime.model_folder("tiny") == exported
     how, score = [PROMPT, "--max-new-tokens", 8], ["--data", data]
     assert call("generate", "tiny", *how) == call("generate", exported, *how)
@@ -210,7 +210,7 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
 def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The name is the shipped model's, and it is said that there is a folder too."""
-    monkeypatch.setattr("lineartime.run_config.MODELS", exported.parent)
+    monkeypatch.setattr("lineartime.model_names.MODELS", exported.parent)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     code, _, err = call("generate", "tiny", "--max-new-tokens", 1)
