@@ -26,7 +26,7 @@ class GatedAttentionUnit(ResidualLayer):
     sees itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by
     name. `model.init_weights` lists the initial values.
 
-    `forward` takes packed documents and padding; `empty_cache` and `extend` decode, and README has an example. Second
+    `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md, section 8). Second
     derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
 
     Raises UsageError for a wrong field, and for the configuration of another GAU (`ModelConfig.is_ablated_gau`), which
