@@ -6,7 +6,6 @@ import glob
 import hashlib
 import io
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,45 +65,35 @@ def opened(name: Name) -> IO[bytes]:
 
 def opened_new(name: Name) -> Any:
     """A file to write, which replaces another of its name. In a store it is there when it is closed."""
-    if not is_address(name):
-        return open(name, "wb")
     store, path = store_of(name)
     return store.open(path, "wb")
 
 
 def write_text(name: Name, text: str) -> None:
     """Replace a file by a text. A reader never sees half of it."""
-    if is_address(name):
-        with opened_new(name) as file:
-            file.write(text.encode())
-        return
-    aside = Path(f"{name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, name)
+    aside = name if is_address(name) else f"{name}.{os.getpid()}"
+    with opened_new(aside) as file:
+        file.write(text.encode())
+    if aside != name:
+        os.replace(aside, name)
 
 
 def size_of(name: Name) -> int:
     """The bytes of a file. Raises DataError for one that is missing."""
+    store, path = store_of(name)
     with reading(name):
-        if not is_address(name):
-            return os.stat(name).st_size
-        store, path = store_of(name)
         return store.size(path) or 0
 
 
 def exists(name: Name) -> bool:
     """Whether there is a file or folder of this name."""
-    if not is_address(name):
-        return os.path.lexists(name)
     store, path = store_of(name)
     with reading(name):
-        return bool(store.exists(path))
+        return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
 
 
 def is_folder(name: Name) -> bool:
     """Whether this is a folder."""
-    if not is_address(name):
-        return os.path.isdir(name)
     store, path = store_of(name)
     with reading(name):
         return bool(store.isdir(path))
@@ -112,23 +101,15 @@ def is_folder(name: Name) -> bool:
 
 def make_folder(name: Name) -> None:
     """Make a folder and its parents where the store has any."""
-    if not is_address(name):
-        os.makedirs(name, exist_ok=True)
-        return
     store, path = store_of(name)
     store.makedirs(path, exist_ok=True)
 
 
 def remove(name: Name) -> None:
     """Remove a file, or a folder and all in it, if it is there."""
-    if is_address(name):
-        store, path = store_of(name)
-        with contextlib.suppress(FileNotFoundError):
-            store.rm(path, recursive=True)
-    elif os.path.isdir(name):
-        shutil.rmtree(name)
-    else:
-        Path(name).unlink(missing_ok=True)
+    store, path = store_of(name)
+    with contextlib.suppress(FileNotFoundError):
+        store.rm(path, recursive=True)
 
 
 @contextlib.contextmanager

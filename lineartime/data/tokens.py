@@ -8,15 +8,12 @@ A split is one stream
 
 in which every token but the first is a target once; document i lies between the positions i and i + 1."""
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, read_json, replaced, write_atomically, write_json
+from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, replaced, write_atomically
 from lineartime.data.corpora import published_words
 from lineartime.data.files import Name, exists, hash_of, is_address, is_folder, joined, opened, reading
 from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from lineartime.errors import CheckpointError, DataError, ResourceError
+from lineartime.errors import DataError
 from lineartime.settings import require
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"
+HASHED_BYTES = 256 << 20
+"""Data of fewer bytes are compared by SHA-256 whenever they are opened."""
 
 
 @dataclass
@@ -218,55 +217,6 @@ def require_mask(mask: int | None, data_dir: Path | str) -> None:
     require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
 
 
-REMEMBERED_BYTES = 256 << 20
-"""Files of fewer bytes together, which take less than a second, are hashed whenever they are opened."""
-VERIFIED_FILE = ".verified.json"
-"""In the prepared folder: of each file that was verified the manifest's hash, and size, times and inode then."""
-SETTLED = 2.0
-"""Seconds. A file that was changed later than this before it was verified is not remembered: it could change again
-without another time."""
-
-
-def verify_files(folder: Path, manifest: Manifest, names: list[str]) -> None:
-    """Compare files with the manifest: by SHA-256 once, at about a second per GB, and from then on by size, times and
-    inode, while these stay.
-
-    What was verified is remembered in `VERIFIED_FILE`, if the folder can be written and the files are large. Processes
-    that open the same data at once wait for the first one. Raises DataError for a file that differs."""
-    if sum(manifest.files[name]["bytes"] for name in names) < REMEMBERED_BYTES:
-        for name in names:
-            verify_file(folder, manifest, name)
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        known: dict[str, Any] = {}
-        with contextlib.suppress(CheckpointError):  # missing or damaged: everything is hashed again
-            known = read_json(folder / VERIFIED_FILE)
-        new = {}
-        for name in names:
-            mark = _mark(folder, manifest, name)
-            same = mark is not None and known.get(name) == mark
-            verify_file(folder, manifest, name, by_hash=not same)
-            if not same and mark and max(mark[2:4]) < (time.time() - SETTLED) * 1e9:
-                new[name] = mark
-        if new:
-            with contextlib.suppress(ResourceError):
-                write_json(folder / VERIFIED_FILE, known | new)
-    finally:
-        os.close(descriptor)
-
-
-def _mark(folder: Path, manifest: Manifest, name: str) -> list[Any] | None:
-    """The hash that a file should have, and its size, times in ns and inode."""
-    try:
-        found = (folder / name).stat()
-    except OSError:
-        return None
-    return [manifest.files[name]["sha256"], found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
 def verify_data(data_dir: Name) -> Manifest:
     """The manifest of a prepared folder, all of whose files are compared with it by SHA-256.
 
@@ -277,9 +227,9 @@ def verify_data(data_dir: Name) -> Manifest:
     return manifest
 
 
-def open_split(data_dir: Name, split: str, *, verify: bool = True) -> TokenStream:
-    """The tokens of one split. Its files and the tokenizer are first compared with the manifest, see `verify_files`, or
-    without `verify` by size alone.
+def open_split(data_dir: Name, split: str, *, verify: bool | None = None) -> TokenStream:
+    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: their sizes, and with
+    `verify` their SHA-256; by default where that takes less than a second, for fewer bytes than `HASHED_BYTES`.
 
     Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""
     manifest = read_manifest(data_dir)
@@ -288,10 +238,10 @@ def open_split(data_dir: Name, split: str, *, verify: bool = True) -> TokenStrea
                         "prepare with --held-out 0.05, --validation or --test for more")
     names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
     folder = local_copy(data_dir, names)
-    if verify:
-        verify_files(folder, manifest, names)
-    for name in [] if verify else names:
-        verify_file(folder, manifest, name, by_hash=False)
+    if verify is None:
+        verify = sum(manifest.files[name]["bytes"] for name in names) < HASHED_BYTES
+    for name in names:
+        verify_file(folder, manifest, name, by_hash=verify)
     return TokenStream(folder, split, manifest)
 
 
