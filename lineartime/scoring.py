@@ -71,8 +71,10 @@ class ScoringState:
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
         fields = {name: value for name, value in vars(self).items() if name != "decoding"}
+        tensors, metadata = self.decoding.tensors(), {"fields": json.dumps(fields)}
+        metadata["sha256"] = hashlib.sha256(safetensors.torch.save(tensors, metadata)).hexdigest()
         with replaced(path) as file:
-            file.write(safetensors.torch.save(self.decoding.tensors(), {"fields": json.dumps(fields)}))
+            file.write(safetensors.torch.save(tensors, metadata))
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
@@ -90,12 +92,15 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
     try:
         open_regular(path).close()
         with safetensors.safe_open(path, "pt", str(model.embed.weight.device)) as file:
-            found = dataclasses.replace(state, **json.loads(file.metadata()["fields"]))
-            found.decoding.take({name: file.get_tensor(name).clone() for name in file.keys()})
-    except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
+            tensors, metadata = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()
+        if metadata.pop("sha256") != hashlib.sha256(safetensors.torch.save(tensors, metadata)).hexdigest():
+            raise ValueError("its hash is not that of its content")
+        found = dataclasses.replace(state, **json.loads(metadata["fields"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as e:
         raise CheckpointError("damaged", path, str(e)) from None
     if found.made_from != state.made_from:
         raise CheckpointError("the state of another model or tokenizer", path, "name another file")
+    found.decoding.take(tensors)
     return found
 
 

@@ -133,11 +133,13 @@ def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
     short.write_bytes(b"good\n")
     assert call("score", model, short, "--state", state, "--per", "document")[0] == 0
     short.write_bytes(b"good")
+    content = state.read_bytes()
+    (rotten := tmp_path / "rotten").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     for arguments, code, words in (
             ([model, bad], 3, "bad, byte 5"), ([model, model], 3, "Is a directory"), ([masked, bad], 2, "only a"),
             ([model, short, "--state", state], 3, "file is shorter"), ([model, bad, "--per", "word"], 2, "--per"),
-            (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", short], 4, "damaged"),
-            ([model, bad, "--state", masked], 4, "damaged"), ([model, bad, "--state", bad / "x"], 2, "no such")):
+            (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", rotten], 4, "hash"),
+            ([model, bad, "--state", short], 4, "damaged"), ([model, bad, "--state", bad / "x"], 2, "no such")):
         code_said, out, err = call("score", *arguments)
         assert_refused(code_said, err[err.find("error: "):], code, words)
         assert out.count("good") == (words == "bad, byte 5")  # what is before it is scored
