@@ -11,7 +11,7 @@ import pytest
 
 from command_line import Call
 from command_line import call as call  # a fixture
-from lineartime import run_config
+from lineartime import model_names
 from made_documents import made_rows, write_model, write_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "documents.md"
@@ -21,7 +21,7 @@ COMMANDS = [line for language, block in BLOCKS if not language for line in block
 
 def test_the_guide(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_config, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(model_names, "MODELS", tmp_path / "models")
     write_model(tmp_path / "models" / "small")
     Path("books").mkdir()
     for i, row in enumerate(made_rows(3)):
