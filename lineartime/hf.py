@@ -138,11 +138,13 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
             if getattr(tokenizer, name) is None and content in there:
                 setattr(tokenizer, name, there[content])
         if tokenizer.pad_token is None:
-            ids = tokenizer.get_vocab().values()
-            pad = padding_token(tokenizer.mask_token is not None, len({*ids}) <= max(ids))
+            vocabulary = tokenizer.get_vocab()
+            has_gaps = len({*vocabulary.values()}) <= max(vocabulary.values())
+            pad = padding_token(tokenizer.mask_token is not None, has_gaps, PAD in vocabulary)
             tokenizer.add_special_tokens({} if pad is None else {"pad_token": pad})
-        if "split_special_tokens" not in tokenizer.init_kwargs:
-            tokenizer.split_special_tokens = there.keys() <= {END_OF_DOCUMENT, PAD}
+        # As it was saved; `_add_tokens` has had all of the vocabulary's.
+        is_text = tokenizer.init_kwargs.get("split_special_tokens", there.keys() <= {END_OF_DOCUMENT, PAD})
+        tokenizer.split_special_tokens = is_text
         for name in ("padding_side", "split_special_tokens"):
             tokenizer.init_kwargs.setdefault(name, getattr(tokenizer, name))  # saved, for a plain class to read
         tokenizer.add_bos_token = kwargs.get("add_bos_token", True)
@@ -151,7 +153,7 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
         """Add tokens as transformers does. Special tokens of a user's own are read from text from then on."""
         own = {str(token) for token in new_tokens if special_tokens or getattr(token, "special", False)}
-        if own - {END_OF_DOCUMENT, MASK, SEPARATOR, PAD}:
+        if own - {END_OF_DOCUMENT, MASK, SEPARATOR, str(self.pad_token)}:
             self.split_special_tokens = False
         return super()._add_tokens(new_tokens, special_tokens=special_tokens)
 
@@ -162,11 +164,11 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
 
     def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> BatchEncoding:
         """As in transformers, but an end token at the end of a text is one."""
-        texts, end = [text] if isinstance(text, str) else text, self.eos_token
-        split = how.get("split_special_tokens")
+        texts, end, split = [text] if isinstance(text, str) else text, self.eos_token, how.get("split_special_tokens")
         split = self.split_special_tokens if split is None else split
-        if not split or text_pair is not None or how.get("is_split_into_words") or not any(
-                isinstance(each, str) and each.endswith(end) for each in texts):
+        has_more = text_pair is not None or any(how.get(name) for name in (
+            "is_split_into_words", "return_offsets_mapping", "return_special_tokens_mask", "return_overflowing_tokens"))
+        if not split or has_more or not end or not any(isinstance(each, str) and each.endswith(end) for each in texts):
             return super()._encode_plus(text, text_pair, **how)
         encode = partial(super()._encode_plus, add_special_tokens=how.get("add_special_tokens", True),
                          split_special_tokens=True)

@@ -57,9 +57,9 @@ class Tokenizer:
     `end_of_document` is the id of "<|endoftext|>"; `mask` and `separator` are those of "[MASK]" and "[SEP]", or None.
     The constructor adds a missing "<|endoftext|>", and with `mlm` the other two. `special` are the ids that no text
     has: special tokens and unused ids. `vocab_size` is the largest id plus one; `has_gaps` says whether an id below it
-    is unused. `reads_pieces`: the ids of the pieces of a text (`read_text.cut`) are those of the whole; `is_lossless`:
-    every text is given back. `name` is for messages. Raises DataError if `json` is not a tokenizer, or its vocabulary
-    has no room for one of these tokens."""
+    is unused, `has_pad` whether it has `PAD`. `reads_pieces`: the ids of the pieces of a text (`read_text.cut`) are
+    those of the whole; `is_lossless`: every text is given back. `name` is for messages. Raises DataError if `json` is
+    not a tokenizer, or its vocabulary has no room for one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
@@ -87,7 +87,7 @@ class Tokenizer:
         self.end_of_document = special[END_OF_DOCUMENT]
         self.mask, self.separator = special.get(MASK), special.get(SEPARATOR)
         self.vocab_size = max(used) + 1
-        self.has_gaps = len(used) < self.vocab_size
+        self.has_gaps, self.has_pad = len(used) < self.vocab_size, PAD in vocabulary
         self.special = sorted({*range(self.vocab_size)} - used.keys() | {*special.values()})
         model = json_module.loads(json)["model"]
         unknown = model.get("unk_id", model.get("unk_token"))
@@ -303,7 +303,8 @@ def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
 def as_saved(json: str, folder: Path) -> str:
     """The tokenizer.json of a folder. Special tokens that a user has added under transformers are ordinary added tokens
     in it: `hf.LineartimeTokenizer`, which saves that, reads them from text. Raises DataError for damaged settings."""
-    saved, ours = saved_settings(folder), {END_OF_DOCUMENT, MASK, SEPARATOR, PAD}
+    saved = saved_settings(folder)
+    ours = {END_OF_DOCUMENT, MASK, SEPARATOR, PAD, str(saved.get("pad_token"))}
     if saved.get("tokenizer_class") != "LineartimeTokenizer" or saved.get("split_special_tokens") is not False:
         return json
     try:

@@ -47,7 +47,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
                                 "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
                                 "mask_token": MASK if tokenizer.mask is not None else None,
                                 "sep_token": SEPARATOR if tokenizer.separator is not None else None,
-                                "pad_token": padding_token(tokenizer.mask is not None, tokenizer.has_gaps)}
+                                "pad_token": padding_token(tokenizer.mask is not None, tokenizer.has_gaps,
+                                                           tokenizer.has_pad)}
     settings = {name: value for name, value in settings.items() if value is not None}
     if tokenizer.mask is None and tokenizer.special != [tokenizer.end_of_document]:
         settings["split_special_tokens"] = True  # `LineartimeTokenizer` would read tokens that are not ours from texts
@@ -73,9 +74,10 @@ def sentence_files(width: int) -> dict[str, str]:
     return {name: json.dumps(content, indent=1) + "\n" for name, content in contents.items()}
 
 
-def padding_token(masked: bool, has_gaps: bool) -> str | None:
-    """The padding of a tokenizer: `PAD`; in one with "[MASK]", whose models learn no end of a document, the
-    end-of-document token. None for ids with gaps, where a new token could get the id of another."""
+def padding_token(masked: bool, has_gaps: bool, has_pad: bool) -> str | None:
+    """The padding of a tokenizer: `PAD`, or another name if the vocabulary has that; in one with "[MASK]", whose models
+    learn no end of a document, the end-of-document token. None for ids with gaps, where a new token could get the id of
+    another."""
     if masked:
         return END_OF_DOCUMENT
-    return None if has_gaps else PAD
+    return None if has_gaps else "<|padding|>" if has_pad else PAD

@@ -549,10 +549,12 @@ def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
     assert tokenizer.apply_chat_template(chat)["input_ids"] == [97, EOD, 98, EOD]
     tokenizer.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer("[PAD]")["input_ids"] == [EOD, *b"[PAD]"]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
     tokenizer.save_pretrained(tmp_path)
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        assert each("<|turn|>")["input_ids"] == [EOD, plain.vocab_size + 1]
+        assert each("<|turn|>")["input_ids"] == [EOD, plain.vocab_size + 2]
 
 
 @pytest.mark.parametrize("end", [259, [259, 258]])
@@ -572,6 +574,11 @@ def test_a_model_that_was_fine_tuned_under_transformers(hf, folder, tmp_path, en
     assert own.decode(own.encode(text)) == text
     assert generate(model, ["<|turn|>"], tokenizer=own, max_new_tokens=5) == [""]
     assert model.end_tokens == {EOD, *(end if isinstance(end, list) else [end])}
+    for name, content in tokenizer_files(own).items():  # of a run that goes on from it
+        (tmp_path / name).write_text(content)
+    further = LineartimeTokenizer.from_pretrained(tmp_path)  # padding is behind the vocabulary, as in the run's config
+    assert further.pad_token_id == model.config.vocab_size == own.vocab_size
+    assert further(text)["input_ids"][1:] == own.encode(text)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match=r"damaged: .*generation_config.json; invalid literal"):
         load_model(tmp_path)

@@ -19,7 +19,7 @@ SCRIPTS = ["abcdefghijklmnopqrstuvwxyzWST0123456789.,'#<|>", "éàüßñçøåœ
            "東京日本語漢字雨", "ひらがなカタカナ", "한국어문자열", "אבגדהוזחט", "ابتثجحخد", "हिन्दीकखगािी",
            "กขคงจฉชเแ", "\U0001f600\U0001f469\u200d\u0301\ufe0f"]
 SPACES = [" ", " ", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\u00a0", "\u2028", "\u3000", ""]
-SPELLED = [END_OF_DOCUMENT, PAD, "[MASK]", "[SEP]", "[UNK]", "<unk>", "<0x41>", "▁", "Ġ", "##s", "it was the best"]
+SPELLED = [END_OF_DOCUMENT, PAD, "[MASK]", "[SEP]", "[UNK]", "<unk>", "<s>", "<0x41>", "▁", "Ġ", "##s", "it was"]
 
 
 def texts_of_scripts(n):

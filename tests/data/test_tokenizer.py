@@ -70,6 +70,7 @@ def metaspace() -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁was", -2.0), ("▁the", -2.0),
                                                  *((letter, -3.0) for letter in "aehistw")], unk_id=0))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.add_special_tokens(["<s>"])
     return inner
 
 

@@ -203,8 +203,10 @@ def test_trl_fine_tunes(how, tmp_path):
 
     model, tokenizer = opened()
     how, lora = ({}, LoraConfig(r=4, target_modules=["in_proj", "out_proj"])) if how == "lora" else (how, None)
-    found = losses(SFTTrainer(model, arguments(SFTConfig, tmp_path, **{"max_length": 64, **how}), peft_config=lora,
-                              train_dataset=Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer))
+    trainer = SFTTrainer(model, arguments(SFTConfig, tmp_path, **{"max_length": 64, **how}), peft_config=lora,
+                         train_dataset=Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer)
+    assert next(iter(trainer.train_dataset))["input_ids"][-1] == tokenizer.eos_token_id  # which it writes as text
+    found = losses(trainer)
     assert 4.4 < found[0] < 4.9 and (lora is not None or found[-1] < found[0] - 1)
 
 
