@@ -313,7 +313,7 @@ def as_saved(json: str, folder: Path) -> str:
             token["special"] = token["special"] and token["content"] in ours
     except (ValueError, LookupError, TypeError, RecursionError):
         return json  # of which `Tokenizer` says what is wrong
-    return json_module.dumps(content, ensure_ascii=False)
+    return json_module.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
