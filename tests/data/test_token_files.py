@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lineartime.data.prepare import prepare
-from lineartime.data.readers import Rows, as_dataset
+from lineartime.data.readers import Rows
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
@@ -94,6 +94,3 @@ def test_rows_for_other_trainers(tmp_path):
     assert torch.equal(plain[3]["labels"][:-1], plain[3]["input_ids"][1:])
     assert sorted(row["input_ids"].tolist() for row in mixed) == sorted(row["input_ids"].tolist() for row in rows)
     assert [row["input_ids"].tolist() for row in mixed] != [row["input_ids"].tolist() for row in rows]
-    pytest.importorskip("datasets")
-    assert [row["input_ids"].tolist() for row in as_dataset(tmp_path / "out", "train", 16)] == [
-        row["input_ids"].tolist() for row in rows]

@@ -64,6 +64,17 @@ def test_accelerate_places_a_model_on_one_device():
         AutoModelForCausalLM.from_pretrained(SMALL, device_map=outer | layers)
 
 
+def test_datasets_gives_the_rows_of_prepared_text(tmp_path):
+    from lineartime.data.readers import Rows, as_dataset
+
+    data = tmp_path / "data"
+    lineartime.prepare([Path(lineartime.__file__).parent / "text/jane_eyre.txt"], data, tokenizer=SMALL, held_out=0.1)
+    rows, found = Rows(data, "validation", 512, seed=3), list(as_dataset(data, "validation", 512, seed=3))
+    assert len(found) == len(rows) > 40
+    for one, row in zip(found, rows, strict=True):
+        assert all(torch.equal(torch.tensor(one[name]), row[name]) for name in row)
+
+
 def test_accelerate_and_trainer_smooth_labels(tmp_path):
     """Labels are shifted: with nearly no smoothing the losses are nearly those without, if padding goes right."""
     found = [losses(trainer_of(tmp_path, side="right", label_smoothing_factor=factor)) for factor in (0.0, 1e-6)]
