@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WHOLE = b"lineartime has written all of these rows to the output\n"
+"""The last line once the output is written, before it is renamed."""
 N_CHECKSUM = 16
 """Bytes of a checksum."""
 VECTOR = "embedding"
@@ -38,6 +40,12 @@ VECTOR = "embedding"
 def check_out(out: Path, endings: tuple[str, ...]) -> None:
     """Raise UsageError for a file that cannot be written, or is there already."""
     require(out.suffix in endings, "unknown kind of file", str(out), f"it takes {', '.join(endings)}")
+    part = part_of(out)
+    if os.path.lexists(out) and part.is_file():
+        with part.open("rb") as file:
+            file.seek(max(part.stat().st_size - len(WHOLE), 0))
+            if file.read() == WHOLE:  # a process was killed between renaming the output and removing its rows
+                part.unlink()
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
@@ -111,6 +119,8 @@ def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[in
                 # `strict`: fewer rows are read than were written only if another process has changed the file.
                 rows = (row for _, row in zip(range(n_rows), sound_rows(file, first), strict=True))
                 write_rows(rows, whole, out.suffix)
+                file.write(WHOLE)
+                file.flush()
             path.unlink(missing_ok=True)
     except BlockingIOError:
         raise ResourceError("another process is writing this file", path, "wait for it") from None
@@ -125,7 +135,8 @@ def rows_there(file: IO[bytes], first: bytes, path: Path) -> int:
     for row in sound_rows(file, first):
         n_rows, end = n_rows + 1, end + N_CHECKSUM + len(row)
     file.seek(end)
-    if file.readline(MAX_BYTES).endswith(b"\n"):  # a kill leaves less than a line
+    rest = file.readline(MAX_BYTES)
+    if rest.endswith(b"\n") and rest != WHOLE:  # a kill leaves less than a line
         logger.warning(f"damaged: {path}; its documents up to number {n_rows:,} are kept, the others are read again")
     file.seek(0)
     file.write(first)

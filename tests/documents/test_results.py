@@ -131,5 +131,9 @@ def test_a_kill_around_the_rename_loses_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Path, "unlink", killed)
         assert go_on(out) == len(ROWS)
-    with pytest.raises(UsageError, match="the output exists already"):
-        check_out(out, (".jsonl",))
+    whole = part_of(out).read_bytes()
+    for left, stays in ((whole, False), (whole[:-1], True)):  # rows of which there is no output stay
+        part_of(out).write_bytes(left)
+        with pytest.raises(UsageError, match="the output exists already"):
+            check_out(out, (".jsonl",))
+        assert part_of(out).exists() == stays
