@@ -1,5 +1,6 @@
 """Text comes back exactly as it went in, and nothing in it is read as a special token."""
 
+import json
 import random
 import re
 import subprocess
@@ -231,3 +232,11 @@ def test_of_text_without_spaces_a_part_is_learned():
     assert _short_words("some words\n" * 9000) == ["some words\n" * 9000]
     tokenizer = train_tokenizer([text], 400)
     assert len(tokenizer.encode(text)) < 20_000
+
+
+def test_dropout_of_training_is_off():
+    inner = tokenizers.Tokenizer.from_str(train_tokenizer(["some words and some more words"] * 9, 300).json)
+    inner.model.dropout = 0.9
+    found = Tokenizer(inner.to_str())
+    assert {tuple(found.encode("some words")) for _ in range(20)} == {tuple(found.encode("some words"))}
+    assert json.loads(found.json)["model"]["dropout"] is None

@@ -54,6 +54,15 @@ def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_row
     assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)
 
 
+def test_training_can_use_what_a_model_keeps_from_scoring(stream: TokenStream) -> None:
+    """A sharded model keeps gathered weights, which could not be written in inference mode."""
+    model = tiny_flash(stream, 8)
+    seen: list[bool] = []
+    model.register_forward_hook(lambda *_: seen.append(torch.is_inference_mode_enabled() or torch.is_grad_enabled()))
+    evaluate(model, stream)
+    assert seen and not any(seen)
+
+
 @pytest.mark.parametrize("max_tokens", [256, 960, 10**6])
 def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens: int) -> None:
     """English, of about a byte a token with these tokens, then Russian, of two."""
