@@ -286,15 +286,19 @@ def test_a_finished_run_says_so_and_is_left_alone(data, finished, tmp_path, call
         assert touched(out) == before
 
 
-def test_latest_is_the_newest_checkpoint_at_the_end(data, finished, tmp_path, call):
-    """Also if the disk was full when it should have been linked."""
-    out = tmp_path / "run"
-    shutil.copytree(finished, out, symlinks=True)
-    (out / "result.json").unlink()
-    (out / "latest").unlink()
-    (out / "latest").symlink_to("step-00000002")
-    assert call(*command(data, out, steps=4, warmup_steps=1))[0] == 0
-    assert os.readlink(out / "latest") == "step-00000004"
+def test_latest_is_the_newest_checkpoint_at_the_end(data, tmp_path, call, monkeypatch):
+    """Also if the disk was full when the last checkpoint should have been linked."""
+    symlink, failed = os.symlink, []
+
+    def once_full(target, link):
+        if str(target) == "step-00000004" and not failed:
+            failed.append(target)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        symlink(target, link)
+
+    monkeypatch.setattr(checkpoint, "_symlink", once_full)
+    assert call(*command(data, tmp_path / "run", steps=4, warmup_steps=1))[0] == 0
+    assert failed and os.readlink(tmp_path / "run/latest") == "step-00000004"
 
 
 # Another run in the folder
