@@ -43,6 +43,8 @@ MAX_ARRAY_BYTES = 1 << 30
 """Largest JSON array, which is read whole."""
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
 """Text may be so many times its file, or so many bytes."""
+EXPANSION = 4
+"""About how many times its file the text is that is packed, or in parquet: by it work is shared evenly."""
 BYTE_ORDER_MARK = "\ufeff"
 UTF8 = "utf-8"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
@@ -103,10 +105,15 @@ def require_encoding(encoding: str) -> None:
 
 def ranges_of(name: Name, size: int, range_bytes: int, encoding: str = UTF8) -> list[tuple[int, int]]:
     """The ranges of bytes in which a file of this size may be read apart; one if that is not possible. They depend on
-    nothing else, so any number of processes makes the same."""
+    nothing else, so any number of processes makes the same. range_bytes: of text, see `EXPANSION`."""
     apart = (ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and encoding == UTF8) or is_token_file(name)
-    step = range_bytes if apart else max(size, 1)
+    step = max(range_bytes // expansion_of(name), 1) if apart else max(size, 1)
     return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def expansion_of(name: Name) -> int:
+    """About how many times its size the text of a file is."""
+    return EXPANSION if _packing(name) or ending_of(name) == ".parquet" else 1
 
 
 def read_pieces(name: Name, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES, task: str | None = None,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lineartime.data.files import hash_of, joined, opened, opened_new, reading, write_text
-from lineartime.data.read_text import is_one_document, is_token_file, ranges_of, read_pieces, read_whole
+from lineartime.data.read_text import expansion_of, is_one_document, is_token_file, ranges_of, read_pieces, read_whole
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Split
@@ -45,8 +45,10 @@ class Slice(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """About how many it has, for progress."""
-        return self.stop - self.start - self.skip if self.characters is None else self.characters
+        """About how many of text it has."""
+        if self.characters is not None:
+            return self.characters
+        return (self.stop - self.start) * expansion_of(self.path) - self.skip
 
 
 class CheckedFile(NamedTuple):
