@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import typer
@@ -216,6 +217,15 @@ def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
     code, _, err = call("generate", "tiny", "--max-new-tokens", 1)
     assert code == 0 and "warning: tiny is the model that ships with the package; write ./tiny for the folder" in err
     assert_refused(*call("generate", "./tiny")[::2], 2, "not a run: tiny")
+
+
+def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path, call: Call) -> None:
+    store = fsspec.filesystem("memory")
+    to_store = ("export", run, "--out", "memory://models/tiny", "--about", run.parent / "about.md")
+    assert call(*to_store)[0] == 0
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "MANIFEST.json"):
+        assert store.cat(f"/models/tiny/{name}") == (exported / name).read_bytes()
+    assert_refused(*call(*to_store)[::2], 2, "the output exists already: memory://models/tiny")
 
 
 def test_a_wrong_name_is_refused_without_torch() -> None:
