@@ -305,11 +305,6 @@ def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Ten
     return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
 
 
-def run_layers(model: nn.Module, rows_BT: Tensor, ranks: Ranks) -> None:
-    """`token_losses` without a loss: the layers alone are computed."""
-    model(rows_BT[:, :-1], at_K=rows_BT.new_empty(0), ranks=ranks)
-
-
 def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
     """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32 at least: `[K]`, or
     of those in this rank's part where `ranks` share the rows. The head is computed for these tokens only."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lineartime.data.sources import SPLITS
-from lineartime.data.units import CheckedFile, ReadOptions, Slice, read_slice
+from lineartime.data.units import CheckedFile, ReadArguments, Slice, read_slice
 from lineartime.errors import DataError
 
 LINE_SEARCH = 1 << 16
@@ -65,7 +65,7 @@ def spread_documents(files: list[CheckedFile], share: float, hashes_D: np.ndarra
         k = min(k + 1 + k // 50, n - 1)
 
 
-def cut_document(whole: CheckedFile, slices: list[Slice], held_out: float, how: ReadOptions
+def cut_document(whole: CheckedFile, slices: list[Slice], held_out: float, how: ReadArguments
                  ) -> tuple[list[Slice], list[Slice]]:
     """The slices of a file of one document, of which the end is held out: those of train and of validation. Raises
     DataError for too little text."""

@@ -53,19 +53,20 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
             for name in (shares.JOB, shares.CHECKED, DONE):  # of a call that was killed; the text may have changed
                 remove(joined(work, name))
             if taken and asked.from_hub:
-                return _already_prepared(out, asked, None)
+                tokenizer = shares.named_tokenizer(asked)
+                return _already_prepared(out, asked.for_manifest(None if tokenizer is None else tokenizer.sha256), None)
             job = shares.plan(asked, work, show)
             if taken:
                 shown = show("hashing", job["sources"], len(job["sources"]))
-                return _already_prepared(out, asked, [{"split": split, "name": name} | hash_of(path)
-                                                      for split, name, path, _ in shown])
+                return _already_prepared(out, job["settings"], [{"split": split, "name": name} | hash_of(path)
+                                                                for split, name, path, _ in shown])
             sizes = [size for *_, size in job["sources"]]
             few = sum(sizes) < asked.unit_bytes
-            run_shares("check", work, 1 if few else min(asked.n_jobs, len(sizes)),
-                       _counted(progress, "checking", [1] * len(sizes)))
-            units = shares.arrange(work, show)["units"]
-            run_shares("encode", work, 1 if few else min(asked.n_jobs, len(units)),
-                       _counted(progress, "tokenising", [sum(Slice(*one).bytes for one in own) for _, own in units]))
+            checked = _counted(progress, "checking", len(sizes))
+            run_shares("check", work, 1 if few else min(asked.n_jobs, len(sizes)), lambda index: checked(1))
+            units = [sum(Slice(*one).bytes for one in own) for _, own in shares.arrange(work, show)["units"]]
+            encoded = _counted(progress, "tokenising", sum(units))
+            run_shares("encode", work, 1 if few else min(asked.n_jobs, len(units)), lambda index: encoded(units[index]))
             return shares.join(work, out if is_address(out) else joined(work, DONE), show)
 
 
@@ -97,13 +98,12 @@ def _is_taken(out: str) -> bool:
     return exists(out) and not (is_folder(out) and not os.listdir(out))
 
 
-def _already_prepared(out: str, asked: PrepareSettings, sources: list[dict[str, Any]] | None) -> Manifest:
-    """The manifest of an output that has this text already; `sources`: its files, None for those of the hub. Raises
-    UsageError for another one."""
+def _already_prepared(out: str, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
+    """The manifest of an output that has this text with these settings already; `sources`: its files, None for those of
+    the hub. Raises UsageError for another one."""
     if not exists(joined(out, DATA_MANIFEST)):
         raise UsageError("the output exists and is not a prepared folder", out, "choose another")
     manifest = read_manifest(out)
-    settings = shares.settings_of(asked)
     old, new = manifest.settings | {"text": manifest.sources}, settings | {"text": sources or manifest.sources}
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     how = [name if name == "text" else f"{name} {old.get(name)} -> {new.get(name)}" for name in changed]
@@ -113,29 +113,25 @@ def _already_prepared(out: str, asked: PrepareSettings, sources: list[dict[str, 
     return dataclasses.replace(manifest, already_prepared=True)
 
 
-def _counted(progress: Progress | None, what: str, amounts: list[int]) -> Callable[[int], None]:
-    """A function that takes the number of each task that is done, and reports the sum of their amounts."""
-    n_done, total = 0, sum(amounts)
+def _counted(progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:
+    """A function that takes the amount of each item that is done, and reports their sum."""
+    n_done = 0
     if progress is not None:
         progress(what, 0, total)
 
-    def done(index: int) -> None:
+    def add(amount: int) -> None:
         nonlocal n_done
-        n_done += amounts[index]
+        n_done += amount
         if progress is not None:
             progress(what, n_done, total)
 
-    return done
+    return add
 
 
 def _shown(progress: Progress | None, what: str, items: Iterable[Any], total: int | None,
            amount: Callable[[Any], int] = lambda item: 1) -> Iterator[Any]:
-    """Pass the items on, and report to `progress` the sum of the amounts of the items done."""
-    done = 0
-    if progress is not None:
-        progress(what, done, total)
+    """Pass the items on, and report the sum of the amounts of the items done."""
+    add = _counted(progress, what, total)
     for item in items:
         yield item
-        done += amount(item)
-        if progress is not None:
-            progress(what, done, total)
+        add(amount(item))

@@ -29,8 +29,7 @@ from lineartime.data.files import (
     hashed_file,
     joined,
     make_folder,
-    opened,
-    reading,
+    read_all,
     remove,
     size_of,
     write_text,
@@ -53,7 +52,7 @@ from lineartime.data.units import (
     UNITS,
     CheckedFile,
     Encoded,
-    ReadOptions,
+    ReadArguments,
     Slice,
     check_file,
     encode_unit,
@@ -92,7 +91,7 @@ def plan(asked: PrepareSettings, work: Name, show: Show = no_show) -> dict[str, 
     if tokenizer is None and any(is_token_file(each.path) for each in sources):
         raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
     unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))
-    job = {"settings": settings_of(asked),
+    job = {"settings": asked.for_manifest(None if tokenizer is None else tokenizer.sha256),
            "notes": [f"{unread} files lie beside the .parquet files and were not read"] if unread else [],
            "reading": asked.reading, "range_bytes": asked.unit_bytes, "held_out": asked.held_out,
            "sources": [[each.split, each.name, each.path, size_of(each.path)] for each in sources],
@@ -195,12 +194,6 @@ def join(work: Name, out: Name, show: Show = no_show) -> Manifest:
 # What the steps use
 
 
-def read_all(name: Name) -> bytes:
-    """The bytes of a file. Raises DataError for one that cannot be read."""
-    with reading(name), opened(name) as file:
-        return file.read()
-
-
 def read_object(name: Name) -> Any:
     """A file of JSON. Raises DataError for one that cannot be read or is damaged."""
     try:
@@ -224,12 +217,6 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
             path = weights_folder(asked.tokenizer)
         ready = load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=masked)
     return ready if asked.add_tokens is None else with_tokens(ready, asked.add_tokens)
-
-
-def settings_of(asked: PrepareSettings) -> dict[str, Any]:
-    """The settings that decide what is written, as the manifest has them."""
-    tokenizer = named_tokenizer(asked)
-    return asked.for_manifest(None if tokenizer is None else tokenizer.sha256)
 
 
 def opened_tokenizer(work: Name, job: dict[str, Any]) -> Tokenizer:
@@ -263,15 +250,13 @@ def _checked_files(work: Name, job: dict[str, Any]) -> tuple[list[CheckedFile], 
 
 def _slices_of_splits(files: list[CheckedFile], job: dict[str, Any], whole: bool) -> list[tuple[str, list[Slice]]]:
     """The slices of each file, with the split that they are units of. whole: documents are not read apart."""
-    slices = [(file.split, slices_of(file, job["range_bytes"], job["reading"]["encoding"], whole))
-              for file in files if file.documents]
-    train = [i for i, file in enumerate(file for file in files if file.documents) if file.split == "train"]
-    if job["held_out"] and len(train) == 1:
+    there = [file for file in files if file.documents]
+    slices = [(file.split, slices_of(file, job["range_bytes"], job["reading"]["encoding"], whole)) for file in there]
+    train = [i for i, file in enumerate(there) if file.split == "train"]
+    if job["held_out"] and [there[i].documents for i in train] == [1]:  # it is cut
         (i,) = train
-        only = [file for file in files if file.documents][i]
-        if only.documents == 1:
-            halves = cut_document(only, slices[i][1], job["held_out"], job["reading"])
-            slices[i:i + 1] = list(zip(("train", "validation"), halves, strict=True))
+        halves = cut_document(there[i], slices[i][1], job["held_out"], job["reading"])
+        slices[i:i + 1] = list(zip(("train", "validation"), halves, strict=True))
     return slices
 
 
@@ -299,7 +284,7 @@ def _trained(slices: list[tuple[str, list[Slice]]], train: Spans, job: dict[str,
     return train_tokenizer(itertools.chain(shown, learning), job["vocab_size"], mlm=job["mlm"])
 
 
-def _texts_of(slices: list[tuple[str, list[Slice]]], part: Spans, how: ReadOptions) -> Iterator[str]:
+def _texts_of(slices: list[tuple[str, list[Slice]]], part: Spans, how: ReadArguments) -> Iterator[str]:
     """The pieces of a split's documents."""
     document, spans = 0, iter(part.spans)
     first, stop = next(spans)

@@ -4,13 +4,14 @@
                  FILE.ds.metadata: its first line ends with the bytes of an id
     Megatron-LM  FILE.bin: ids. FILE.idx: a header with their type; the length of each document, int32"""
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from lineartime.data.files import Name, exists, opened, reading, size_of
+from lineartime.data.files import Name, exists, opened, read_all, reading, size_of
 from lineartime.errors import DataError
 
 MEGATRON = b"MMIDIDX\x00\x00"
@@ -20,7 +21,8 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def read_token_file(name: Name, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
     """The ids of each document that begins in bytes [start, stop) of a token file and has any. Raises DataError for a
     file without its index, or with one that does not fit it."""
-    dtype, lengths_D = _described(name)
+    index_name = f"{str(name).removesuffix('.bin')}.idx" if str(name).endswith(".bin") else f"{name}.index"
+    dtype, lengths_D = _described(str(name), size_of(name), index_name, size_of(index_name))
     ends_D = lengths_D.cumsum() * dtype.itemsize
     begins_D = ends_D - lengths_D * dtype.itemsize
     with reading(name), opened(name) as file:
@@ -31,28 +33,23 @@ def read_token_file(name: Name, start: int = 0, stop: int | None = None) -> Iter
                 yield np.frombuffer(content, dtype)
 
 
-def _described(name: Name) -> tuple[Any, np.ndarray]:
-    """The type of a file's ids, and the length of each document in ids, int64."""
-    by_megatron = str(name).endswith(".bin")
-    index_name = f"{str(name).removesuffix('.bin')}.idx" if by_megatron else f"{name}.index"
-    index = _content(index_name)
+@functools.lru_cache(1)  # a process reads many ranges of one file
+def _described(name: str, size: int, index_name: str, index_size: int) -> tuple[Any, np.ndarray]:
+    """The type of a file's ids, and the length of each document in ids, int64. The sizes of both files tell when they
+    have changed."""
+    index = read_all(index_name)
     try:
-        if by_megatron:
+        if name.endswith(".bin"):
             dtype = np.dtype(MEGATRON_DTYPES[index[17] if index.startswith(MEGATRON) else 0])  # 0 is no type
             lengths_D = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), 34).astype(np.int64)
         else:
-            metadata = _content(f"{name}.metadata") if exists(f"{name}.metadata") else b""
+            metadata = read_all(f"{name}.metadata") if exists(f"{name}.metadata") else b""
             dtype = np.dtype("<u4" if re.match(rb"[^\n]*\|4\s*$", metadata, re.MULTILINE) else "<u2")
             ends_D = np.frombuffer(index, "<u8").astype(np.int64)
             lengths_D = ends_D - np.concatenate([[0], ends_D[:-1]])
-        fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size_of(name)
+        fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size
     except (IndexError, KeyError, OverflowError, ValueError):
         fits = False
     if not fits:
         raise DataError("not an index of these tokens", index_name, "copy both files again")
     return dtype, lengths_D
-
-
-def _content(name: str) -> bytes:
-    with reading(name), opened(name) as file:
-        return file.read()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lineartime.data.files import hash_of, joined, opened, opened_new, reading, write_text
+from lineartime.data.files import hash_of, joined, opened, opened_new, read_all, reading, write_text
 from lineartime.data.read_text import expansion_of, is_one_document, is_token_file, ranges_of, read_pieces, read_whole
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ UNITS = "units"
 """The folder of a job's units."""
 BLOCK_IDS = 1 << 21
 """Ids that are in memory at once when units are joined."""
-ReadOptions = dict[str, Any]
+ReadArguments = dict[str, Any]
 """The named arguments of `read_pieces`: field, max_line_bytes, task, encoding."""
 
 
@@ -81,30 +81,32 @@ class Encoded:
 
 
 class DocumentCount:
-    """Counts documents as their pieces come."""
+    """Counts documents as their pieces come. with_hashes: also makes a hash of each that is not blank."""
 
-    def __init__(self) -> None:
-        self.characters = self.blank = 0
-        self.hashes: list[bytes] = []
-        """Of the documents that are not blank."""
+    def __init__(self, with_hashes: bool) -> None:
+        self.characters = self.documents = self.blank = 0
+        self.hashes: list[bytes] | None = [] if with_hashes else None
         self._digest, self._is_blank = hashlib.blake2b(digest_size=8), True
 
     def add(self, content: bytes, n_characters: int, is_blank: bool, last: bool) -> None:
-        """DocumentCount a piece, of which `last` says whether it ends its document."""
-        self._digest.update(content)
+        """Count a piece, of which `last` says whether it ends its document."""
+        if self.hashes is not None:
+            self._digest.update(content)
         self.characters += n_characters
         self._is_blank = self._is_blank and is_blank
         if last:
             self.blank += self._is_blank
-            self.hashes += [] if self._is_blank else [self._digest.digest()]
+            self.documents += not self._is_blank
+            if self.hashes is not None and not self._is_blank:
+                self.hashes.append(self._digest.digest())
             self._digest, self._is_blank = hashlib.blake2b(digest_size=8), True
 
 
-def check_file(path: str, size: int, how: ReadOptions, range_bytes: int, hashes: str | None = None) -> dict[str, Any]:
+def check_file(path: str, size: int, how: ReadArguments, range_bytes: int, hashes: str | None = None) -> dict[str, Any]:
     """Read a file to its end: its size and SHA-256, and the last fields of `CheckedFile`. Raises DataError.
 
     hashes: a new file for a hash of each document that is not blank, by which copies are found."""
-    count = DocumentCount()
+    count = DocumentCount(hashes is not None)
     if is_token_file(path):
         for ids in read_token_file(path):
             count.add(ids.tobytes(), len(ids), False, True)
@@ -118,8 +120,8 @@ def check_file(path: str, size: int, how: ReadOptions, range_bytes: int, hashes:
         characters.append(count.characters - before)
     if hashes is not None:
         with opened_new(hashes) as file:
-            file.write(b"".join(count.hashes))
-    return hash_of(path) | {"documents": len(count.hashes), "blank": count.blank,
+            file.write(b"".join(count.hashes or ()))
+    return hash_of(path) | {"documents": count.documents, "blank": count.blank,
                             "characters": characters or [count.characters]}
 
 
@@ -130,7 +132,7 @@ def slices_of(file: CheckedFile, range_bytes: int, encoding: str, whole: bool) -
     return [Slice(file.path, start, stop) for start, stop in ranges]
 
 
-def read_slice(one: Slice, how: ReadOptions) -> Iterator[tuple[str, bool]]:
+def read_slice(one: Slice, how: ReadArguments) -> Iterator[tuple[str, bool]]:
     """The pieces of a slice: text, and whether it ends a document. Blank documents of a file of rows have none."""
     skip, n_left = one.skip, one.characters
     for text, last in read_pieces(one.path, start=one.start, stop=one.stop, **how):
@@ -143,7 +145,7 @@ def read_slice(one: Slice, how: ReadOptions) -> Iterator[tuple[str, bool]]:
             return
 
 
-def tokenised(slices: list[Slice], how: ReadOptions, tokenizer: Tokenizer, pack: Callable[[str], bytes]
+def tokenised(slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, pack: Callable[[str], bytes]
               ) -> Iterator[tuple[str, np.ndarray, bool]]:
     """The pieces of some slices with their ids, and whether a document ends. A token file has ids, which are decoded
     for the counts of words and bytes; special tokens at the ends of its documents are left out."""
@@ -162,7 +164,7 @@ def tokenised(slices: list[Slice], how: ReadOptions, tokenizer: Tokenizer, pack:
                 yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
 
 
-def encode_unit(folder: str, number: int, slices: list[Slice], how: ReadOptions, tokenizer: Tokenizer,
+def encode_unit(folder: str, number: int, slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer,
                 pack: Callable[[str], bytes]) -> None:
     """Write the files of a unit into `folder`, unless they are there as an earlier call wrote them.
 
@@ -219,11 +221,10 @@ def is_finished(name: str) -> bool:
 
 def read_encoded(name: str) -> Encoded:
     """The description of a finished unit. Raises DataError if it is missing or damaged."""
-    with reading(f"{name}.json"), opened(f"{name}.json") as file:
-        try:
-            return Encoded(**json.loads(file.read()))
-        except (ValueError, TypeError) as e:
-            raise DataError("damaged file", f"{name}.json", str(e)) from None
+    try:
+        return Encoded(**json.loads(read_all(f"{name}.json")))
+    except (ValueError, TypeError) as e:
+        raise DataError("damaged file", f"{name}.json", str(e)) from None
 
 
 def joined_ids(units: Iterable[tuple[str, Encoded]], spans: list[tuple[int, int]], dtype: str,
