@@ -64,39 +64,38 @@ class Tokenizer:
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
         with self._refused("not a tokenizer.json"), _quiet_stderr():
-            inner = tokenizers.Tokenizer.from_str(json)
-        if getattr(inner.model, "dropout", None):  # of training: each call would give other tokens
+            inner = self._inner = tokenizers.Tokenizer.from_str(json)
+        # What it needs. A file that has all of it is kept as it is, for the hash is of its text.
+        needed, has_dropout = needed_tokens(mlm), bool(getattr(inner.model, "dropout", None))
+        if has_dropout:  # of training: each call would give other tokens
             inner.model.dropout = None
-            json = inner.to_str()
-        needed = needed_tokens(mlm)
-        there = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
-        missing = [token for token in needed if token not in there]
-        if missing:
-            inner.add_special_tokens([_mask_token(inner) if token == MASK else token for token in missing])
-            json = inner.to_str()
+        missing = [token for token in needed if token not in _special_tokens(inner)]
+        inner.add_special_tokens([_mask_token(inner) if token == MASK else token for token in missing])
+        self.json = inner.to_str() if has_dropout or missing else json
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" inside a document is encoded as plain text
-        if max(inner.get_vocab().values(), default=0) >= LARGEST["vocab_size"]:
+        # Its ids.
+        vocabulary, special = inner.get_vocab(), _special_tokens(inner)
+        used = Counter(vocabulary.values())
+        self.vocab_size = max(used) + 1
+        if self.vocab_size > LARGEST["vocab_size"]:
             raise DataError("a token's id is too large", name, f"the largest is {LARGEST['vocab_size'] - 1:,}")
-        vocabulary, used = inner.get_vocab(with_added_tokens=True), Counter(inner.get_vocab().values())
         for token in needed:
             if used[vocabulary[token]] > 1:  # the library counts entries to find a new id
                 raise DataError(f"its vocabulary has no room for {token}", name, "add the token to the file")
-        special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
         self.end_of_document = special[END_OF_DOCUMENT]
         self.mask, self.separator = special.get(MASK), special.get(SEPARATOR)
-        self.vocab_size = max(used) + 1
         self.has_gaps, self.has_pad = len(used) < self.vocab_size, PAD in vocabulary
         self.special = sorted({*range(self.vocab_size)} - used.keys() | {*special.values()})
-        model = json_module.loads(json)["model"]
-        unknown = model.get("unk_id", model.get("unk_token"))
+        self.sha256 = hashlib.sha256(self.json.replace(self._beginning(), "null").encode()).hexdigest()
+        # How it reads.
+        content = json_module.loads(self.json)
+        unknown = content["model"].get("unk_id", content["model"].get("unk_token"))
         self.unknown = inner.token_to_id(unknown) if isinstance(unknown, str) else unknown
-        self.json = json
-        self.reads_pieces = _cuts_as_gpt2(json) or _has_no_merges(json)
-        self.is_lossless = self.reads_pieces and {*_byte_characters()} <= inner.get_vocab().keys()
-        self.sha256 = hashlib.sha256(json.replace(_beginning(self.end_of_document), "null").encode()).hexdigest()
-        self._inner = inner
+        self._cuts_as_gpt2 = _reads_bytes(content) and _cuts_as_gpt2(content)
+        self.reads_pieces = self._cuts_as_gpt2 or (_reads_bytes(content) and content["model"].get("merges") == [])
+        self.is_lossless = self.reads_pieces and {*pre_tokenizers.ByteLevel.alphabet()} <= vocabulary.keys()
 
     @contextlib.contextmanager
     def _refused(self, what: str) -> Iterator[None]:
@@ -117,9 +116,18 @@ class Tokenizer:
     def json_with_beginning(self) -> str | None:
         """The tokenizer.json by which other programs begin each text with the end-of-document token, as training does;
         `Tokenizer` does not heed it. None for a tokenizer that adds something of its own."""
-        beginning = _beginning(self.end_of_document)
+        beginning = self._beginning()
         changed = NO_PROCESSOR.sub(lambda found: found[1] + beginning, self.json)
         return changed if beginning in changed else None
+
+    def _beginning(self) -> str:
+        """A post-processor that puts the end-of-document token before a text, as it is in a tokenizer.json."""
+        token, first, second = ({kind: {"id": name, "type_id": 0}} for kind, name in (
+            ("SpecialToken", END_OF_DOCUMENT), ("Sequence", "A"), ("Sequence", "B")))
+        ids = {"id": END_OF_DOCUMENT, "ids": [self.end_of_document], "tokens": [END_OF_DOCUMENT]}
+        return json_module.dumps({"type": "TemplateProcessing", "single": [token, first],
+                                  "pair": [token, first, second], "special_tokens": {END_OF_DOCUMENT: ids}},
+                                 separators=(",", ":"))
 
     def parts(self, text: str) -> Iterator[str]:
         """The parts in which a text is encoded, as `prepare` does: pieces, which limit memory to a few numbers per
@@ -143,7 +151,7 @@ class Tokenizer:
         It remembers the ids of words, with which a byte-level tokenizer takes a third of the time. It raises DataError
         as `encode_part` does."""
         tokenizer, dtype = self, self.dtype
-        if not _cuts_as_gpt2(self.json):
+        if not self._cuts_as_gpt2:
             return lambda text: np.array(self.encode_part(text), dtype).tobytes()
 
         class Cache(dict[str, bytes]):
@@ -184,34 +192,25 @@ class Tokenizer:
         return lambda token: stream.step(self._inner, token) or ""
 
 
-def _beginning(end_of_document: int) -> str:
-    """A post-processor that puts the end-of-document token before a text, as it is in a tokenizer.json."""
-    token, texts = {"SpecialToken": {"id": END_OF_DOCUMENT, "type_id": 0}}, [
-        {"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    special = {END_OF_DOCUMENT: {"id": END_OF_DOCUMENT, "ids": [end_of_document], "tokens": [END_OF_DOCUMENT]}}
-    return json_module.dumps({"type": "TemplateProcessing", "single": [token, texts[0]], "pair": [token, *texts],
-                              "special_tokens": special}, separators=(",", ":"))
+def _special_tokens(inner: tokenizers.Tokenizer) -> dict[str, int]:
+    """The ids of the special tokens."""
+    return {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
 
 
-def _cuts_as_gpt2(json: str) -> bool:
-    """Whether a tokenizer is byte-level BPE that cuts text by GPT-2's expression and changes nothing before that."""
-    content = json_module.loads(json)
-    model, cuts = content["model"], content.get("pre_tokenizer") or {}
-    plain = all(not model.get(name) for name in ("dropout", "unk_token", "continuing_subword_prefix",
-                                                 "end_of_word_suffix", "fuse_unk", "byte_fallback"))
-    return (content.get("normalizer") is None and model.get("type") == "BPE" and plain
-            and cuts.get("type") == "ByteLevel" and cuts.get("use_regex", True) is True
-            and cuts.get("add_prefix_space") is False
-            and all(token["special"] for token in content.get("added_tokens", [])))
-
-
-def _has_no_merges(json: str) -> bool:
-    """Whether a tokenizer has a token for each byte, and changes nothing before that."""
-    content = json_module.loads(json)
+def _reads_bytes(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is byte-level, and changes nothing of a text before that."""
     cuts = content.get("pre_tokenizer") or {}
-    return (content.get("normalizer") is None and content["model"].get("merges") == []
+    return (content.get("normalizer") is None
             and cuts.get("type") == "ByteLevel" and cuts.get("add_prefix_space") is False
             and all(token["special"] for token in content.get("added_tokens", [])))
+
+
+def _cuts_as_gpt2(content: dict[str, Any]) -> bool:
+    """Whether a byte-level tokenizer.json is plain BPE of the parts that GPT-2's expression makes."""
+    model, more = content["model"], ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
+                                     "fuse_unk", "byte_fallback")
+    return (model.get("type") == "BPE" and not any(model.get(name) for name in more)
+            and content["pre_tokenizer"].get("use_regex", True) is True)
 
 
 @contextlib.contextmanager
@@ -234,19 +233,14 @@ def needed_tokens(mlm: bool) -> list[str]:
 
 def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
     """A tokenizer of UTF-8 bytes: id 256 is the end-of-document token, with `mlm` 257 is "[MASK]" and 258 "[SEP]"."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # of printable Latin-1, and others in place of the rest
+    others = (character for character in alphabet if character > "\xff")
+    vocabulary = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([END_OF_DOCUMENT])
     return Tokenizer(inner.to_str(), mlm=mlm)
-
-
-def _byte_characters() -> list[str]:
-    """The character of each byte in a byte-level vocabulary: itself if it is printable Latin-1."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
