@@ -294,8 +294,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
 
 def require_same_tokens(weights: str, data: str) -> None:
     """Raise UsageError unless the data's tokenizer is that of the weights, or has further tokens besides."""
-    from lineartime.data.added_tokens import added_tokens
-    from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+    from lineartime.data.tokenizer import TOKENIZER_FILE, added_tokens, load_tokenizer
     from lineartime.data.tokens import tokenizer_of
 
     old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)

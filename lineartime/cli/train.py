@@ -124,7 +124,7 @@ def say_trained(done: "TrainResult") -> None:
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))
     n_held_out = tokens_of(read_manifests(config.data), "validation")
-    evaluate = f"lineartime evaluate {out} --data {read_mixture(config.data)[0].folder} --split validation"
+    evaluate = f"lineartime evaluate {out} --data {next(iter(read_mixture(config.data)))} --split validation"
     if n_held_out > config.train.last_eval_tokens:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
     if done.sample:

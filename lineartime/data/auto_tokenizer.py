@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import tokenizers
-from tokenizers import processors
 
-from lineartime.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, load_tokenizer, saved_settings
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_the_library_writes, load_tokenizer, saved_settings
 from lineartime.errors import UsageError
 from lineartime.settings import require
 
@@ -19,8 +18,8 @@ PROBES = ("Hello, World's  3.14!\r\n\t\x0bThe  end ", " Ça va? Größe \ufb01ne
 
 def is_saved_elsewhere(folder: Path) -> bool:
     """Whether a folder has a tokenizer that `transformers` has saved, of another class than ours, or its vocabulary."""
-    if (folder / TOKENIZER_CONFIG_FILE).is_file():
-        return saved_settings(folder).get("tokenizer_class") != "LineartimeTokenizer"
+    if saved := saved_settings(folder):
+        return saved.get("tokenizer_class") != "LineartimeTokenizer"
     return not (folder / TOKENIZER_FILE).is_file() and any((folder / name).is_file() for name in VOCABULARY_FILES)
 
 
@@ -38,20 +37,11 @@ def auto_tokenizer(folder: Path, *, mlm: bool = False) -> Tokenizer:
     inner, where = getattr(saved, "backend_tokenizer", None), f"{folder}: {type(saved).__name__}"
     if not isinstance(inner, tokenizers.Tokenizer):
         raise UsageError("this tokenizer cannot be a tokenizer.json", where, "take another")
-    made, file = Tokenizer(inner.to_str(), str(folder), mlm=mlm), folder / TOKENIZER_FILE
-    if file.is_file() and _by_the_library(file.read_text("utf-8")) == _by_the_library(inner.to_str()):
-        made = load_tokenizer(file, mlm=mlm)
+    json, file = inner.to_str(), folder / TOKENIZER_FILE
+    is_kept = file.is_file() and as_the_library_writes(file.read_text("utf-8")) == as_the_library_writes(json)
+    made = load_tokenizer(file, mlm=mlm) if is_kept else Tokenizer(json, str(folder), mlm=mlm)
     for text in (*PROBES, "".join(saved.all_special_tokens)):
         ids = saved(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         require(made.encode(text) == ids, "this tokenizer does more than its tokenizer.json says",
                 where, f"it reads {text!r} otherwise: give a tokenizer.json")
     return made
-
-
-def _by_the_library(json: str) -> str:
-    """A tokenizer.json as the library writes it, without what does not count here."""
-    inner = tokenizers.Tokenizer.from_str(json)
-    inner.no_truncation()
-    inner.no_padding()
-    inner.post_processor = processors.Sequence([])
-    return inner.to_str()

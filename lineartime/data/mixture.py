@@ -4,11 +4,11 @@ After any number of rows each text has given its share to within one row. Nothin
 depends on the shares alone, so that a run goes on at any step and on any number of ranks."""
 
 import re
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd, lcm
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,32 +18,24 @@ SEVERAL = re.compile(r"[^,]+:[0-9.]+(,[^,]+:[0-9.]+)*")
 LONGEST_PERIOD = 100_000
 
 
-class Ingredient(NamedTuple):
-    """A prepared folder, and how many rows of each period are its own."""
-
-    folder: str
-    weight: int
-
-
-def read_mixture(text: str) -> list[Ingredient]:
-    """The folders that `text` names: one by its path, or several as `FOLDER:SHARE,FOLDER:SHARE`. Shares are positive
-    numbers; their sum stands for all rows.
+def read_mixture(text: str) -> dict[str, int]:
+    """The prepared folders that `text` names, in its order, each with its number of rows in a period: one by its path,
+    or several as `FOLDER:SHARE,FOLDER:SHARE`. Shares are positive numbers; their sum stands for all rows.
 
     Raises UsageError for a share that is not positive or has more digits than a period of 100,000 rows can keep, for a
     folder named twice, and for several folders without shares."""
     if not SEVERAL.fullmatch(text) or Path(text).is_dir():
         require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
-        return [Ingredient(text, 1)]
-    named = [word.rpartition(":") for word in text.split(",")]
-    folders = [name for name, _, _ in named]
-    require(len(set(folders)) == len(folders), "a folder is named twice", text, "add its shares")
-    require(all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", share) and float(share) > 0 for _, _, share in named),
+        return {text: 1}
+    named = [word.rpartition(":")[::2] for word in text.split(",")]
+    require(len(dict(named)) == len(named), "a folder is named twice", text, "add its shares")
+    require(all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", share) and float(share) > 0 for _, share in named),
             "a share is a positive number", text, "such as a:0.7,b:0.3")
-    shares = [Fraction(share) for _, _, share in named]
+    shares = [Fraction(share) for _, share in named]
     whole = [int(share * lcm(*(each.denominator for each in shares))) for share in shares]
-    weights = [n // gcd(*whole) for n in whole]
-    require(sum(weights) <= LONGEST_PERIOD, "the shares have too many digits", text, "round them to three")
-    return [Ingredient(folder, weight) for folder, weight in zip(folders, weights, strict=True)]
+    weights = {folder: n // gcd(*whole) for (folder, _), n in zip(named, whole, strict=True)}
+    require(sum(weights.values()) <= LONGEST_PERIOD, "the shares have too many digits", text, "round them to three")
+    return weights
 
 
 @cache
@@ -69,3 +61,27 @@ def place_of(row: int, weights: tuple[int, ...]) -> tuple[int, int]:
     period, at = divmod(row, len(texts))
     k = int(texts[at])
     return k, period * weights[k] + int(numbers[at])
+
+
+def places_of_step(n_rows: Sequence[int], weights: tuple[int, ...] = (1,), *, seed: int, step: int,
+                   rows_per_step: int) -> list[tuple[int, int, int]]:
+    """Text, epoch and number of each row of a training step, for texts that have so many rows. Every epoch of a text
+    takes each of its rows once, in its own order."""
+    places = []
+    for row in range(step * rows_per_step, (step + 1) * rows_per_step):
+        k, number = place_of(row, weights)
+        epoch, index = divmod(number, n_rows[k])
+        places.append((k, epoch, int(orders(seed, n_rows[k])(epoch)[index])))
+    return places
+
+
+@lru_cache(maxsize=64)
+def orders(seed: int, n_rows: int) -> Callable[[int], np.ndarray]:
+    """A function that gives the order of a text's rows in an epoch, a permutation [n_rows]: that of raw Philox numbers,
+    which numpy promises to keep, unlike its `permutation`. It keeps those of two epochs."""
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        key = np.array([seed % 2**64, epoch], np.uint64)
+        return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
+
+    return order

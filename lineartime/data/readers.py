@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from lineartime.data.files import Name
-from lineartime.data.tokens import epoch_order, open_split
+from lineartime.data.mixture import orders
+from lineartime.data.tokens import open_split
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -20,7 +21,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                  shifted: bool = True):
         self.stream, self.context, self.shifted = open_split(data, split), context, shifted
         self.n_rows = (len(self.stream) - 1) // context
-        self.order = None if seed is None else epoch_order(seed, epoch, self.n_rows)
+        self.order = range(self.n_rows) if seed is None else orders(seed, self.n_rows)(epoch)
 
     def __len__(self) -> int:
         return self.n_rows
@@ -28,7 +29,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         if not 0 <= i < self.n_rows:
             raise IndexError(i)
-        row = i if self.order is None else int(self.order[i])
+        row = int(self.order[i])
         ids = torch.from_numpy(self.stream.read(row * self.context, (row + 1) * self.context + 1))
         places = torch.arange(self.context)
         begins = torch.where(ids[:-1] == self.stream.end_of_document, places, 0).cummax(0).values

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.data.added_tokens import with_tokens
 from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
 from lineartime.data.files import (
     Name,
@@ -46,6 +45,7 @@ from lineartime.data.tokenizer import (
     load_tokenizer,
     require_vocab_size,
     train_tokenizer,
+    with_tokens,
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, shard_name
 from lineartime.data.units import (

@@ -41,7 +41,6 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
 
 Between letters, digits, signs and spaces of ASCII the cuts are all of GPT-2's. The last alternative takes what has
 other characters, up to a space before a word (`read_text.cut` says why that is a cut)."""
-NO_PROCESSOR = re.compile(r'("post_processor":\s*)null')
 PRECEDING = 64
 """Characters before a continuation that its decoder is shown."""
 LONGEST_LEARNED = 1024
@@ -93,8 +92,8 @@ class Tokenizer:
         content = json_module.loads(self.json)
         unknown = content["model"].get("unk_id", content["model"].get("unk_token"))
         self.unknown = inner.token_to_id(unknown) if isinstance(unknown, str) else unknown
-        self._cuts_as_gpt2 = _reads_bytes(content) and _cuts_as_gpt2(content)
-        self.reads_pieces = self._cuts_as_gpt2 or (_reads_bytes(content) and content["model"].get("merges") == [])
+        reads_bytes, self._cuts_as_gpt2 = _reads_bytes(content), _reads_bytes(content) and _cuts_as_gpt2(content)
+        self.reads_pieces = self._cuts_as_gpt2 or (reads_bytes and content["model"].get("merges") == [])
         self.is_lossless = self.reads_pieces and {*pre_tokenizers.ByteLevel.alphabet()} <= vocabulary.keys()
 
     @contextlib.contextmanager
@@ -117,7 +116,7 @@ class Tokenizer:
         """The tokenizer.json by which other programs begin each text with the end-of-document token, as training does;
         `Tokenizer` does not heed it. None for a tokenizer that adds something of its own."""
         beginning = self._beginning()
-        changed = NO_PROCESSOR.sub(lambda found: found[1] + beginning, self.json)
+        changed = re.sub(r'("post_processor":\s*)null', lambda found: found[1] + beginning, self.json)
         return changed if beginning in changed else None
 
     def _beginning(self) -> str:
@@ -281,26 +280,33 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
     return Tokenizer(inner.to_str())
 
 
+# From files
+
+
 def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer of any tokenizer.json; missing special tokens are added, see `Tokenizer`.
 
     Raises UsageError for a file that cannot be read, DataError for a file that is not a tokenizer."""
+    return Tokenizer(as_saved(_text_of(path, "tokenizer.json"), Path(path).parent), str(path), mlm=mlm)
+
+
+def _text_of(path: Path, what: str) -> str:
+    """The text of a file. Raises UsageError for one that cannot be read, DataError for one that is not UTF-8."""
     try:
-        json = read_bytes(Path(path)).decode("utf-8")
+        return read_bytes(path).decode("utf-8-sig")
     except OSError as e:
-        raise UsageError("cannot read the tokenizer", path, e.strerror) from None
+        raise UsageError(f"cannot read the {what}", path, e.strerror) from None
     except UnicodeDecodeError:
-        raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
-    return Tokenizer(as_saved(json, Path(path).parent), str(path), mlm=mlm)
+        raise DataError(f"not a {what}", path, "it is not valid UTF-8") from None
 
 
 def as_saved(json: str, folder: Path) -> str:
     """The tokenizer.json of a folder. Special tokens that a user has added under transformers are ordinary added tokens
     in it: `hf.LineartimeTokenizer`, which saves that, reads them from text. Raises DataError for damaged settings."""
     saved = saved_settings(folder)
-    ours = {END_OF_DOCUMENT, MASK, SEPARATOR, PAD, str(saved.get("pad_token"))}
     if saved.get("tokenizer_class") != "LineartimeTokenizer" or saved.get("split_special_tokens") is not False:
         return json
+    ours = {END_OF_DOCUMENT, MASK, SEPARATOR, PAD, str(saved.get("pad_token"))}
     try:
         content = json_module.loads(json)
         for token in content["added_tokens"]:
@@ -317,3 +323,43 @@ def saved_settings(folder: Path) -> dict[str, Any]:
         return dict(json_module.loads(read_bytes(path))) if path.exists() else {}
     except (OSError, ValueError, TypeError, RecursionError) as e:
         raise DataError("not a tokenizer_config.json", path, str(e)) from None
+
+
+# With further tokens: words of a field that a vocabulary has in pieces
+
+
+def with_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """A tokenizer with further tokens, one from each line of a file of UTF-8, which text is searched for first.
+
+    Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
+    would not give back, and for a file that cannot be read or names none; DataError for one that is not UTF-8."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer.json)
+    words, seen = map(str.strip, _text_of(path, "list of tokens").split("\n")), {*inner.get_vocab()}
+    new = {f"{path}, line {number}: {word}": word for number, word in enumerate(words, 1) if word}
+    require(bool(new), "no tokens", str(path), "write one in each line")
+    for where, token in new.items():
+        require(token not in seen, "the vocabulary has this token already", where, "take it out")
+        require(len(token.split()) == 1, "a token with white space", where, "take a word of it")
+        seen.add(token)
+    inner.add_tokens([AddedToken(token, normalized=False) for token in new.values()])
+    made = Tokenizer(inner.to_str(), tokenizer.name)
+    for where, token in new.items():
+        require(made.decode(made.encode(token)) == token, "a token that this tokenizer does not give back", where,
+                "take it out")
+    return made
+
+
+def added_tokens(old: Tokenizer, new: Tokenizer) -> dict[int, str] | None:
+    """The tokens that a tokenizer has besides those of an older one, by id; None if they differ in anything else."""
+    old_content, new_content = as_the_library_writes(old.json), as_the_library_writes(new.json)
+    before, after = ({token["id"]: token for token in content.pop("added_tokens")}
+                     for content in (old_content, new_content))
+    more = {i: token["content"] for i, token in after.items() if i not in before}
+    same = old_content == new_content and all(after.get(i) == token for i, token in before.items())
+    return more if same and all(i >= old.vocab_size for i in more) else None
+
+
+def as_the_library_writes(json: str) -> dict[str, Any]:
+    """The content of a tokenizer.json, however it was written, without what `Tokenizer` does not heed."""
+    content = json_module.loads(tokenizers.Tokenizer.from_str(json).to_str())
+    return {name: value for name, value in content.items() if name not in ("truncation", "padding", "post_processor")}

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, replaced, write_atomically
 from lineartime.data.corpora import published_words
 from lineartime.data.files import Name, exists, hash_of, is_address, is_folder, joined, opened, reading
-from lineartime.data.mixture import place_of, read_mixture
+from lineartime.data.mixture import places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import DataError
 from lineartime.settings import require
@@ -117,15 +117,14 @@ def read_manifest(folder: Name) -> Manifest:
         raise DataError("damaged manifest", path, "prepare it again") from None
 
 
-def local_copy(folder: Name, names: Iterable[str] | None = None) -> Path:
-    """The folder itself, or of an address a folder in the cache with the manifest, the tokenizer and the files `names`
-    (None: all): training maps them into memory. What is there already is kept."""
+def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZER_FILE,)) -> Path:
+    """The folder itself, or of an address a folder in the cache with the manifest and the files `names`: training maps
+    them into memory. What is there already is kept."""
     if not is_address(folder):
         return Path(folder)
-    manifest = read_manifest(folder)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lineartime" / manifest.sha256[:16]
     cache.mkdir(parents=True, exist_ok=True)
-    for name in [TOKENIZER_FILE, *(manifest.files if names is None else names)]:
+    for name in names:
         if not is_as_written(cache / name, manifest.files[name], by_hash=False):
             with reading(joined(folder, name)), opened(joined(folder, name)) as file, replaced(cache / name) as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
@@ -148,18 +147,16 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `task` is the data set's name in `prepare`. `n_words` is published for a published split of PG-19 and counted for
-    other text; `word_count` says which. `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None for data
-    prepared without them. `special` are the ids that no text has, `ordinary` all others. `document_positions` are the
-    places of the end-of-document tokens: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `n_words` is published for a published split of PG-19 and counted for other text; `word_count` says which. `mask`
+    and `separator` are the ids of "[MASK]" and "[SEP]", None for data prepared without them. `special` are the ids that
+    no text has, `ordinary` all others. `document_positions` are the places of the end-of-document tokens: document i is
+    `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
-        counts = manifest.splits[split]
+        counts, task = manifest.splits[split], manifest.settings.get("task")
         self.folder, self.split = folder, split
-        self.n_documents, self.n_tokens = counts.documents, counts.tokens
-        self.task: str | None = manifest.settings.get("task")
-        published = published_words(counts.documents, counts.words) if self.task == "pg19" else None
-        self.n_words, self.n_bytes = published or counts.words, counts.bytes
+        published = published_words(counts.documents, counts.words) if task == "pg19" else None
+        self.n_tokens, self.n_words, self.n_bytes = counts.tokens, published or counts.words, counts.bytes
         self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
         self.mask: int | None = manifest.tokenizer.get("mask")
@@ -182,17 +179,13 @@ class TokenStream:
         Raises IndexError outside the stream, DataError for an id outside the vocabulary."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) of {len(self)} tokens")
-        ids = np.empty(stop - start, np.int64)
-        at = start
-        while at < stop:
-            number, offset = divmod(at, self.shard_tokens)
-            part = self._shards[number][offset:offset + stop - at]
-            if part.max() >= self.vocab_size:
-                where = f"{self.folder / shard_name(self.split, number)}, token "
-                where += f"{offset + int(np.argmax(part >= self.vocab_size))}"
-                raise DataError("a token outside the vocabulary", where, "prepare the data again")
-            ids[at - start:at - start + len(part)] = part
-            at += len(part)
+        size = self.shard_tokens
+        ids = np.concatenate([np.empty(0, np.int64)] + [
+            self._shards[k][max(start - k * size, 0):stop - k * size] for k in range(start // size, -(-stop // size))])
+        if ids.max(initial=0) >= self.vocab_size:
+            number, token = divmod(start + int(np.argmax(ids >= self.vocab_size)), size)
+            where = f"{self.folder / shard_name(self.split, number)}, token {token}"
+            raise DataError("a token outside the vocabulary", where, "prepare the data again")
         return ids
 
 
@@ -237,7 +230,7 @@ def open_split(data_dir: Name, split: str, *, verify: bool | None = None) -> Tok
         raise DataError(f"no {split} split", data_dir, f"it has {', '.join(manifest.splits)}; "
                         "prepare with --held-out 0.05, --validation or --test for more")
     names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
-    folder = local_copy(data_dir, names)
+    folder = local_copy(data_dir, manifest, names)
     if verify is None:
         verify = sum(manifest.files[name]["bytes"] for name in names) < HASHED_BYTES
     for name in names:
@@ -261,7 +254,7 @@ def read_manifests(data: str) -> list[Manifest]:
     """The manifest of each folder that `data` names, see `read_mixture`.
 
     Raises UsageError for folders of different tokenizers, and as `read_manifest` and `read_mixture` do."""
-    folders = [each.folder for each in read_mixture(data)]
+    folders = [*read_mixture(data)]
     manifests = [read_manifest(folder) for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
         require(manifest.tokenizer == manifests[0].tokenizer, "the data have different tokenizers",
@@ -272,24 +265,22 @@ def read_manifests(data: str) -> list[Manifest]:
 
 def tokenizer_of(data: str) -> Tokenizer:
     """The tokenizer of what `data` names, see `read_mixture`."""
-    return load_tokenizer(local_copy(read_mixture(data)[0].folder, ()) / TOKENIZER_FILE)
+    folder = next(iter(read_mixture(data)))
+    return load_tokenizer(local_copy(folder, read_manifest(folder)) / TOKENIZER_FILE)
 
 
 def sha256_of(data: str, manifests: Sequence[Manifest]) -> str:
     """The hash of the prepared text that `data` names, of which these are the manifests: the only one's, or of several
     texts that of their hashes and shares."""
-    hashes = [manifest.sha256 for manifest in manifests]
-    if len(hashes) == 1:
-        return hashes[0]
-    weights = [each.weight for each in read_mixture(data)]
-    return hashlib.sha256(json.dumps([hashes, weights]).encode()).hexdigest()
+    hashes, weights = [manifest.sha256 for manifest in manifests], [*read_mixture(data).values()]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps([hashes, weights]).encode()).hexdigest()
 
 
 def open_data(data: str, split: str) -> TokenStream | Mixture:
     """One split of what `data` names, see `read_mixture` and `open_split`."""
-    parts = read_mixture(data)
-    streams = tuple(open_split(each.folder, split) for each in parts)
-    return streams[0] if len(parts) == 1 else Mixture(streams, tuple(each.weight for each in parts))
+    weights = read_mixture(data)
+    streams = tuple(open_split(folder, split) for folder in weights)
+    return streams[0] if len(streams) == 1 else Mixture(streams, tuple(weights.values()))
 
 
 def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
@@ -301,11 +292,8 @@ def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_
     An epoch reads every full row once, in an order drawn from (seed, epoch), and leaves an incomplete last row out.
     Raises DataError for a stream that does not fill one row."""
     places = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=1)
-    chosen = range(rows_per_step) if chosen is None else chosen
-    rows_IT = np.empty((len(chosen), context + 1), np.int64)
-    for i, (own, _, row) in enumerate(places[r] for r in chosen):
-        rows_IT[i] = own.read(row * context, (row + 1) * context + 1)
-    return rows_IT
+    return np.stack([own.read(row * context, (row + 1) * context + 1)
+                     for own, _, row in (places if chosen is None else [places[r] for r in chosen])])
 
 
 def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
@@ -319,38 +307,8 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
         if n == 0:
             raise DataError(f"too few tokens for a row of {context:,}", f"{each.folder}, {each.split}",
                             f"the largest context that works is {len(each) - n_shared:,}")
-    places = []
-    for row in range(step * rows_per_step, (step + 1) * rows_per_step):
-        k, number = place_of(row, weights)
-        places.append((streams[k], *place_of_row(n_rows[k], number, seed)))
-    return places
-
-
-def places_of_step(n_rows: int, *, seed: int, step: int, rows_per_step: int) -> list[tuple[int, int]]:
-    """Epoch and number of each row of a training step. Every epoch takes each row once, in its own order."""
-    return [place_of_row(n_rows, row, seed) for row in range(step * rows_per_step, (step + 1) * rows_per_step)]
-
-
-def place_of_row(n_rows: int, number: int, seed: int) -> tuple[int, int]:
-    """Epoch and number in the text of the row that training takes as its `number`-th."""
-    epoch, index = divmod(number, n_rows)
-    return epoch, int(epoch_order(seed, epoch, n_rows)[index])
-
-
-def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
-    """A permutation: the order of raw Philox numbers, which numpy promises to keep, unlike its `permutation`."""
-    return orders(seed, n_rows)(epoch)
-
-
-@functools.lru_cache(maxsize=64)
-def orders(seed: int, n_rows: int) -> Callable[[int], np.ndarray]:
-    """`epoch_order` of one text, which keeps those of two epochs."""
-    @functools.lru_cache(maxsize=2)
-    def order(epoch: int) -> np.ndarray:
-        key = np.array([seed % 2**64, epoch], np.uint64)
-        return np.argsort(np.random.Philox(key=key).random_raw(n_rows), kind="stable")
-
-    return order
+    places = places_of_step(n_rows, weights, seed=seed, step=step, rows_per_step=rows_per_step)
+    return [(streams[k], epoch, row) for k, epoch, row in places]
 
 
 def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:

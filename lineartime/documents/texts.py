@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import places_of_step
 from lineartime.documents.examples import Example, Label
 from lineartime.documents.pooling import Reading, document_ids, read_means
 from lineartime.errors import DataError
@@ -92,10 +92,10 @@ def halves(ids: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
 def epoch_rows(texts: TokenizedTexts, config: RunConfig, step: int, side: int = 0) -> list[tuple[int, np.ndarray]]:
     """The documents of a step by their numbers, each with what is read of it: all, or one stretch of the length of a
     row. Every epoch takes each document once, in an order drawn from (seed, epoch). side: 1 for the second texts."""
-    places = places_of_step(len(texts), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
+    places = places_of_step([len(texts)], seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
     n_sides, rows = 1 + bool(texts.second_ids), (texts.ids, texts.second_ids)[side]
     return [(row, rows[row][drawn_stretch(len(rows[row]), config.model.context, config.train.seed, epoch,
-                                          n_sides * row + side)]) for epoch, row in places]
+                                          n_sides * row + side)]) for _, epoch, row in places]
 
 
 def drawn_stretch(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> slice:

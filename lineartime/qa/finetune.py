@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lineartime.atomic_io import hash_of, write_json
 from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
+from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.data.tokens import places_of_step
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import DataError
 from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
@@ -157,8 +157,8 @@ class SpanObjective:
         """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed, epoch). The rows of
         a batch are sorted by length, so that micro-batches have little padding."""
         config, train = self.config, self.task.train
-        places = places_of_step(len(train), seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
-        chosen = sorted((row for _, row in places), key=lambda row: -len(train.ids[row]))
+        places = places_of_step([len(train)], seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
+        chosen = sorted((row for _, _, row in places), key=lambda row: -len(train.ids[row]))
         chosen = chosen[self.ranks.share(len(chosen))]
         return stack_rows([train.ids[i] for i in chosen], [train.roles[i] for i in chosen], config.model.context)
 

@@ -87,7 +87,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
         (sample,) = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
                              temperature=SAMPLE_TEMPERATURE)
     made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
-    text = [(manifest, each.weight) for manifest, each in zip(manifests, read_mixture(named), strict=True)]
+    text = [*zip(manifests, read_mixture(named).values(), strict=True)]
     task = manifests[0].settings.get("task")
     with new_folder(out, model, model_config_json(model.config), tokenizer, torch.bfloat16) as (aside, n_bytes):
         card = Card(description, model.config, tokenizer.sha256, text, metrics, facts["step"], n_bytes, scores, sample,

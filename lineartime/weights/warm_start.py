@@ -13,8 +13,7 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import hash_of
 from lineartime.config import ModelConfig, to_dict
-from lineartime.data.added_tokens import added_tokens
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 from lineartime.model import LanguageModel

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lineartime.atomic_io import read_toml
-from lineartime.data.added_tokens import with_tokens
 from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
     WORDS,
@@ -23,6 +22,7 @@ from lineartime.data.tokenizer import (
     byte_tokenizer,
     load_tokenizer,
     train_tokenizer,
+    with_tokens,
 )
 from lineartime.documents.pooling import document_ids
 from lineartime.errors import DataError
