@@ -238,7 +238,6 @@ def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([END_OF_DOCUMENT])
     return Tokenizer(inner.to_str(), mlm=mlm)
 
 

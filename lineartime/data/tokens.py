@@ -117,6 +117,24 @@ def read_manifest(folder: Name) -> Manifest:
         raise DataError("damaged manifest", path, "prepare it again") from None
 
 
+def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
+    """Raise DataError unless a file has the size that the manifest says, and with `by_hash` the hash."""
+    path, expected = joined(folder, name), manifest.files[name]
+    same = hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)
+    if not same:
+        raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
+
+
+def verify_data(data_dir: Name) -> Manifest:
+    """The manifest of a prepared folder, all of whose files are compared with it by SHA-256.
+
+    Raises UsageError for a missing folder, DataError for a file that differs."""
+    manifest = read_manifest(data_dir)
+    for name in manifest.files:
+        verify_file(data_dir, manifest, name)
+    return manifest
+
+
 def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZER_FILE,)) -> Path:
     """The folder itself, or of an address a folder in the cache with the manifest and the files `names`: training maps
     them into memory. What is there already is kept."""
@@ -132,14 +150,6 @@ def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZ
     return cache
 
 
-def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
-    """Raise DataError unless a file has the size that the manifest says, and with `by_hash` the hash."""
-    path, expected = joined(folder, name), manifest.files[name]
-    same = hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)
-    if not same:
-        raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
-
-
 def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
@@ -147,20 +157,19 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `n_words` is published for a published split of PG-19 and counted for other text; `word_count` says which. `mask`
-    and `separator` are the ids of "[MASK]" and "[SEP]", None for data prepared without them. `special` are the ids that
-    no text has, `ordinary` all others. `document_positions` are the places of the end-of-document tokens: document i is
+    `n_words` is published for a published split of PG-19 and counted for other text; `word_count` says which. `mask` is
+    the id of "[MASK]", None for data prepared without it. `special` are the ids that no text has, `ordinary` all
+    others. `document_positions` are the places of the end-of-document tokens: document i is
     `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
-        counts, task = manifest.splits[split], manifest.settings.get("task")
-        self.folder, self.split = folder, split
-        published = published_words(counts.documents, counts.words) if task == "pg19" else None
+        self.folder, self.split, counts = folder, split, manifest.splits[split]
+        is_pg19 = manifest.settings.get("task") == "pg19"
+        published = published_words(counts.documents, counts.words) if is_pg19 else None
         self.n_tokens, self.n_words, self.n_bytes = counts.tokens, published or counts.words, counts.bytes
         self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
         self.mask: int | None = manifest.tokenizer.get("mask")
-        self.separator: int | None = manifest.tokenizer.get("separator")
         self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
         self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
         self.tokenizer_sha256: str = manifest.tokenizer["sha256"]
@@ -180,44 +189,14 @@ class TokenStream:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) of {len(self)} tokens")
         size = self.shard_tokens
-        ids = np.concatenate([np.empty(0, np.int64)] + [
-            self._shards[k][max(start - k * size, 0):stop - k * size] for k in range(start // size, -(-stop // size))])
+        numbers = range(start // size, -(-stop // size))
+        parts = [self._shards[k][max(start - k * size, 0):stop - k * size] for k in numbers]
+        ids = np.concatenate([np.empty(0, np.int64), *parts])
         if ids.max(initial=0) >= self.vocab_size:
             number, token = divmod(start + int(np.argmax(ids >= self.vocab_size)), size)
             where = f"{self.folder / shard_name(self.split, number)}, token {token}"
             raise DataError("a token outside the vocabulary", where, "prepare the data again")
         return ids
-
-
-@functools.lru_cache(maxsize=64)
-def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
-    """Words and bytes of the text to which the first `n_tokens` targets decode, counted once and then remembered.
-
-    They are those of `Split` if the tokenizer keeps the text. A character that is cut at the end does not count."""
-    tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
-    words = n_bytes = 0
-    for i in range(np.searchsorted(ends, n_tokens)):
-        stop = min(int(ends[i + 1]), n_tokens + 1)
-        text = tokenizer.decode(stream.read(int(ends[i]) + 1, stop).tolist())
-        if stop < ends[i + 1]:
-            text = text.rstrip("\ufffd")
-        words, n_bytes = words + len(text.split()), n_bytes + len(text.encode())
-    return words, n_bytes
-
-
-def require_mask(mask: int | None, data_dir: Path | str) -> None:
-    """Raise UsageError for data that was prepared without [MASK]."""
-    require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
-
-
-def verify_data(data_dir: Name) -> Manifest:
-    """The manifest of a prepared folder, all of whose files are compared with it by SHA-256.
-
-    Raises UsageError for a missing folder, DataError for a file that differs."""
-    manifest = read_manifest(data_dir)
-    for name in manifest.files:
-        verify_file(data_dir, manifest, name)
-    return manifest
 
 
 def open_split(data_dir: Name, split: str, *, verify: bool | None = None) -> TokenStream:
@@ -236,6 +215,27 @@ def open_split(data_dir: Name, split: str, *, verify: bool | None = None) -> Tok
     for name in names:
         verify_file(folder, manifest, name, by_hash=verify)
     return TokenStream(folder, split, manifest)
+
+
+def require_mask(mask: int | None, data_dir: Path | str) -> None:
+    """Raise UsageError for data that was prepared without [MASK]."""
+    require(mask is not None, "the tokenizer has no [MASK]", str(data_dir), "prepare with --mlm")
+
+
+@functools.lru_cache(maxsize=64)
+def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
+    """Words and bytes of the text to which the first `n_tokens` targets decode, counted once and then remembered.
+
+    They are those of `Split` if the tokenizer keeps the text. A character that is cut at the end does not count."""
+    tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
+    words = n_bytes = 0
+    for i in range(np.searchsorted(ends, n_tokens)):
+        stop = min(int(ends[i + 1]), n_tokens + 1)
+        text = tokenizer.decode(stream.read(int(ends[i]) + 1, stop).tolist())
+        if stop < ends[i + 1]:
+            text = text.rstrip("\ufffd")
+        words, n_bytes = words + len(text.split()), n_bytes + len(text.encode())
+    return words, n_bytes
 
 
 @dataclass(frozen=True)
