@@ -286,17 +286,13 @@ def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer of any tokenizer.json; missing special tokens are added, see `Tokenizer`.
 
     Raises UsageError for a file that cannot be read, DataError for a file that is not a tokenizer."""
-    return Tokenizer(as_saved(_text_of(path, "tokenizer.json"), Path(path).parent), str(path), mlm=mlm)
-
-
-def _text_of(path: Path, what: str) -> str:
-    """The text of a file. Raises UsageError for one that cannot be read, DataError for one that is not UTF-8."""
     try:
-        return read_bytes(path).decode("utf-8-sig")
+        json = read_bytes(Path(path)).decode("utf-8")
     except OSError as e:
-        raise UsageError(f"cannot read the {what}", path, e.strerror) from None
+        raise UsageError("cannot read the tokenizer", path, e.strerror) from None
     except UnicodeDecodeError:
-        raise DataError(f"not a {what}", path, "it is not valid UTF-8") from None
+        raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
+    return Tokenizer(as_saved(json, Path(path).parent), str(path), mlm=mlm)
 
 
 def as_saved(json: str, folder: Path) -> str:
@@ -331,9 +327,13 @@ def with_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     """A tokenizer with further tokens, one from each line of a file of UTF-8, which text is searched for first.
 
     Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
-    would not give back, and for a file that cannot be read or names none; DataError for one that is not UTF-8."""
-    inner = tokenizers.Tokenizer.from_str(tokenizer.json)
-    words, seen = map(str.strip, _text_of(path, "list of tokens").split("\n")), {*inner.get_vocab()}
+    would not give back; and for a file that cannot be read or names none."""
+    try:
+        lines = read_bytes(path).decode("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError("cannot read the tokens", path, getattr(e, "strerror", None) or "it is not UTF-8") from None
+    inner, words = tokenizers.Tokenizer.from_str(tokenizer.json), map(str.strip, lines)
+    seen = {*inner.get_vocab()}
     new = {f"{path}, line {number}: {word}": word for number, word in enumerate(words, 1) if word}
     require(bool(new), "no tokens", str(path), "write one in each line")
     for where, token in new.items():
