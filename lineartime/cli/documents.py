@@ -93,7 +93,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                   found_of: "Callable[[Mean], dict[str, Any]]") -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
     same verb, fields and reading. found_of: gives what a row says of a document's mean."""
-    from lineartime.data.streams import read_stdin
+    from lineartime.data.small_texts import small_bytes
     from lineartime.documents.examples import MAX_STDIN, read_examples
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
@@ -109,7 +109,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
     saved = ("nothing is kept of what was printed" if out is None else f"what is read is in {part_of(out)}"
              + ("" if "-" in files else "; the same command goes on"))
     # Stdin is read first: a signal that comes while it is waited for ends the process at once.
-    inputs = [read_stdin(MAX_STDIN) if name == "-" else name for name in files]
+    inputs = [small_bytes(name, MAX_STDIN) if name == "-" else name for name in files]
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         def speed() -> str:
             return f"{n_tokens / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"

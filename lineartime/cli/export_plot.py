@@ -17,7 +17,7 @@ def export(
     out: Annotated[str, "New folder for the model, or its address in a store."],
     data: Annotated[str | None, "Prepared text that the card's scores are from; by default what the run was trained "
                     "on."] = None,
-    about: Annotated[Path | None, "Markdown file with which the model card begins."] = None,
+    about: Annotated[str | None, "Markdown file with which the model card begins, or its address."] = None,
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing.
@@ -36,11 +36,11 @@ def export(
         say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
             "transformers or sentence-transformers)")
         return
-    from lineartime.qa.questions import read_utf8
+    from lineartime.data.small_texts import read_small
     from lineartime.release.export import export
     from lineartime.runtime import pick_device
 
-    text = read_utf8(about) if about is not None else ""
+    text = read_small(about) if about is not None else ""
     with Terminal() as terminal:
         made = export(folder, out, data=data, about=text, device=pick_device(device),
                       progress=terminal.count)

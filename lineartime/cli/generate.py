@@ -1,14 +1,12 @@
 """`lineartime generate`: text from a model."""
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
-from lineartime.atomic_io import MAX_BYTES, read_bytes
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal
+from lineartime.data.small_texts import read_small
 from lineartime.errors import UsageError
 from lineartime.model_names import named_folder
 from lineartime.settings import require
@@ -22,7 +20,7 @@ def generate(
     prompts: Annotated[tuple[str, ...], "Texts to continue; `-` reads one from stdin. Without any, a new document "
                        "begins.", "PROMPTS"] = (),
     *,
-    prompt_file: Annotated[tuple[Path, ...], "File with a prompt; may be given again."] = (),
+    prompt_file: Annotated[tuple[str, ...], "File with a prompt, or its address; may be given again."] = (),
     stop: Annotated[tuple[str, ...], "End a text where this would come; may be given again."] = (),
     max_new_tokens: Annotated[int, "Most tokens to add."] = 200,
     temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8,
@@ -37,7 +35,7 @@ def generate(
     One prompt is printed as it grows; several are continued together and printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
-    run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_prompt, prompt_file)] or [""]
+    run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
     import torch
 
     from lineartime.generation.generate import check_sampling, generate
@@ -95,20 +93,12 @@ def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:
     return text[:end], text[end:], False
 
 
-def read_prompt(given: str | Path) -> str:
-    """A prompt of the command line: a text, `-` for stdin, or the path of a file. Raises UsageError for one that cannot
-    be read, is too long or is not UTF-8."""
-    if isinstance(given, Path):
-        try:
-            name, data = str(given), read_bytes(given)
-        except OSError as e:
-            raise UsageError("cannot read the prompt", given, e.strerror) from None
-    elif given == "-":
-        name, data = "stdin", sys.stdin.buffer.read(MAX_BYTES + 1)
-    else:
-        name, data = "the command line", os.fsencode(given)
-    require(len(data) <= MAX_BYTES, "the prompt is too long", name, f"it takes {MAX_BYTES:,} bytes")
+def read_prompt(given: str) -> str:
+    """A prompt of the command line: a text, or `-` for stdin. Raises UsageError for a text that is not UTF-8, and as
+    `read_small` does."""
+    if given == "-":
+        return read_small(given)
     try:
-        return data.decode("utf-8-sig")
+        return os.fsencode(given).decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise UsageError("the prompt is not UTF-8", f"{name}, byte {e.start}") from None
+        raise UsageError("the prompt is not UTF-8", f"the command line, byte {e.start}") from None

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any
 
-from lineartime.cli.generate import read_prompt
 from lineartime.cli.options import Device, RankTimeout, given_options
 from lineartime.cli.terminal import Terminal, counted_documents, results_are_files, say, say_stopping
 from lineartime.distributed.ranks import TIMEOUT_S
@@ -95,11 +94,11 @@ def answer(
     require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
     folder = named_folder(run)
     from lineartime.data.read_text import check_text
-    from lineartime.qa.questions import Document, Question, read_utf8
+    from lineartime.data.small_texts import read_small
+    from lineartime.qa.questions import MOST_BYTES, Document, Question
 
     check_text(question, "the question", "--question")
-    documents = tuple(Document("stdin", read_prompt("-")) if name == "-" else Document(name, read_utf8(name))
-                      for name in document)
+    documents = tuple(Document("stdin" if name == "-" else name, read_small(name, MOST_BYTES)) for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
     from lineartime.load import load_span_model

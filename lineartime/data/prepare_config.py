@@ -28,7 +28,8 @@ class PrepareSettings:
     sample: Annotated[bool, "Read the book that ships with the package instead."] = False
     tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one "
                          "or that transformers opens, a run, an exported folder or `small`."] = "train"
-    add_tokens: Annotated[Path | None, "File of tokens to add to a tokenizer that is there, one in each line."] = None
+    add_tokens: Annotated[Path | str | None, "File of tokens to add to a tokenizer that is there, one in each line."
+                          ] = None
     vocab_size: Annotated[int | None, "Tokens of the tokenizer that is trained; by default 32000."] = None
     held_out: Annotated[float | None, "Share of the text to keep for validation, such as 0.05: whole documents at "
                         "equal distances, or the end of a single one."] = None

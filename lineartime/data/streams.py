@@ -35,18 +35,6 @@ def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]
             yield b""
 
 
-def read_stdin(limit: int) -> bytes:
-    """All of stdin. Raises DataError for nothing, and for more than `limit` bytes."""
-    content = bytearray()
-    for block in stdin_blocks():
-        content += block
-        if len(content) > limit:
-            raise DataError("too much on stdin", f"more than {limit:,} bytes", "put it into a file")
-    if not content:
-        raise DataError("nothing on stdin", todo="pipe some text into it")
-    return bytes(content)
-
-
 def on_hub(name: str) -> tuple[str, str | None, str]:
     """The data set, the configuration and the split that a name has. Raises UsageError."""
     of, _, split = name.removeprefix(ON_HUB).rpartition("/")

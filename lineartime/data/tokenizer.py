@@ -18,7 +18,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lineartime.atomic_io import read_bytes
 from lineartime.config import LARGEST
+from lineartime.data.files import Name
 from lineartime.data.read_text import pieces_of, read_whole
+from lineartime.data.small_texts import read_small
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
 
@@ -323,16 +325,12 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 # With further tokens: words of a field that a vocabulary has in pieces
 
 
-def with_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+def with_tokens(tokenizer: Tokenizer, path: Name) -> Tokenizer:
     """A tokenizer with further tokens, one from each line of a file of UTF-8, which text is searched for first.
 
     Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
-    would not give back; and for a file that cannot be read or names none."""
-    try:
-        lines = read_bytes(path).decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError("cannot read the tokens", path, getattr(e, "strerror", None) or "it is not UTF-8") from None
-    inner, words = tokenizers.Tokenizer.from_str(tokenizer.json), map(str.strip, lines)
+    would not give back, and for a file that names none; DataError as `read_small` does."""
+    inner, words = tokenizers.Tokenizer.from_str(tokenizer.json), map(str.strip, read_small(path).split("\n"))
     seen = {*inner.get_vocab()}
     new = {f"{path}, line {number}: {word}": word for number, word in enumerate(words, 1) if word}
     require(bool(new), "no tokens", str(path), "write one in each line")

@@ -25,8 +25,9 @@ from lineartime.data.read_text import (
     text_files_below,
     warn_once,
 )
+from lineartime.data.small_texts import small_bytes
 from lineartime.data.sources import require_file
-from lineartime.data.streams import ON_HUB, hub_library, hub_records, on_hub, read_stdin
+from lineartime.data.streams import ON_HUB, hub_library, hub_records, on_hub
 from lineartime.errors import DataError, raise_faults
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require
@@ -124,8 +125,10 @@ def _content_of(given: str | bytes, columns: list[str], fields: Fields) -> str |
     """The text of what is one document, else rows, which have these columns if they are of parquet."""
     encoding = fields.encoding
     if given == "-":
-        given = read_stdin(MAX_STDIN)
+        given = small_bytes(given, MAX_STDIN)
     if isinstance(given, bytes):
+        if not given:
+            raise DataError("nothing on stdin", todo="pipe some text into it")
         file = io.BytesIO(given)
         if fields.stdin == "jsonl":
             return json_lines(file, "stdin", encoding=encoding)

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from lineartime.data.files import Name, expanded, reading
-from lineartime.data.read_text import checked, ending_of, parse_json, read_rows, unpacked
+from lineartime.data.files import Name, expanded
+from lineartime.data.read_text import checked, ending_of, parse_json, read_rows
+from lineartime.data.small_texts import read_small
 from lineartime.data.streams import ON_HUB, hub_library, hub_records
 from lineartime.errors import DataError, UsageError
 
 Rules = Literal["triviaqa", "squad"]
 HUB = "mandarjoshi/trivia_qa"
 COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
+MOST_BYTES = 1 << 30
+"""Largest file of questions, and largest document."""
 UNKNOWN = "<unk>"
 """The answer's value in the parquet of the test split, which has no answers."""
 
@@ -31,7 +34,7 @@ class Document:
 
     def text(self) -> str:
         """The whole text. Raises DataError for a file that is missing or is not UTF-8."""
-        return self.source if isinstance(self.source, str) else read_utf8(self.source)
+        return self.source if isinstance(self.source, str) else read_small(self.source, MOST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,6 @@ def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Itera
             raise DataError("no questions in this file", path)
 
 
-def read_utf8(name: Name) -> str:
-    """A file's text without its byte order mark. Raises DataError for a file that cannot be read or is not UTF-8."""
-    with reading(name), unpacked(name) as file:
-        content = file.read()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise DataError("not valid UTF-8", f"{name}, byte {e.start}") from None
-
-
 def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question]]:
     """The questions of a file, each with the place of its record."""
     if path.startswith(ON_HUB) or ending_of(path) == ".parquet":
@@ -91,7 +84,7 @@ def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question
                 question = _of_parquet(record, where)
             yield where, question
         return
-    content = parse_json(read_utf8(path), path)
+    content = parse_json(read_small(path, MOST_BYTES), path)
     with _form_of("TriviaQA's or SQuAD's JSON", path):
         key = "Data" if "Data" in content else "data"
         records = [(f"{path}, {key}[{i}]", record) for i, record in enumerate(content[key])]

@@ -183,7 +183,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (6, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
         (2, ["'int8' is not one of 'float32', 'bfloat16'"], ["generate", run, "x", "--precision", "int8"]),
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
-        (2, ["the prompt is not UTF-8", "bad.txt, byte 5"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
+        (3, ["not valid UTF-8", "bad.txt, byte 5"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
         (2, ["a stop text is empty"], ["generate", run, "x", "--stop", ""]),
         (2, ["--out"], ["plot", run, run]),
     ]:

@@ -111,7 +111,7 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
         code, _, err = call("train", path)
         assert_refused(code, err, 2, "cannot read the configuration", path)
         code, _, err = call("generate", "small", "--prompt-file", path)
-        assert_refused(code, err, 2, "cannot read the prompt", path)
+        assert_refused(code, err, 3, "cannot read", path)
         code, _, err = call("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", path)
         assert_refused(code, err, 2, "cannot read the tokenizer", path)
         code, _, err = call("evaluate", "small", "--questions", path)
@@ -120,7 +120,7 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
 
 def test_an_endless_stdin_is_refused(warm_command: list[str]) -> None:
     done = shell("lineartime generate small - < /dev/zero", warm_command)
-    assert_refused(done.returncode, done.stderr, 2, "the prompt is too long: stdin")
+    assert_refused(done.returncode, done.stderr, 3, "too much on stdin: more than 67,108,864 bytes")
 
 
 def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:

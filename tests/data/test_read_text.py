@@ -1,6 +1,7 @@
 """Documents from files, and files into splits; whatever is wrong is refused with the file and its line, row or byte."""
 
 import bz2
+import contextlib
 import csv
 import gzip
 import io
@@ -8,7 +9,9 @@ import itertools
 import json
 import lzma
 import os
+import sys
 
+import fsspec
 import pyarrow
 import pytest
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from lineartime.data.read_text import cut, ranges_of, read_pieces
+from lineartime.data.small_texts import read_small
 from lineartime.data.sources import find_sources
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError
@@ -100,6 +104,18 @@ def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatc
     if name == "a.txt":  # a range begins with the white space before a word
         for start, stop in ranges_of(path, n_bytes, 100)[1:]:
             assert all(text[0].isspace() for text, _ in itertools.islice(read_pieces(path, start=start, stop=stop), 1))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.gz", "memory://small/a.zst", "-"])
+def test_a_small_text_comes_from_anywhere(tmp_path, monkeypatch, name):
+    path = name if "://" in name else str(tmp_path / name)
+    for text, fault in (("\ufeffnaïve\r\n", ""), ("\ufeff\udcff", ", byte 3; save it as"), ("x" * 99, "64 bytes")):
+        with fsspec.open(path, "wb") as file:
+            file.write(packed(text.encode(errors="surrogateescape"), name))
+        with fsspec.open(path, "rb") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            with pytest.raises(DataError, match=fault) if fault else contextlib.nullcontext():
+                assert read_small("-" if name == "-" else path, 64) == "naïve\r\n"
 
 
 def test_the_field_is_a_choice(tmp_path):

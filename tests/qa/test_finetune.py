@@ -1,6 +1,5 @@
 """Fine-tuning from the command line: one run per learning rate, stopped and resumed, evaluated, asked; bad input."""
 
-import io
 import json
 import os
 import shutil
@@ -198,8 +197,9 @@ def test_answer_says_what_and_where(folder, done, capsys, tmp_path, monkeypatch)
         assert run_cli([*ask, "--document", tmp_path / "long.txt", "--json", "--batch-rows", rows]) == 0
         found = json.loads(capsys.readouterr().out)
         assert text[found["start"] : found["stop"]] == found["answer"] and found["windows"] > 5
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert run_cli([*ask, "--document", "-"]) == 0
+    with (tmp_path / "long.txt").open(encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run_cli([*ask, "--document", "-"]) == 0
     out = capsys.readouterr().out
     assert f"answer   {found['answer']}" in out and f"characters {found['start']:,} to {found['stop']:,}" in out
     assert f"[{found['answer']}]" in out
