@@ -91,6 +91,13 @@ def size_of(name: Name) -> int:
         return store.size(path) or 0
 
 
+def stamp_of(name: Name) -> str:
+    """What changes when a file is written again, by its size and time. Raises DataError for one that is missing."""
+    store, path = store_of(name)
+    with reading(name):
+        return str(store.ukey(path))
+
+
 def exists(name: Name) -> bool:
     """Whether there is a file or folder of this name."""
     store, path = store_of(name)

@@ -14,9 +14,9 @@ from lineartime.data import shares
 from lineartime.data.files import exists, hash_of, is_address, is_folder, joined, make_folder, remove
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, read_manifest, verify_file
-from lineartime.data.units import UNITS, Slice
-from lineartime.data.workers import run_shares
-from lineartime.errors import ResourceError, UsageError
+from lineartime.data.units import Slice
+from lineartime.data.workers import encode_all, system_errors
+from lineartime.errors import UsageError
 from lineartime.settings import require
 
 Progress = Callable[[str, int, int | None], None]
@@ -45,28 +45,25 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     out = asked.out if is_address(asked.out) else os.path.realpath(asked.out)
     show = functools.partial(_shown, progress)
-    with _system_errors(out):
+    with system_errors(out):
         taken = _is_taken(out)
         if taken and not is_address(out):
             remove_leftovers(Path(out))
         with _work_folder(out) as work:
-            for name in (shares.JOB, shares.CHECKED, DONE):  # of a call that was killed; the text may have changed
-                remove(joined(work, name))
+            remove(joined(work, DONE))  # of a call that was killed
             if taken and asked.from_hub:
                 tokenizer = shares.named_tokenizer(asked)
                 return _already_prepared(out, asked.for_manifest(None if tokenizer is None else tokenizer.sha256), None)
-            job = shares.plan(asked, work, show)
             if taken:
+                job, _ = shares.find_text(asked, work, show)
                 shown = show("hashing", job["sources"], len(job["sources"]))
                 return _already_prepared(out, job["settings"], [{"split": split, "name": name} | hash_of(path)
                                                                 for split, name, path, _ in shown])
-            sizes = [size for *_, size in job["sources"]]
-            few = sum(sizes) < asked.unit_bytes
-            checked = _counted(progress, "checking", len(sizes))
-            run_shares("check", work, 1 if few else min(asked.n_jobs, len(sizes)), lambda index: checked(1))
-            units = [sum(Slice(*one).bytes for one in own) for _, own in shares.arrange(work, show)["units"]]
-            encoded = _counted(progress, "tokenising", sum(units))
-            run_shares("encode", work, 1 if few else min(asked.n_jobs, len(units)), lambda index: encoded(units[index]))
+            job = shares.plan(asked, work, show, anew=True)
+            n_bytes = [sum(Slice(*one).bytes for one in own) for _, own in job["units"]]
+            n_workers = 1 if sum(n_bytes) < asked.unit_bytes else min(asked.n_jobs, len(n_bytes))
+            encoded = _counted(progress, "tokenising", sum(n_bytes))
+            encode_all(work, n_workers, lambda index: encoded(n_bytes[index]))
             return shares.join(work, out if is_address(out) else joined(work, DONE), show)
 
 
@@ -74,21 +71,12 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
 def _work_folder(out: str) -> Iterator[str]:
     """The folder for the work that becomes `out`. A folder `done` in it becomes `out` at the end."""
     if not is_address(out):
-        with unfinished_folder(Path(out), worth=UNITS) as folder:
+        with unfinished_folder(Path(out), worth=shares.UNITS) as folder:
             yield str(folder)
         return
     make_folder(work := f"{out.rstrip('/')}.unfinished")
     yield work
     remove(work)
-
-
-@contextlib.contextmanager
-def _system_errors(out: str) -> Iterator[None]:
-    """Inside the block, an OSError is a ResourceError."""
-    try:
-        yield
-    except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
 
 def _is_taken(out: str) -> bool:

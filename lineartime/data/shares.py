@@ -1,20 +1,20 @@
 """Text is prepared in shares, by any number of processes or machines; the result has the same bytes.
 
-    step      reads                  writes into the work folder
-    plan      the names of files     job.json; and what can be read only once: streams/
-    check     each file, to its end  checked/00012.json
-    arrange   what was found         units.json, and the tokenizer if it is trained
-    encode    each unit              units/00012.ids, .rows, .json
-    join      the units              the shards of each split, in the output folder
+    step    reads                           writes into the work folder
+    plan    the names of files; the text,   job.json and tokenizer.json; what can be read only once: streams/
+            if a tokenizer is trained
+    encode  each unit                       units/00012.ids, .rows, .json
+    join    the units                       the shards of each split, in the output folder
 
-`check` and `encode` do a share of their tasks: share k of n has the tasks k, k + n, k + 2n, ... What is done already is
-not done again, so a share that was killed is simply run again. The work folder may be in any store."""
+`encode` does a share of the units: share k of n has the units k, k + n, k + 2n, ... What is done already is not done
+again, so a share that was killed is simply run again. The work folder may be in any store."""
 
 import contextlib
+import dataclasses
+import hashlib
 import itertools
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,18 @@ from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
 from lineartime.data.files import (
     Name,
     exists,
+    hash_of,
     hashed_file,
     joined,
     make_folder,
     read_all,
-    remove,
     size_of,
+    stamp_of,
     write_text,
 )
-from lineartime.data.held_out import Spans, cut_document, divide_documents
+from lineartime.data.held_out import cut_document, held_out_documents
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, SAMPLE, PrepareSettings
-from lineartime.data.read_text import is_token_file
+from lineartime.data.read_text import is_one_document, is_token_file, ranges_of
 from lineartime.data.sources import SPLITS, find_sources
 from lineartime.data.streams import save_streams
 from lineartime.data.tokenizer import (
@@ -49,26 +50,29 @@ from lineartime.data.tokenizer import (
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, shard_name
 from lineartime.data.units import (
-    UNITS,
-    CheckedFile,
     Encoded,
-    ReadArguments,
+    Faults,
     Slice,
-    check_file,
+    checked,
+    chosen_ids,
+    documents_of,
     encode_unit,
-    joined_ids,
+    faults_of,
+    is_finished,
     read_encoded,
     read_slice,
-    slices_of,
+    rows_of,
 )
 from lineartime.errors import DataError, UsageError, raise_faults
 from lineartime.model_names import shipped_models, weights_folder
 
 logger = logging.getLogger(__name__)
 
-JOB, CHECKED, UNITS_FILE, STREAMS = "job.json", "checked", "units.json", "streams"
+JOB, UNITS, STREAMS = "job.json", "units", "streams"
+Job = dict[str, Any]
+"""What job.json has: settings of the manifest, the files of each split, the units."""
 Done = Callable[[int], None]
-"""Is told the number of each task that is done."""
+"""Is told the number of each unit that is done."""
 Show = Callable[..., Iterator[Any]]
 """Passes items on and reports progress: `show(what, items, total, amount of an item)`."""
 
@@ -78,11 +82,79 @@ def no_show(what: str, items: Iterable[Any], *_: Any) -> Iterator[Any]:
     return iter(items)
 
 
-def plan(asked: PrepareSettings, work: Name, show: Show = no_show) -> dict[str, Any]:
-    """Find the files of every split, and write job.json, which the other steps read; returns it.
+def plan(asked: PrepareSettings, work: Name, show: Show = no_show, *, anew: bool = False) -> Job:
+    """Find the files of every split, train the tokenizer if none is named, and write both with the units into the work
+    folder; returns the job. anew: replace the job of other text or settings.
 
     Raises UsageError for inputs that do not go together and for the work folder of another job, DataError for files
     that cannot be read."""
+    job, tokenizer = find_text(asked, work, show)
+    if exists(joined(work, JOB)) and not anew and _read_object(joined(work, JOB)) != job:
+        raise UsageError("this folder has the work of other text or settings", work, "choose another or delete it")
+    write_text(joined(work, TOKENIZER_FILE), (tokenizer or _trained(asked, job, show)).json)
+    write_text(joined(work, JOB), json.dumps(job))
+    return job
+
+
+def encode(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -> None:
+    """Tokenise the units of share `number` of `of`. Behind a unit whose text is wrong the others are only read, so that
+    `join` can say soon what else is wrong."""
+    job, tokenizer = _opened(work)
+    make_folder(joined(work, UNITS))
+    pack, origins, is_right = tokenizer.packer(), _origins(job, tokenizer), True
+    for index in range(number, len(origins), of):
+        name, slices = _unit_name(work, index), [Slice(*each) for each in job["units"][index][1]]
+        if not is_finished(name, origins[index]):
+            if is_right:
+                unit = encode_unit(name, slices, job["reading"], tokenizer, pack, job["held_out"] is not None)
+            else:
+                unit = Encoded(faults=faults_of(slices, job["reading"]))
+            is_right = is_right and not unit.faults
+            unit.made_from = "" if unit.faults else origins[index]
+            write_text(f"{name}.json", json.dumps(dataclasses.asdict(unit)) + "\n")
+        if done is not None:
+            done(index)
+
+
+def join(work: Name, out: Name, show: Show = no_show) -> Manifest:
+    """Decide which documents are held out, and join all units in the shards of each split, in a new folder `out`; its
+    manifest comes last. Returns the manifest.
+
+    Raises DataError for the faults of files, for the same text in two splits, for a split that would be empty, and for
+    a unit that is missing or is not as it was written."""
+    job, tokenizer = _opened(work)
+    units = _finished_units(work, job, tokenizer)
+    manifest = Manifest(job["settings"], _sources(job, units), described(tokenizer), tokenizer.dtype,
+                        job["shard_tokens"], notes=list(job["notes"]))
+    make_folder(out)
+    with hashed_file(out, TOKENIZER_FILE, manifest.files) as write:
+        write(tokenizer.json.encode())
+    for source in (split for split in SPLITS if any(of == split for of, *_ in units)):
+        own = [(name, unit) for split, name, unit in units if split == source]
+        rows_DN = documents_of(own, 2 if job["held_out"] is None else 4)
+        manifest.blank_documents += int((rows_DN[:, 1] == 0).sum())
+        path = own[0][1].sources[0]["path"]
+        for split, is_chosen_D in _divided(source, rows_DN, job["held_out"], path).items():
+            manifest.splits[split] = Split()
+            blocks = chosen_ids(own, is_chosen_D, manifest.dtype, manifest.splits[split])
+            shown = show("writing", blocks, int(rows_DN[is_chosen_D, 0].sum()), len)
+            manifest.splits[split].tokens = _write_split(out, split, shown, manifest)
+    manifest.notes += _notes(manifest, units)
+    if asked := job["settings"]["held_out"]:
+        train, held = (manifest.splits[name] for name in ("train", "validation"))
+        what = (f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances"
+                if asked == job["held_out"] else "the end of the only document")
+        logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
+    write_text(joined(out, DATA_MANIFEST), manifest.to_json())
+    return manifest
+
+
+# What `plan` uses
+
+
+def find_text(asked: PrepareSettings, work: Name, show: Show) -> tuple[Job, Tokenizer | None]:
+    """The job of some settings, and the tokenizer, unless it is to be trained. Text that can be read only once is
+    copied into the work folder. Raises as `plan` does."""
     tokenizer = named_tokenizer(asked)
     make_folder(work)
     saved = save_streams(asked, joined(work, STREAMS), show)
@@ -90,116 +162,23 @@ def plan(asked: PrepareSettings, work: Name, show: Show = no_show) -> dict[str, 
     asked.require_fitting(sources)
     if tokenizer is None and any(is_token_file(each.path) for each in sources):
         raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
+    slices = [(each.split, _slices_of(each.path, asked, tokenizer)) for each in sources]
+    train, held_out = [own for split, own in slices if split == "train"], asked.held_out
+    if held_out and len(train) == 1 and is_one_document(train[0][0].path):
+        parts = cut_document(train[0], held_out, asked.reading)
+        slices, held_out = [*zip(("train", "validation"), parts, strict=True),
+                            *(each for each in slices if each[0] != "train")], None
     unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))
-    job = {"settings": asked.for_manifest(None if tokenizer is None else tokenizer.sha256),
-           "notes": [f"{unread} files lie beside the .parquet files and were not read"] if unread else [],
-           "reading": asked.reading, "range_bytes": asked.unit_bytes, "held_out": asked.held_out,
-           "sources": [[each.split, each.name, each.path, size_of(each.path)] for each in sources],
-           "tokenizer": None if tokenizer is None else tokenizer.name, "mlm": asked.is_masked,
-           "vocab_size": asked.vocab_size or DEFAULT_VOCAB_SIZE, "train_characters": asked.train_characters,
-           "shard_tokens": asked.shard_tokens}
-    if exists(joined(work, JOB)) and read_object(joined(work, JOB)) != job:
-        raise UsageError("this folder has the work of other text or settings", work, "choose another or delete it")
-    if tokenizer is not None:
-        write_text(joined(work, TOKENIZER_FILE), tokenizer.json)
-    write_text(joined(work, JOB), json.dumps(job))
-    return job
-
-
-def check(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -> None:
-    """Read the files of share `number` of `of` to their ends, so that their faults are found before anything is
-    tokenised. A fault is written down, and `arrange` says all of them at once."""
-    job = read_object(joined(work, JOB))
-    make_folder(joined(work, CHECKED))
-    for index in range(number, len(job["sources"]), of):
-        name, (_, _, path, size) = joined(work, CHECKED, f"{index:05d}"), job["sources"][index]
-        if not exists(f"{name}.json"):
-            try:
-                found = check_file(path, size, job["reading"], job["range_bytes"],
-                                   f"{name}.hashes" if job["held_out"] else None)
-            except DataError as e:
-                found = {"fault": [e.what, e.where and str(e.where), e.todo]}
-            write_text(f"{name}.json", json.dumps(found))
-        if done is not None:
-            done(index)
-
-
-def arrange(work: Name, show: Show = no_show) -> dict[str, Any]:
-    """Decide which documents are held out, train the tokenizer if none was named, and write units.json, which says what
-    each unit has; returns it. Units of another text or tokenizer are removed.
-
-    Raises DataError for the faults of files, for the same text in two splits, and for a split that would be empty."""
-    job = read_object(joined(work, JOB))
-    files, sources = _checked_files(work, job)
-    hashes = [np.frombuffer(read_all(joined(work, CHECKED, f"{index:05d}.hashes")), "<u8")
-              for index, file in enumerate(files) if job["held_out"] and file.split == "train" and file.documents]
-    splits = divide_documents(files, job["held_out"], hashes)
-    tokenizer = opened_tokenizer(work, job) if job["tokenizer"] else None
-    slices = _slices_of_splits(files, job, tokenizer is not None and not tokenizer.reads_pieces)
-    if tokenizer is None:
-        tokenizer = _trained(slices, splits["train"], job, show)
-        write_text(joined(work, TOKENIZER_FILE), tokenizer.json)
-    text = json.dumps({"tokenizer": tokenizer.sha256, "sources": sources, "notes": _notes(job, files, tokenizer),
-                       "blank_documents": sum(file.blank for file in files), "splits": splits,
-                       "units": _units_of(slices, job["range_bytes"])})
-    if not exists(joined(work, UNITS_FILE)) or read_all(joined(work, UNITS_FILE)) != text.encode():
-        remove(joined(work, UNITS))
-        write_text(joined(work, UNITS_FILE), text)
-    return json.loads(text)
-
-
-def encode(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -> None:
-    """Tokenise the units of share `number` of `of`. Raises DataError for text that cannot be encoded, or a tokenizer
-    that has changed."""
-    job, arranged = read_object(joined(work, JOB)), read_object(joined(work, UNITS_FILE))
-    tokenizer = opened_tokenizer(work, job)
-    if tokenizer.sha256 != arranged["tokenizer"]:
-        raise DataError("the tokenizer has changed", joined(work, TOKENIZER_FILE), "run the same command again")
-    make_folder(joined(work, UNITS))
-    pack = tokenizer.packer()
-    for index in range(number, len(arranged["units"]), of):
-        slices = [Slice(*each) for each in arranged["units"][index][1]]
-        encode_unit(joined(work, UNITS), index, slices, job["reading"], tokenizer, pack)
-        if done is not None:
-            done(index)
-
-
-def join(work: Name, out: Name, show: Show = no_show) -> Manifest:
-    """Join all units in the shards of each split, in a new folder `out`; its manifest comes last. Returns the manifest.
-
-    Raises DataError for a unit that is missing or is not as it was written."""
-    job, arranged = read_object(joined(work, JOB)), read_object(joined(work, UNITS_FILE))
-    tokenizer = opened_tokenizer(work, job)
-    manifest = Manifest(job["settings"], arranged["sources"], described(tokenizer), tokenizer.dtype,
-                        job["shard_tokens"], blank_documents=arranged["blank_documents"], notes=arranged["notes"])
-    units = [(split, joined(work, UNITS, f"{index:05d}")) for index, (split, _) in enumerate(arranged["units"])]
-    encoded = [(split, name, read_encoded(name)) for split, name in units]
-    make_folder(out)
-    with hashed_file(out, TOKENIZER_FILE, manifest.files) as write:
-        write(tokenizer.json.encode())
-    blocks = _blocks(encoded, arranged["splits"], manifest)
-    shown = show("writing", blocks, sum(unit.ids for *_, unit in encoded), lambda item: len(item[1]))
-    for name, group in itertools.groupby(shown, key=lambda item: item[0]):
-        manifest.splits[name].tokens = _write_split(out, name, (block for _, block in group), manifest)
-    _note_losses(manifest, [unit for *_, unit in encoded])
-    if job["held_out"]:
-        train, held = (manifest.splits[name] for name in ("train", "validation"))
-        what = ("the end of the only document" if arranged["splits"]["validation"][0] == "validation" else
-                f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances")
-        logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
-    write_text(joined(out, DATA_MANIFEST), manifest.to_json())
-    return manifest
-
-
-# What the steps use
-
-
-def read_object(name: Name) -> Any:
-    """A file of JSON. Raises DataError for one that cannot be read or is damaged."""
-    try:
-        return json.loads(read_all(name))
-    except ValueError as e:
-        raise DataError("damaged file", name, str(e)) from None
+    # The hash of a copy in the work folder, for it is made anew each time; the time and the like of other files.
+    stamps = [hash_of(each.path)["sha256"] if each.path.startswith(joined(work, STREAMS)) else stamp_of(each.path)
+              for each in sources]
+    return {"settings": asked.for_manifest(None if tokenizer is None else tokenizer.sha256),
+            "notes": [f"{unread} files lie beside the .parquet files and were not read"] if unread else [],
+            "reading": asked.reading, "held_out": held_out, "shard_tokens": asked.shard_tokens,
+            "sources": [[each.split, each.name, each.path, stamp]
+                        for each, stamp in zip(sources, stamps, strict=True)],
+            "units": _units_of(slices, asked.unit_bytes),
+            "tokenizer": None if tokenizer is None else tokenizer.name}, tokenizer
 
 
 def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
@@ -219,113 +198,73 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
     return ready if asked.add_tokens is None else with_tokens(ready, asked.add_tokens)
 
 
-def opened_tokenizer(work: Name, job: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a job, with its name in messages."""
-    text = read_all(joined(work, TOKENIZER_FILE)).decode()
-    return Tokenizer(text, job["tokenizer"] or str(joined(work, TOKENIZER_FILE)))
+def _slices_of(path: str, asked: PrepareSettings, tokenizer: Tokenizer | None) -> list[Slice]:
+    """The slices of a file. A document is not read apart if the tokenizer has to see it whole."""
+    size, whole = size_of(path), tokenizer is not None and not tokenizer.reads_pieces and is_one_document(path)
+    ranges = ranges_of(path, size, max(size, 1) if whole else asked.unit_bytes, asked.encoding) or [(0, 0)]
+    return [Slice(path, start, stop) for start, stop in ranges]
 
 
-def described(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a manifest says of a tokenizer."""
-    of_mask = {} if tokenizer.mask is None else {"mask": tokenizer.mask, "separator": tokenizer.separator,
-                                                 "special": tokenizer.special}
-    return {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-            "end_of_document": tokenizer.end_of_document} | of_mask
-
-
-def _checked_files(work: Name, job: dict[str, Any]) -> tuple[list[CheckedFile], list[dict[str, Any]]]:
-    """What `check` has found, and the files as the manifest has them. Raises DataError for faults."""
-    found = [read_object(joined(work, CHECKED, f"{index:05d}.json")) for index in range(len(job["sources"]))]
-    raise_faults([DataError(*each["fault"]) for each in found if "fault" in each])
-    files, sources, first = [], [], dict[str, tuple[str, str]]()
-    for (split, name, path, size), each in zip(job["sources"], found, strict=True):
-        files.append(CheckedFile(path, split, size, each["documents"], each["blank"], each["characters"]))
-        sources.append({"split": split, "name": name, "bytes": each["bytes"], "sha256": each["sha256"]})
-        other = first.setdefault(each["sha256"], (split, name))
-        if other[0] != split and size:
-            raise DataError("the same text in two splits", f"{other[1]} of {other[0]} and {name} of {split}",
-                            "take it out of one")
-    return files, sources
-
-
-def _slices_of_splits(files: list[CheckedFile], job: dict[str, Any], whole: bool) -> list[tuple[str, list[Slice]]]:
-    """The slices of each file, with the split that they are units of. whole: documents are not read apart."""
-    there = [file for file in files if file.documents]
-    slices = [(file.split, slices_of(file, job["range_bytes"], job["reading"]["encoding"], whole)) for file in there]
-    train = [i for i, file in enumerate(there) if file.split == "train"]
-    if job["held_out"] and [there[i].documents for i in train] == [1]:  # it is cut
-        (i,) = train
-        halves = cut_document(there[i], slices[i][1], job["held_out"], job["reading"])
-        slices[i:i + 1] = list(zip(("train", "validation"), halves, strict=True))
-    return slices
-
-
-def _units_of(slices: list[tuple[str, list[Slice]]], unit_bytes: int) -> list[tuple[str, list[Slice]]]:
+def _units_of(slices: list[tuple[str, list[Slice]]], unit_bytes: int) -> list[list[Any]]:
     """The units of all text, in the order of the splits: the split and the slices of each. Small files share a unit."""
-    units: list[tuple[str, list[Slice]]] = []
+    units: list[list[Any]] = []
     for split in SPLITS:
         n_left = 0
         for one in (one for of, own in slices if of == split for one in own):
             if n_left <= 0:
-                units.append((split, []))
+                units.append([split, []])
                 n_left = unit_bytes
-            units[-1][1].append(one)
+            units[-1][1].append(list(one))
             n_left -= one.bytes
     return units
 
 
-def _trained(slices: list[tuple[str, list[Slice]]], train: Spans, job: dict[str, Any], show: Show) -> Tokenizer:
-    """A tokenizer that is trained on pieces at equal distances."""
-    n_bytes = sum(one.bytes for split, own in slices if split == train.source for one in own)
-    every = -(-n_bytes // job["train_characters"])
-    texts = itertools.islice(_texts_of(slices, train, job["reading"]), 0, None, every)
+def _trained(asked: PrepareSettings, job: Job, show: Show) -> Tokenizer:
+    """A tokenizer that is trained on pieces of the train split at equal distances. All text is read first, so that its
+    faults are said before this takes its time."""
+    slices, others = ([Slice(*one) for split, own in job["units"] for one in own if (split == "train") == is_train]
+                      for is_train in (True, False))
+    n_bytes, faults = sum(one.bytes for one in slices), Faults()
+    shown = show("checking", slices, n_bytes, lambda one: one.bytes)
+    rows_D4 = rows_of(checked(shown, job["reading"], faults), job["held_out"] is not None)
+    raise_faults([DataError(*each) for each in (faults | faults_of(others, job["reading"])).values()])
+    is_chosen_D = _divided("train", rows_D4, job["held_out"], slices[0].path)["train"]
+    every, vocab_size = -(-n_bytes // asked.train_characters), asked.vocab_size or DEFAULT_VOCAB_SIZE
+    texts = itertools.islice(_texts_of(slices, is_chosen_D, job), 0, None, every)
     shown = show("training the tokenizer", texts, n_bytes // every, len)
-    learning = show("learning its vocabulary", (), job["vocab_size"])  # this takes as long as reading
-    return train_tokenizer(itertools.chain(shown, learning), job["vocab_size"], mlm=job["mlm"])
+    learning = show("learning its vocabulary", (), vocab_size)  # this takes as long as reading
+    return train_tokenizer(itertools.chain(shown, learning), vocab_size, mlm=asked.is_masked)
 
 
-def _texts_of(slices: list[tuple[str, list[Slice]]], part: Spans, how: ReadArguments) -> Iterator[str]:
-    """The pieces of a split's documents."""
-    document, spans = 0, iter(part.spans)
-    first, stop = next(spans)
-    for one in (one for split, own in slices if split == part.source for one in own):
-        for text, last in read_slice(one, how):
-            if document >= stop:
-                first, stop = next(spans, (sys.maxsize, sys.maxsize))
-            if first <= document < stop:
+def _texts_of(slices: list[Slice], is_chosen_D: np.ndarray, job: Job) -> Iterator[str]:
+    """The pieces of the chosen documents."""
+    document = 0
+    for one in slices:
+        for text, last in read_slice(one, job["reading"]):
+            if is_chosen_D[document]:
                 yield text
             document += last
 
 
-def _notes(job: dict[str, Any], files: list[CheckedFile], tokenizer: Tokenizer) -> list[str]:
-    """What `prepare` says of the text."""
-    notes, asked = list(job["notes"]), job["settings"].get("vocab_size", 0)
-    n_empty, n_blank = sum(file.documents + file.blank == 0 for file in files), sum(file.blank for file in files)
-    if tokenizer.vocab_size < asked:
-        notes.append(f"the text gave a vocabulary of {tokenizer.vocab_size:,} of the {asked:,} asked for")
-    if n_empty:
-        notes.append(f"{n_empty:,} files have no documents and were left out")
-    if n_blank:
-        notes.append(f"{n_blank:,} documents are white space only and were left out")
-    return notes
+# What `join` uses
 
 
-def _note_losses(manifest: Manifest, units: list[Encoded]) -> None:
-    """Say in the manifest what the tokenizer does not keep."""
-    n_ids, lost, unknown = (sum(getattr(unit, name) for unit in units) for name in ("ids", "lost", "unknown"))
-    if lost or unknown:
-        manifest.notes.append("this tokenizer does not keep the text exactly: scores per byte leave out what it drops "
-                              f"({lost:,} documents, {unknown / n_ids:.2%} of the tokens are unknown)")
+def _divided(split: str, rows_DN: np.ndarray, held_out: float | None, path: str) -> dict[str, np.ndarray]:
+    """Which documents are in the split, and of train which are held out, in bool `[D]`; blank ones are left out. Raises
+    DataError for an empty split.
 
-
-def _blocks(encoded: list[tuple[str, str, Encoded]], splits: dict[str, Any], manifest: Manifest
-            ) -> Iterator[tuple[str, np.ndarray]]:
-    """The ids of each split in blocks, with its name; its counts go into the manifest."""
-    for name, (source, spans) in splits.items():
-        manifest.splits[name] = Split()
-        own = [(where, unit) for split, where, unit in encoded if split == source]
-        for block in joined_ids(own, spans, manifest.dtype, manifest.splits[name]):
-            yield name, block
+    rows_DN: the `ROW` of each document, or its first columns if none is held out. path: for errors."""
+    is_kept_D = rows_DN[:, 1] > 0
+    if not is_kept_D.any():
+        raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
+                        f"the {split} split would be empty")
+    if split != "train" or held_out is None:
+        return {split: is_kept_D}
+    if is_kept_D.sum() == 1:
+        raise DataError("of one document in rows nothing can be held out", path, "save its text alone as .txt")
+    is_held_D = is_kept_D.copy()
+    is_held_D[is_kept_D] = held_out_documents(rows_DN[is_kept_D, 2], rows_DN[is_kept_D, 3], held_out)
+    return {"train": is_kept_D & ~is_held_D, "validation": is_held_D}
 
 
 def _write_split(out: Name, name: str, arrays: Iterable[np.ndarray], manifest: Manifest) -> int:
@@ -344,3 +283,85 @@ def _write_split(out: Name, name: str, arrays: Iterable[np.ndarray], manifest: M
                 n_ids += len(fitting)
                 ids = ids[len(fitting):]
     return n_ids - 1
+
+
+def _finished_units(work: Name, job: Job, tokenizer: Tokenizer) -> list[tuple[str, str, Encoded]]:
+    """The split, the name and the description of each unit. Raises DataError for the faults of text, and for a unit
+    that is missing or made from something else."""
+    names = [_unit_name(work, index) for index in range(len(job["units"]))]
+    units = [(split, name, read_encoded(name)) for (split, _), name in zip(job["units"], names, strict=True)]
+    raise_faults([DataError(*fault) for fault in {path: fault for *_, unit in reversed(units)
+                                                  for path, fault in unit.faults.items()}.values()])
+    for (_, name, unit), origin in zip(units, _origins(job, tokenizer), strict=True):
+        if unit.made_from != origin:
+            raise DataError("made from other text or another tokenizer", f"{name}.json", "run the same command again")
+    return units
+
+
+def _sources(job: Job, units: list[tuple[str, str, Encoded]]) -> list[dict[str, Any]]:
+    """The files of text as the manifest has them. Raises DataError for the same text in two splits."""
+    begun = {each["path"]: each for *_, unit in units for each in unit.sources if "sha256" in each}
+    sources, first = [], dict[str, tuple[str, str]]()
+    for split, name, path, _ in job["sources"]:
+        found = begun[path]
+        sources.append({"split": split, "name": name, "bytes": found["bytes"], "sha256": found["sha256"]})
+        other = first.setdefault(found["sha256"], (split, name))
+        if other[0] != split and found["bytes"]:
+            raise DataError("the same text in two splits", f"{other[1]} of {other[0]} and {name} of {split}",
+                            "take it out of one")
+    return sources
+
+
+def _notes(manifest: Manifest, units: list[tuple[str, str, Encoded]]) -> list[str]:
+    """What was left out, and what the tokenizer does not keep."""
+    there = {each["path"] for *_, unit in units for each in unit.sources if each["pieces"]}
+    n_empty, n_vocabulary = len(manifest.sources) - len(there), manifest.tokenizer["vocab_size"]
+    n_ids, lost, unknown = (sum(getattr(unit, name) for *_, unit in units) for name in ("ids", "lost", "unknown"))
+    notes = []
+    if n_vocabulary < (asked := manifest.settings.get("vocab_size", 0)):
+        notes.append(f"the text gave a vocabulary of {n_vocabulary:,} of the {asked:,} asked for")
+    if n_empty:
+        notes.append(f"{n_empty:,} files have no documents and were left out")
+    if manifest.blank_documents:
+        notes.append(f"{manifest.blank_documents:,} documents are white space only and were left out")
+    if lost or unknown:
+        notes.append("this tokenizer does not keep the text exactly: scores per byte leave out what it drops "
+                     f"({lost:,} documents, {unknown / n_ids:.2%} of the tokens are unknown)")
+    return notes
+
+
+def described(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a manifest says of a tokenizer."""
+    of_mask = {} if tokenizer.mask is None else {"mask": tokenizer.mask, "separator": tokenizer.separator,
+                                                 "special": tokenizer.special}
+    return {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
+            "end_of_document": tokenizer.end_of_document} | of_mask
+
+
+# What several steps use
+
+
+def _opened(work: Name) -> tuple[Job, Tokenizer]:
+    """The job of a work folder, and its tokenizer."""
+    job, file = _read_object(joined(work, JOB)), joined(work, TOKENIZER_FILE)
+    return job, Tokenizer(read_all(file).decode(), job["tokenizer"] or file)
+
+
+def _read_object(name: Name) -> Any:
+    """A file of JSON. Raises DataError for one that cannot be read or is damaged."""
+    try:
+        return json.loads(read_all(name))
+    except ValueError as e:
+        raise DataError("damaged file", name, str(e)) from None
+
+
+def _unit_name(work: Name, index: int) -> str:
+    return joined(work, UNITS, f"{index:05d}")
+
+
+def _origins(job: Job, tokenizer: Tokenizer) -> list[str]:
+    """For each unit a hash of all that decides what it has."""
+    stamps = {path: stamp for _, _, path, stamp in job["sources"]}
+    how = [job["reading"], tokenizer.sha256, job["held_out"] is not None]
+    return [hashlib.sha256(json.dumps([slices, [stamps[path] for path, *_ in slices], how]).encode()).hexdigest()
+            for _, slices in job["units"]]

@@ -1,10 +1,10 @@
-"""Processes that do the shares of `prepare` on this machine, so that all cores work.
+"""Processes that tokenise the shares of `prepare` on this machine, so that all cores work.
 
-A worker is a program of its own, `python -m lineartime.data.workers STEP WORK NUMBER OF`. It is no fork, because the
-caller may have threads; and not one of `multiprocessing`, which would run the caller's script again in each. It prints
-the number of each task that it has done, and at last its error, if there is one, as JSON."""
+A worker is a program of its own, `python -m lineartime.data.workers WORK NUMBER OF`. It is no fork, because the caller
+may have threads; and not one of `multiprocessing`, which would run the caller's script again in each. It prints the
+number of each unit that it has done, and of an error of the system what it says."""
 
-import builtins
+import contextlib
 import json
 import os
 import queue
@@ -12,26 +12,32 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from lineartime import errors
-from lineartime.data import shares
 from lineartime.data.files import Name
-from lineartime.errors import LineartimeError, ResourceError
+from lineartime.data.shares import encode
+from lineartime.errors import ResourceError
 
 
-def run_shares(step: str, work: Name, n_workers: int, done: Callable[[int], None]) -> None:
-    """Do a step of `shares`, "check" or "encode", in so many processes; with one it is this process. `done` is told the
-    number of each task that is done.
+@contextlib.contextmanager
+def system_errors(out: str) -> Iterator[None]:
+    """Inside the block, an OSError is a ResourceError."""
+    try:
+        yield
+    except OSError as e:
+        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
-    Raises the first error of a process, and ResourceError for one that dies. All end with this function."""
+
+def encode_all(work: Name, n_workers: int, done: Callable[[int], None]) -> None:
+    """Tokenise all units in so many processes; with one it is this process. `done` is told the number of each unit that
+    is done.
+
+    Raises ResourceError for an error of the system, and for a process that dies. All end with this function."""
     if n_workers <= 1:
-        getattr(shares, step)(work, done=done)
+        encode(work, done=done)
         return
-    workers = [_started(step, str(work), number, n_workers) for number in range(n_workers)]
+    workers = [_started(str(work), number, n_workers) for number in range(n_workers)]
     lines: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
 
     def listen(number: int) -> None:
@@ -46,8 +52,8 @@ def run_shares(step: str, work: Name, n_workers: int, done: Callable[[int], None
         n_running = n_workers
         while n_running:
             number, line = lines.get()
-            if line.startswith(b"{"):
-                raise _error_of(json.loads(line))
+            if line.startswith(b"["):
+                raise ResourceError(*json.loads(line))
             if line:
                 done(int(line))
                 continue
@@ -63,33 +69,16 @@ def run_shares(step: str, work: Name, n_workers: int, done: Callable[[int], None
                 pass
 
 
-def _started(step: str, work: str, number: int, of: int) -> subprocess.Popen[bytes]:
+def _started(work: str, number: int, of: int) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false",
                                 "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    arguments = [sys.executable, "-P", "-m", "lineartime.data.workers", step, work, str(number), str(of)]
+    arguments = [sys.executable, "-P", "-m", "lineartime.data.workers", work, str(number), str(of)]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
                             process_group=0)  # an interrupt from the keyboard is for the caller alone
 
 
-def _error_of(fields: dict[str, Any]) -> BaseException:
-    """The error that a process has printed."""
-    kind = fields["kind"]
-    return (getattr(errors, kind, None) or getattr(builtins, kind))(*fields["arguments"])
-
-
-def _described(e: Exception) -> dict[str, Any]:
-    """What makes an error again in the caller's process: the name of its class, and its arguments."""
-    if isinstance(e, LineartimeError):
-        return {"kind": type(e).__name__, "arguments": [e.what, e.where and str(e.where), e.todo]}
-    if isinstance(e, OSError):
-        return {"kind": "OSError", "arguments": [e.errno, e.strerror, e.filename and str(e.filename)]}
-    if isinstance(e, MemoryError):
-        return {"kind": "MemoryError", "arguments": []}
-    return {"kind": "RuntimeError", "arguments": [traceback.format_exc()]}
-
-
-def main(step: str, work: str, number: str, of: str) -> None:
+def main(work: str, number: str, of: str) -> None:
     """Do one share."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -101,9 +90,10 @@ def main(step: str, work: str, number: str, of: str) -> None:
 
     threading.Thread(target=end_with_the_caller, daemon=True).start()
     try:
-        getattr(shares, step)(work, int(number), int(of), done=lambda index: print(index, file=answers))
-    except Exception as e:
-        print(json.dumps(_described(e)), file=answers)
+        with system_errors(work):
+            encode(work, int(number), int(of), lambda index: print(index, file=answers))
+    except ResourceError as e:
+        print(json.dumps([e.what, str(e.where), e.todo]), file=answers)
         os._exit(1)
 
 
