@@ -1,7 +1,8 @@
-"""Which prepared text each row of training is taken from, where a run has several: `--data books:0.7,wiki:0.3`.
+"""Which row of which prepared text each row of training is; a run may have several, `--data books:0.7,wiki:0.3`.
 
-After any number of rows each text has given its share to within one row. Nothing is drawn: the order has a period, and
-depends on the shares alone, so that a run goes on at any step and on any number of ranks."""
+After any number of rows each text has given its share to within one row. Which text comes next is not drawn: it has a
+period, and depends on the shares alone. The order within a text is drawn for each epoch. Both are functions of a row's
+number, so that a run goes on at any step and on any number of ranks."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -39,28 +40,25 @@ def read_mixture(text: str) -> dict[str, int]:
 
 
 @cache
-def order_of(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The text of each row of a period, and the number of the row among those of its text, int64 `[sum of weights]`.
+def order_of(weights: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The text of each row of a period, and the number of the row among those of its text.
 
     Row n of a text with weight w of W is due between row n W / w and row (n + 1) W / w; of those that may come the one
     comes that is due first, which is never late."""
-    total = sum(weights)
-    given, texts, numbers = [0] * len(weights), np.empty(total, np.int64), np.empty(total, np.int64)
+    total, given, order = sum(weights), [0] * len(weights), []
     for row in range(total):
-        due = [(-(-(n + 1) * total // w), k) for k, (n, w) in enumerate(zip(given, weights, strict=True))
-               if n * total // w <= row]
-        _, k = min(due)
-        texts[row], numbers[row] = k, given[k]
+        _, k = min((-(-(n + 1) * total // w), k) for k, (n, w) in enumerate(zip(given, weights, strict=True))
+                   if n * total // w <= row)
+        order.append((k, given[k]))
         given[k] += 1
-    return texts, numbers
+    return order
 
 
 def place_of(row: int, weights: tuple[int, ...]) -> tuple[int, int]:
     """The text of a row, counted from the first of training, and the row's number among those of its text."""
-    texts, numbers = order_of(weights)
-    period, at = divmod(row, len(texts))
-    k = int(texts[at])
-    return k, period * weights[k] + int(numbers[at])
+    period, at = divmod(row, sum(weights))
+    k, number = order_of(weights)[at]
+    return k, period * weights[k] + number
 
 
 def places_of_step(n_rows: Sequence[int], weights: tuple[int, ...] = (1,), *, seed: int, step: int,

@@ -57,10 +57,11 @@ class Tokenizer:
     `json` is the text of the tokenizer.json, `sha256` its hash, without what `json_with_beginning` adds.
     `end_of_document` is the id of "<|endoftext|>"; `mask` and `separator` are those of "[MASK]" and "[SEP]", or None.
     The constructor adds a missing "<|endoftext|>", and with `mlm` the other two. `special` are the ids that no text
-    has: special tokens and unused ids. `vocab_size` is the largest id plus one; `has_gaps` says whether an id below it
-    is unused, `has_pad` whether it has `PAD`. `reads_pieces`: the ids of the pieces of a text (`read_text.cut`) are
-    those of the whole; `is_lossless`: every text is given back. `name` is for messages. Raises DataError if `json` is
-    not a tokenizer, or its vocabulary has no room for one of these tokens."""
+    has: special tokens and unused ids. `vocab_size` is the largest id plus one, `dtype` the smallest type that holds
+    every id, `unknown` the id of what it has no token for, or None. `has_gaps` says whether an id is unused, `has_pad`
+    whether it has `PAD`. `reads_pieces`: the ids of the pieces of a text (`read_text.cut`) are those of the whole;
+    `is_lossless`: every text is given back. `name` is for messages. Raises DataError if `json` is not a tokenizer, or
+    its vocabulary has no room for one of these tokens."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
@@ -80,6 +81,7 @@ class Tokenizer:
         vocabulary, special = inner.get_vocab(), _special_tokens(inner)
         used = Counter(vocabulary.values())
         self.vocab_size = max(used) + 1
+        self.dtype = "<u2" if self.vocab_size <= 1 << 16 else "<u4"
         if self.vocab_size > LARGEST["vocab_size"]:
             raise DataError("a token's id is too large", name, f"the largest is {LARGEST['vocab_size'] - 1:,}")
         for token in needed:
@@ -94,7 +96,8 @@ class Tokenizer:
         content = json_module.loads(self.json)
         unknown = content["model"].get("unk_id", content["model"].get("unk_token"))
         self.unknown = inner.token_to_id(unknown) if isinstance(unknown, str) else unknown
-        reads_bytes, self._cuts_as_gpt2 = _reads_bytes(content), _reads_bytes(content) and _cuts_as_gpt2(content)
+        reads_bytes = _reads_bytes(content)
+        self._cuts_as_gpt2 = reads_bytes and _cuts_as_gpt2(content)
         self.reads_pieces = self._cuts_as_gpt2 or (reads_bytes and content["model"].get("merges") == [])
         self.is_lossless = self.reads_pieces and {*pre_tokenizers.ByteLevel.alphabet()} <= vocabulary.keys()
 
@@ -108,11 +111,6 @@ class Tokenizer:
             raise
         except BaseException as e:
             raise DataError(what, self.name, " ".join(str(e).split())) from None
-
-    @property
-    def dtype(self) -> str:
-        """The smallest type that holds every id."""
-        return "<u2" if self.vocab_size <= 1 << 16 else "<u4"
 
     def json_with_beginning(self) -> str | None:
         """The tokenizer.json by which other programs begin each text with the end-of-document token, as training does;
