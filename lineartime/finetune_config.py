@@ -62,7 +62,7 @@ class FineTuning:
     run: Annotated[Path | str, "The model to teach: a run, a checkpoint, an exported folder or `small`. For questions "
                    "a model of masked language modelling.", "RUN"]
     data: Annotated[tuple[Path | str, ...], "Questions to train on: SQuAD or TriviaQA JSON, TriviaQA parquet, or "
-                    "hub:rc.wikipedia/train; may be given again.", "--questions"]
+                    "hub:mandarjoshi/trivia_qa:rc.wikipedia/train; may be given again.", "--questions"]
     validation: Annotated[tuple[Path | str, ...], "Questions or documents that the learning rate is chosen on; may be "
                           "given again."]
     out: Annotated[Path, "Folder for the runs; unfinished runs there are continued."]

@@ -127,9 +127,10 @@ def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> i
 
 def prepare(text: Text, place: Place, stop: StopSignal) -> None:
     """Tokenise a text, unless that is done."""
-    source, out = "--hub" if text.folder is None else place.below_texts(text.folder), place.data(text)
+    source, out = place.below_texts(text.folder), place.data(text)
+    sources = [f"{source}/train", f"{source}/validation"] if source.startswith("hub:") else [source]
     out.parent.mkdir(parents=True, exist_ok=True)
-    failed = call(["prepare", source, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
+    failed = call(["prepare", *sources, "--task", text.task, "--vocab-size", str(text.vocab_size), "--out", str(out),
                    *(["--mlm"] if text.mlm else [])], f"text {text.name}", out.with_suffix(".log"), place, stop)
     stop.check(STOPPED)
     if failed:

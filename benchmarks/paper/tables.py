@@ -113,14 +113,14 @@ class Text:
 
     task: str
     vocab_size: int
-    folder: str | None = None
-    """Below the texts that the user names; without one it is the data set of the hub."""
+    folder: str
+    """Below the texts that the user names, or a data set of the hub."""
     mlm: bool = False
 
     @property
     def name(self) -> str:
-        parts = (self.folder or f"hub-{self.task}", str(self.vocab_size), *(["mlm"] if self.mlm else []))
-        return "-".join(parts).replace("/", "-")
+        parts = (self.folder, str(self.vocab_size), *(["mlm"] if self.mlm else []))
+        return "-".join(parts).replace("/", "-").replace(":", "-")
 
 
 @dataclass(frozen=True)

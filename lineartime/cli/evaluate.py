@@ -39,7 +39,7 @@ class EvaluateOptions:
     precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
     questions: Annotated[tuple[str, ...], "Score answers to these questions instead: SQuAD or TriviaQA JSON, TriviaQA "
-                         "parquet, or hub:rc.wikipedia/train; may be given again."] = ()
+                         "parquet, or hub:mandarjoshi/trivia_qa:rc.wikipedia/train; may be given again."] = ()
     evidence: Evidence = None
     stride: Stride = None
     max_answer_tokens: MaxAnswerTokens = 30

@@ -7,8 +7,6 @@ import re
 
 from lineartime.errors import DataError
 
-HUB = {"c4": ("allenai/c4", "en"), "wiki40b": ("google/wiki40b", "en"), "pg19": ("emozilla/pg19", None)}
-"""Name and configuration of each data set on the hub."""
 MARKER = re.compile("_START_(ARTICLE|SECTION|PARAGRAPH)_")
 PG19 = ((28_602, 1_973_136_207), (50, 3_007_061), (100, 6_966_499))
 """Books and words of the train, validation and test split, as published."""

@@ -40,8 +40,8 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
 
     `out` appears only when it is complete; in a store its manifest.json comes last. The units of text that a killed or
     interrupted call has tokenised stay in a hidden folder beside `out`, and the same call does not make them again. If
-    `out` was prepared from the same text and settings it is verified and kept; text on the hub is not compared again.
-    The number of processes does not change a byte.
+    `out` was prepared from the same text and settings it is verified and kept; text is not compared again if all is on
+    the hub. The number of processes does not change a byte.
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     out = asked.out if is_address(asked.out) else os.path.realpath(asked.out)
     show = functools.partial(_shown, progress)
@@ -51,7 +51,7 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
             remove_leftovers(Path(out))
         with _work_folder(out) as work:
             remove(joined(work, DONE))  # of a call that was killed
-            if taken and asked.from_hub:
+            if taken and asked.is_from_hub:
                 tokenizer = shares.named_tokenizer(asked)
                 return _already_prepared(out, asked.for_manifest(None if tokenizer is None else tokenizer.sha256), None)
             if taken:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lineartime.config import TASKS
-from lineartime.data.corpora import HUB
 from lineartime.data.read_text import MAX_LINE_BYTES, UTF8, require_encoding
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
@@ -23,7 +22,8 @@ class PrepareSettings:
 
     inputs: Annotated[tuple[str, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
                       ".bz2, .xz or .zst) or .parquet; folders of them; addresses such as s3://BUCKET/FOLDER; "
-                      "hub:NAME/SPLIT; or `-` for one document on stdin.", "INPUTS"]
+                      "hub:NAME/SPLIT, hub:NAME:CONFIGURATION/SPLIT[:RECORDS]; or `-` for one document on stdin.",
+                      "INPUTS"]
     out: Annotated[str, "Folder for the prepared tokens, or its address in a store."]
     sample: Annotated[bool, "Read the book that ships with the package instead."] = False
     tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one "
@@ -38,8 +38,6 @@ class PrepareSettings:
     field: Annotated[str, "Field or column that holds the text.", "--text-field"] = "text"
     encoding: Annotated[str, "Encoding of the text, such as latin-1."] = UTF8
     task: Annotated[str | None, "Read the text as the paper's data set c4, wiki40b or pg19."] = None
-    hub: Annotated[bool, "Read the task's data set from the Hugging Face hub, with `datasets`."] = False
-    documents: Annotated[int | None, "From the hub read only so many documents of each split."] = None
     mlm: Annotated[bool, "For masked language modelling: add the tokens [MASK] and [SEP]. Always so with --task c4."
                    ] = False
     jobs: Annotated[int | None, "Processes that tokenise; by default one for each core."] = None
@@ -56,23 +54,15 @@ class PrepareSettings:
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",
                 "it lies between 0 and 1")
-        for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes", "max_line_bytes", "documents"):
+        for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes", "max_line_bytes"):
             value = getattr(self, name)
             require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
         require_encoding(self.encoding)
         if self.task is not None:
             require_name("task", self.task, TASKS)
-        if self.hub:
-            require(self.task is not None, "the hub has several data sets", "none is named",
-                    f"give --task, one of {', '.join(TASKS)}, or an input such as hub:NAME/SPLIT")
-            others = self.inputs or self.sample or self.validation or self.test or self.held_out
-            require(not others, "wrong inputs", "the hub and others", "a data set of the hub comes with its splits")
-        else:
-            require(self.sample != bool(self.inputs), "wrong inputs",
-                    f"{len(self.inputs)} and the sample" if self.sample else "there are none",
-                    "name files or folders, or ask for the sample")
-        require(self.documents is None or bool(self.from_hub), "only the hub is read in part",
-                f"documents = {self.documents}", "leave it out")
+        require(self.sample != bool(self.inputs), "wrong inputs",
+                f"{len(self.inputs)} and the sample" if self.sample else "there are none",
+                "name files or folders, or ask for the sample")
         require(self.inputs.count("-") <= 1, "stdin is read once", "-", "name it once")
         require(self.tokenizer != "train" or self.add_tokens is None, "tokens are added to a tokenizer that is there",
                 str(self.add_tokens), "name it: --tokenizer RUN")
@@ -95,8 +85,14 @@ class PrepareSettings:
 
     @property
     def from_hub(self) -> list[str]:
-        """The inputs that are on the hub, which are not read again to be compared."""
-        return [HUB[str(self.task)][0]] if self.hub else [name for name in self.inputs if name.startswith("hub:")]
+        """The text that is on the hub, as the command line has it."""
+        named = {"": self.inputs, "--validation ": self.validation, "--test ": self.test}
+        return [option + name for option, names in named.items() for name in names if name.startswith("hub:")]
+
+    @property
+    def is_from_hub(self) -> bool:
+        """Whether all text is on the hub, which is not read again to be compared."""
+        return bool(self.inputs) and len(self.from_hub) == len(self.inputs + self.validation + self.test)
 
     def for_manifest(self, tokenizer_sha256: str | None) -> dict[str, Any]:
         """The settings that decide what is written, as the manifest has them. tokenizer_sha256: None if it is to be
@@ -105,7 +101,7 @@ class PrepareSettings:
         settings |= {"mlm": True} if self.is_masked else {}
         settings |= {"task": self.task} if self.task is not None else {}
         settings |= {"encoding": self.encoding} if self.encoding != UTF8 else {}
-        settings |= {"hub": " ".join(self.from_hub), "documents": self.documents} if self.from_hub else {}
+        settings |= {"hub": " ".join(self.from_hub)} if self.from_hub else {}
         if tokenizer_sha256 is not None:
             return settings | {"tokenizer": tokenizer_sha256}
         return settings | {"tokenizer": "train", "vocab_size": self.vocab_size or DEFAULT_VOCAB_SIZE,

@@ -7,19 +7,19 @@ import itertools
 import json
 import logging
 import os
+import re
 import select
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from lineartime.data.corpora import HUB
 from lineartime.data.files import Name, joined, make_folder, opened_new, size_of
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.data.read_text import text_field
+from lineartime.data.read_text import Row, text_field
 from lineartime.errors import DataError, UsageError
-from lineartime.settings import require
 
 ON_HUB = "hub:"
+HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
 
 
 def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
@@ -35,13 +35,14 @@ def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]
             yield b""
 
 
-def on_hub(name: str) -> tuple[str, str | None, str]:
-    """The data set, the configuration and the split that a name has. Raises UsageError."""
-    of, _, split = name.removeprefix(ON_HUB).rpartition("/")
-    data, _, config = of.partition(":")
-    require(bool(data and split), "no such name on the hub", name,
-            "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train")
-    return data, config or None, split
+def on_hub(name: str) -> tuple[str, str | None, str, int | None]:
+    """The data set, the configuration, the split and the number of records that a name has. Raises UsageError."""
+    found = HUB_NAME.fullmatch(name)
+    if found is None:
+        raise UsageError("no such name on the hub", name, "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train, or "
+                         "hub:NAME:CONFIGURATION/SPLIT[:RECORDS], as in hub:allenai/c4:en/train[:1000]")
+    data, config, split, n_most = found.groups()
+    return data, config, split, int(n_most) if n_most else None
 
 
 def hub_library() -> Any:
@@ -52,16 +53,15 @@ def hub_library() -> Any:
         raise UsageError("a package is missing that reads the hub", str(e), "pip install datasets") from None
 
 
-def hub_records(library: Any, name: str, config: str | None, splits: Iterable[str],
-                n_most: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Stream (split, record) pairs of the splits that exist, at most `n_most` of each. Raises DataError for errors of
-    the library."""
+def hub_rows(name: str) -> Iterator[Row]:
+    """Stream the records that a name such as `hub:allenai/c4:en/train[:1000]` has, and no more. Raises UsageError for
+    another name and if `datasets` is missing, DataError for errors of the library."""
+    (data, config, split, n_most), library = on_hub(name), hub_library()
     with quiet(library):
         try:
-            there = library.load_dataset(name, config, streaming=True)
-            for split in splits:
-                for record in itertools.islice(there[split] if split in there else (), n_most):
-                    yield split, record
+            records = library.load_dataset(data, config, split=split, streaming=True)
+            for number, record in enumerate(itertools.islice(records, n_most), 1):
+                yield Row(f"{name}, row {number}", record)
         except Exception as e:
             message = f"{type(e).__name__}: {e}"[:300]
             raise DataError("cannot read from the hub", name, " ".join(message.split())) from None
@@ -87,54 +87,38 @@ def quiet(library: Any) -> Iterator[None]:
 def save_streams(asked: PrepareSettings, folder: Name, show: Callable[..., Iterator[Any]]) -> PrepareSettings:
     """The settings, with a file in `folder` in the place of each stream, because `prepare` reads text several times.
 
-    show: passes records on and reports progress. Raises UsageError if `datasets` is missing, DataError for a stream
-    that cannot be read or has no text."""
-    if asked.hub:
-        name, config = HUB[str(asked.task)]
-        saved = _save_hub(name, config, ("train", "validation", "test"), asked, joined(folder, "hub"), show)
-        if not any(each.endswith("/train.jsonl") for each in saved):
-            there = ", ".join(each.rpartition("/")[2].removesuffix(".jsonl") for each in saved)
-            raise DataError("no train split", name, f"it has {there or 'nothing'}")
-        return dataclasses.replace(asked, inputs=tuple(saved), hub=False, documents=None)
+    show: passes records on and reports progress. Raises as `hub_rows` does, and DataError for stdin without text."""
     count = itertools.count()
 
-    def of(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_saved(name, asked, joined(folder, str(next(count))), show) for name in names)
+    def saved(name: str) -> str:
+        if name != "-" and not name.startswith(ON_HUB):
+            return name
+        own = joined(folder, str(next(count)))
+        make_folder(own)
+        return _save_stdin(own) if name == "-" else _save_hub(name, asked.field, own, show)
 
-    return dataclasses.replace(asked, inputs=of(asked.inputs), validation=of(asked.validation), test=of(asked.test))
-
-
-def _saved(name: str, asked: PrepareSettings, folder: str, show: Callable[..., Iterator[Any]]) -> str:
-    """The file of an input: itself, or the copy of a stream."""
-    if name == "-":
-        make_folder(folder)
-        with opened_new(joined(folder, "stdin.txt")) as file:
-            for block in stdin_blocks():
-                if b"\0" in block:  # and not the endless copy of a device
-                    raise DataError("a NUL byte: this is no text", "stdin")
-                file.write(block)
-        if not size_of(joined(folder, "stdin.txt")):
-            raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
-        return joined(folder, "stdin.txt")
-    if name.startswith(ON_HUB):
-        data, config, split = on_hub(name)
-        saved = _save_hub(data, config, (split,), asked, folder, show)
-        if not saved:
-            raise DataError("no such split", name)
-        return saved[0]
-    return name
+    inputs, validation, test = (tuple(map(saved, names)) for names in (asked.inputs, asked.validation, asked.test))
+    return dataclasses.replace(asked, inputs=inputs, validation=validation, test=test)
 
 
-def _save_hub(name: str, config: str | None, splits: tuple[str, ...], asked: PrepareSettings, folder: str,
-              show: Callable[..., Iterator[Any]]) -> list[str]:
-    """Download splits of a data set into files such as `train.jsonl`; returns the names of those that exist."""
-    make_folder(folder)
-    saved = []
-    found = hub_records(hub_library(), name, config, splits, asked.documents)
-    for split, group in itertools.groupby(show(f"reading {name}", found, None), key=lambda record: record[0]):
-        saved.append(joined(folder, f"{split}.jsonl"))
-        with opened_new(saved[-1]) as file:
-            for number, (_, record) in enumerate(group):
-                text = text_field(record, asked.field, f"{name}, {split}, document {number}")
-                file.write(json.dumps({asked.field: text}, ensure_ascii=False).encode() + b"\n")
-    return saved
+def _save_stdin(folder: str) -> str:
+    path = joined(folder, "stdin.txt")
+    with opened_new(path) as file:
+        for block in stdin_blocks():
+            if b"\0" in block:  # and not the endless copy of a device
+                raise DataError("a NUL byte: this is no text", "stdin")
+            file.write(block)
+    if not size_of(path):
+        raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
+    return path
+
+
+def _save_hub(name: str, field: str, folder: str, show: Callable[..., Iterator[Any]]) -> str:
+    """The file has the split's name, by which `find_sources` knows the split."""
+    _, _, split, _ = on_hub(name)
+    path = joined(folder, f"{split}.jsonl")
+    with opened_new(path) as file:
+        for row in show(f"reading {name}", hub_rows(name), None):
+            text = text_field(row.fields, field, row.where)
+            file.write(json.dumps({field: text}, ensure_ascii=False).encode() + b"\n")
+    return path

@@ -27,7 +27,7 @@ from lineartime.data.read_text import (
 )
 from lineartime.data.small_texts import small_bytes
 from lineartime.data.sources import require_file
-from lineartime.data.streams import ON_HUB, hub_library, hub_records, on_hub
+from lineartime.data.streams import ON_HUB, hub_rows
 from lineartime.errors import DataError, raise_faults
 from lineartime.finetune_config import Fields, Labels
 from lineartime.settings import require
@@ -134,9 +134,7 @@ def _content_of(given: str | bytes, columns: list[str], fields: Fields) -> str |
             return json_lines(file, "stdin", encoding=encoding)
         return "".join(text_blocks(file, "stdin", encoding=encoding))
     if given.startswith(ON_HUB):
-        data, config, split = on_hub(given)
-        records = enumerate(hub_records(hub_library(), data, config, [split]), 1)
-        return (Row(f"{given}, row {number}", record) for number, (_, record) in records)
+        return hub_rows(given)
     check_text(given, "its name", ascii(given))  # rows could not hold it
     require_file(given)
     require(ending_of(given) != "", "unknown kind of file", given, READS)

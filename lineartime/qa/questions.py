@@ -1,8 +1,8 @@
 """Questions with their documents and answers, read from SQuAD v1.1 JSON, TriviaQA JSON and TriviaQA parquet.
 
 The field "Data" marks TriviaQA's JSON, "data" SQuAD's; a `.parquet` has the columns of `mandarjoshi/trivia_qa`. Files
-may be packed, in a store, or named by a pattern, as `data.read_text` and `data.files` have it. The name
-`hub:rc.wikipedia/train` in place of a file is a configuration and a split of that data set on the hub."""
+may be packed, in a store, or named by a pattern, as `data.read_text` and `data.files` have it. In place
+of a file `hub:mandarjoshi/trivia_qa:rc.wikipedia/train` is a configuration and a split of that data set on the hub."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,10 @@ from typing import Any, Literal
 from lineartime.data.files import Name, expanded
 from lineartime.data.read_text import checked, ending_of, parse_json, read_rows
 from lineartime.data.small_texts import read_small
-from lineartime.data.streams import ON_HUB, hub_library, hub_records
-from lineartime.errors import DataError, UsageError
+from lineartime.data.streams import ON_HUB, hub_rows
+from lineartime.errors import DataError
 
 Rules = Literal["triviaqa", "squad"]
-HUB = "mandarjoshi/trivia_qa"
 COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
 MOST_BYTES = 1 << 30
 """Largest file of questions, and largest document."""
@@ -79,7 +78,8 @@ def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Itera
 def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question]]:
     """The questions of a file, each with the place of its record."""
     if path.startswith(ON_HUB) or ending_of(path) == ".parquet":
-        for where, record in _parquet_records(path):
+        rows = hub_rows(path) if path.startswith(ON_HUB) else read_rows(path, COLUMNS, optional=EVIDENCE_COLUMNS)
+        for where, record in rows:
             with _form_of("a row of mandarjoshi/trivia_qa", where):
                 question = _of_parquet(record, where)
             yield where, question
@@ -153,19 +153,6 @@ def _of_squad(article: dict[str, Any], where: str) -> list[Question]:
             questions.append(Question(record["id"], record["question"], (Document(article.get("title", ""), text),),
                                       answers, answers, "squad", tuple(spans)))
     return questions
-
-
-def _parquet_records(path: str) -> Iterator[tuple[str, Any]]:
-    """The places and the records of a parquet file of `mandarjoshi/trivia_qa`, or of `hub:CONFIGURATION/SPLIT`, which
-    is streamed. Raises UsageError for another name, and as `read_rows` and `hub_records` do."""
-    if not path.startswith(ON_HUB):
-        yield from ((row.where, row.fields) for row in read_rows(path, COLUMNS, optional=EVIDENCE_COLUMNS))
-        return
-    config, _, split = path.removeprefix(ON_HUB).partition("/")
-    if not config or split not in ("train", "validation", "test"):
-        raise UsageError("no such questions on the hub", path, "say hub:rc.wikipedia/train, or validation or test")
-    for row, (_, record) in enumerate(hub_records(hub_library(), HUB, config, [split])):
-        yield f"{path}, question {row}", record
 
 
 def _of_parquet(record: dict[str, Any], where: str) -> Question:

@@ -18,7 +18,7 @@ from command_line import call as call  # a fixture
 from fake_hub import Hub
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import open_split, read_manifest
+from lineartime.data.tokens import Manifest, open_split, read_manifest
 from lineartime.errors import UsageError
 from text_files import documents_of, make
 from tiny_runs import command
@@ -160,11 +160,10 @@ FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
                               ["not a Wiki-40B article", "plain.parquet, row 2", "_START_ARTICLE_"]),
     "books": (2, ["--task", "wiki40b", "book.txt"], ["Wiki-40B is not .txt", "book.txt"]),
     "unknown task": (2, ["--task", "pg18", "book.txt"], ["unknown task", "did you mean pg19?"]),
-    "hub and inputs": (2, ["--task", "pg19", "--hub", "book.txt"], ["wrong inputs"]),
-    "hub of what": (2, ["--hub"], ["the hub has several data sets", "c4, wiki40b, pg19"]),
-    "no documents": (2, ["--task", "pg19", "--hub", "--documents", "0"], ["documents = 0"]),
-    "documents of files": (2, ["--task", "pg19", "book.txt", "--documents", "3"], ["documents = 3"]),
-    "no library": (2, ["--task", "pg19", "--hub"], ["datasets", "pip install datasets"]),
+    "no split": (2, ["hub:pg19"], ["no such name on the hub: hub:pg19", "hub:allenai/c4:en/train[:1000]"]),
+    "no documents": (2, ["hub:emozilla/pg19/train[:0]"], ["no such name on the hub"]),
+    "a slice": (2, ["book.txt", "--test", "hub:emozilla/pg19/train[5:9]"], ["no such name on the hub"]),
+    "no library": (2, ["hub:emozilla/pg19/train"], ["datasets", "pip install datasets"]),
 }
 
 
@@ -204,18 +203,39 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 ])
 def test_the_hub_gives_the_same_text(tmp_path: Path, hub: Hub, task: str, name: str, config: str | None,
                                      texts: dict[str, list[str]]) -> None:
-    data = tmp_path / "new" / "data"
-    manifest = prepare([], data, tokenizer="bytes", task=task, hub=True)
-    assert hub.asked == [(name, config)] and hub.bars
+    data, on_hub = tmp_path / "new" / "data", f"hub:{name}:{config}" if config else f"hub:{name}"
+    named = [f"{on_hub}/{split}" for split in texts]
+    manifest = prepare(named, data, tokenizer="bytes", task=task)
+    assert hub.asked == [(name, config)] * len(texts) and hub.bars
     assert (open_split(data, "train").mask is not None) == (task == "c4")
     assert {split: documents_of(data, split) for split in manifest.splits} == texts
-    assert (manifest.settings["hub"], manifest.settings["documents"]) == (name, None)
+    assert manifest.settings["hub"] == " ".join(named)
     assert [source["name"] for source in manifest.sources] == [f"{split}.jsonl" for split in texts]
     assert [path.name for path in data.parent.iterdir()] == ["data"]
-    again = prepare([], data, tokenizer="bytes", task=task, hub=True)
-    assert again.already_prepared and again.sha256 == manifest.sha256 and len(hub.asked) == 1
-    with pytest.raises(UsageError, match="documents None -> 1"):
-        prepare([], data, tokenizer="bytes", task=task, hub=True, documents=1)
+    again = prepare(named, data, tokenizer="bytes", task=task)
+    assert again.already_prepared and again.sha256 == manifest.sha256 and len(hub.asked) == len(texts)
+    with pytest.raises(UsageError, match=r"hub hub:.*/train .* -> hub:.*/train\[:1\] "):
+        prepare([f"{named[0]}[:1]", *named[1:]], data, tokenizer="bytes", task=task)
+
+
+def test_the_hub_gives_validation_and_test(tmp_path: Path, hub: Hub) -> None:
+    """Beside a file, which is compared when the same is asked for again; another address is another text."""
+    make(tmp_path, {"book.txt": "A book."})
+    data, pg19 = tmp_path / "data", "hub:emozilla/pg19"
+
+    def prepared(train: str, validation: str) -> Manifest:
+        return prepare([train], data, tokenizer="bytes", validation=[validation], test=[f"{pg19}/train[:1]"])
+
+    manifest = prepared(str(tmp_path / "book.txt"), f"{pg19}/validation")
+    assert {split: documents_of(data, split) for split in SPLITS} == {
+        "train": ["A book."], "validation": ["Book\u2028 3.\n\n"], "test": ["Book\u2028 1.\n\n"]}
+    assert manifest.settings["hub"] == f"--validation {pg19}/validation --test {pg19}/train[:1]"
+    assert prepared(str(tmp_path / "book.txt"), f"{pg19}/validation").already_prepared
+    with pytest.raises(UsageError, match="prepared differently"):
+        prepared(str(tmp_path / "book.txt"), f"{pg19}/test")
+    (tmp_path / "book.txt").write_text("Another book.")
+    with pytest.raises(UsageError, match="prepared differently"):
+        prepared(str(tmp_path / "book.txt"), f"{pg19}/validation")
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path, hub: Hub, call: Call) -> None:
@@ -225,8 +245,8 @@ def test_no_more_is_read_than_asked_for(tmp_path: Path, hub: Hub, call: Call) ->
         raise AssertionError("one too many was read")
 
     hub.data["allenai/c4"] = {"train": endless(), "validation": [{"body": "V"}]}
-    code, out, err = call("prepare", "--task", "c4", "--hub", "--documents", 3, "--text-field", "body", "--out",
-                          tmp_path / "data", "--tokenizer", "bytes")
+    code, out, err = call("prepare", "hub:allenai/c4:en/train[:3]", "--validation", "hub:allenai/c4:en/validation",
+                          "--task", "c4", "--text-field", "body", "--out", tmp_path / "data", "--tokenizer", "bytes")
     assert code == 0 and "--task c4" in out, err
     assert documents_of(tmp_path / "data") == ["Page 0.", "Page 1.", "Page 2."]
 
@@ -237,11 +257,14 @@ def broken() -> Any:
 
 
 HUB_FAULTS = {
-    "no network": ({}, "cannot read from the hub: allenai/c4; ConnectionError: Couldn't reach 'allenai/c4' on the Hub"),
-    "lost": ({"train": broken()}, "cannot read from the hub: allenai/c4; OSError: the connection was"),
+    "no network": ({}, "cannot read from the hub: hub:allenai/c4:en/train; ConnectionError: Couldn't reach "
+                       "'allenai/c4' on the Hub"),
+    "lost": ({"train": broken()}, "cannot read from the hub: hub:allenai/c4:en/train; OSError: the connection was"),
     "no field": ({"train": [{"text": "Page"}, {"txt": "x", "url": ""}]},
-                 "no field 'text': allenai/c4, train, document 1; it has 'txt', 'url'"),
-    "no train": ({"validation": [{"text": "Page"}]}, "no train split: allenai/c4; it has validation"),
+                 "no field 'text': hub:allenai/c4:en/train, row 2; it has 'txt', 'url'"),
+    "no train": ({"validation": [{"text": "Page"}]},
+                 "cannot read from the hub: hub:allenai/c4:en/train; ValueError: Bad split: train. Available splits: "
+                 "['validation']"),
 }
 
 
@@ -253,7 +276,7 @@ def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call,
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     for logger in loggers:
         monkeypatch.setattr(logger, "level", logging.INFO)
-    code, out, err = call("prepare", "--task", "c4", "--hub", "--out", tmp_path / "new" / "data",
+    code, out, err = call("prepare", "hub:allenai/c4:en/train", "--task", "c4", "--out", tmp_path / "new" / "data",
                           "--tokenizer", "bytes")
     assert_refused(code, err, 3, message)
     assert out == "" and not list(tmp_path.iterdir()) and hub.bars

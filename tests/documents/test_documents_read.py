@@ -154,9 +154,10 @@ def test_the_hub(monkeypatch):
     hub = Hub({"me/reviews": {"train": ROWS}})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     assert read("hub:me/reviews/train")[0] == ("one, two", None, "a")
-    assert read("hub:me/reviews:plain/train") and hub.asked == [("me/reviews", None), ("me/reviews", "plain")]
+    assert len(read("hub:me/reviews:plain/train[:2]")) == 2
+    assert hub.asked == [("me/reviews", None), ("me/reviews", "plain")]
     for name, error, words in (("hub:imdb", UsageError, "no such name on the hub"),
-                               ("hub:me/reviews/test", DataError, "no documents: hub:me/reviews/test")):
+                               ("hub:me/reviews/test", DataError, "hub: hub:me/reviews/test; ValueError: Bad split")):
         with pytest.raises(error, match=words):
             read(name)
 

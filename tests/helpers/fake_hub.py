@@ -11,12 +11,14 @@ class Hub(types.ModuleType):
         super().__init__("datasets")
         self.data, self.asked, self.bars = data, [], True  # type: ignore[var-annotated]
 
-    def load_dataset(self, name: str, config: str | None, *, streaming: bool) -> dict[str, Any]:
+    def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Any:
         assert streaming and not self.bars
         self.asked.append((name, config))
         if name not in self.data:
             raise ConnectionError(f"Couldn't reach '{name}' on the Hub\n(no network)")
-        return {split: iter(records) for split, records in self.data[name].items()}
+        if split not in self.data[name]:
+            raise ValueError(f"Bad split: {split}. Available splits: {list(self.data[name])}")
+        return iter(self.data[name][split])
 
     def are_progress_bars_disabled(self) -> bool:
         return not self.bars

@@ -176,15 +176,16 @@ def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
     (record,) = pq.read_table(parquet(tmp_path)).to_pylist()
     hub = Hub({"mandarjoshi/trivia_qa": {"train": [record], "validation": [{**record, "answer": None}]}})
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    assert list(read_questions(["hub:rc.wikipedia/train"])) == [expected]
-    assert hub.asked == [("mandarjoshi/trivia_qa", "rc.wikipedia")] and hub.bars
-    with pytest.raises(DataError, match=r"not a row of .*: hub:.*validation, question 0"):
-        list(read_questions(["hub:rc.wikipedia/validation"]))
-    with pytest.raises(UsageError, match=r"say hub:rc.wikipedia/train"):
+    name = "hub:mandarjoshi/trivia_qa:rc.wikipedia/"
+    assert list(read_questions([f"{name}train"])) == list(read_questions([f"{name}train[:1]"])) == [expected]
+    assert hub.asked == [("mandarjoshi/trivia_qa", "rc.wikipedia")] * 2 and hub.bars
+    with pytest.raises(DataError, match=r"not a row of .*: hub:.*validation, row 1"):
+        list(read_questions([f"{name}validation"]))
+    with pytest.raises(UsageError, match=r"say hub:NAME/SPLIT"):
         list(read_questions(["hub:rc.wikipedia"]))
     hub.data.clear()
-    with pytest.raises(DataError, match="cannot read from the hub: mandarjoshi/trivia_qa; ConnectionError"):
-        list(read_questions(["hub:rc.wikipedia/train"]))
+    with pytest.raises(DataError, match=f"cannot read from the hub: {name}train; ConnectionError"):
+        list(read_questions([f"{name}train"]))
 
 
 def test_files_may_begin_with_a_byte_order_mark_be_packed_or_in_a_store(tmp_path):
