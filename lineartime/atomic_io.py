@@ -130,20 +130,23 @@ def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) ->
 
 
 @contextlib.contextmanager
-def hashed_file(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a new file, flush it to the disk, and add its size and hash to `files`. The hash is of the bytes in memory,
-    not read back."""
+def hashed_file(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
+                ) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Write a file that was just opened, flush it to the disk where it has one, close it, and add its size and hash to
+    `files` by its name. The hash is of the bytes in memory, not read back."""
     digest = hashlib.sha256()
-    with open(path, "xb") as file:
 
-        def write(data: bytes | memoryview) -> None:
-            file.write(data)
-            digest.update(data)
+    def write(data: bytes | memoryview) -> None:
+        new.write(data)
+        digest.update(data)
 
+    with new:
         yield write
-        file.flush()
-        os.fsync(file.fileno())
-        files[path.name] = {"bytes": file.tell(), "sha256": digest.hexdigest()}
+        new.flush()
+        with contextlib.suppress(io.UnsupportedOperation):  # of a store, which has the file when it is closed
+            os.fsync(new.fileno())
+        n_bytes = new.tell()
+    files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
 
 
 # Files and folders that are replaced at once

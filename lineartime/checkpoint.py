@@ -131,7 +131,7 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
     Raises OSError, and ValueError for a dtype that cannot be stored."""
     head, tensors = (content, []) if isinstance(content, bytes) else _layout(content)
     entries: dict[str, Any] = {}
-    with hashed_file(path, entries) as write:
+    with hashed_file(open(path, "xb"), path.name, entries) as write:
         write(head)
         for tensor in tensors:
             whole = tensor.detach().cpu().contiguous()

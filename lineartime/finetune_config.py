@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
+from lineartime.data.files import is_address
 from lineartime.data.read_text import UTF8, require_encoding
 from lineartime.model_names import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
@@ -89,7 +90,7 @@ class FineTuning:
                         ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.run, str) and self.run in shipped_models():
+        if isinstance(self.run, str) and (self.run in shipped_models() or is_address(self.run)):
             object.__setattr__(self, "run", named_folder(self.run))
         for name in ("run", "out", "evidence"):
             if getattr(self, name) is not None:

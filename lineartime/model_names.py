@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from lineartime.data.files import cached_folder, is_address
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
@@ -23,8 +24,11 @@ def model_folder(name: str) -> Path:
 
 
 def named_folder(name: str | Path) -> Path:
-    """The folder of a shipped model by its name, a str; or any other folder by its path. A shipped model comes before a
-    folder of its name, with a warning. Raises UsageError if there is none."""
+    """The folder of a shipped model by its name, a str; any other folder by its path; or a copy, in the cache, of an
+    exported folder in a store by its address. A shipped model comes before a folder of its name, with a warning. Raises
+    UsageError if there is none."""
+    if is_address(name):
+        return _copied(str(name), (".json", ".safetensors"))
     is_shipped = name in shipped_models()
     folder = MODELS / name if is_shipped else Path(name)
     if is_shipped and Path(name).is_dir():
@@ -36,10 +40,19 @@ def named_folder(name: str | Path) -> Path:
 
 def weights_folder(name: str) -> Path:
     """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
-    newest checkpoint that has a configuration. Raises UsageError if there is none."""
-    folder = named_folder(name)
+    newest checkpoint that has a configuration. Of an address all but the weights are there. Raises UsageError if there
+    is none."""
+    folder = _copied(name, (".json",)) if is_address(name) else named_folder(name)
     saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for each in (folder, *saved):
         if (each / "config.json").is_file():
             return each
     raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")
+
+
+def _copied(address: str, endings: tuple[str, ...]) -> Path:
+    """A copy of the files of an exported folder in a store that have these endings."""
+    folder = cached_folder(address, "config.json", endings)
+    if folder is None:
+        raise UsageError("no weights here", address, "give the address of an exported folder")
+    return folder

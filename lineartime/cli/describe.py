@@ -9,6 +9,7 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import PRESETS, model_config, source_of
+from lineartime.data.files import exists, is_address, joined
 from lineartime.model_names import shipped_models, weights_folder
 from lineartime.run_config import read_config, run_config
 from lineartime.settings import describe_kind, replace_fields, require
@@ -32,7 +33,8 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
 
 def info(
     model: Annotated[str, f"A model: {', '.join(PRESETS)}; a run, one of its checkpoints, an exported folder, or the "
-                     "shipped model `small`; or a folder made by `lineartime prepare`.", "MODEL|RUN|DATA", PRESETS],
+                     "shipped model `small`; or a folder made by `lineartime prepare`. Exports and prepared text may "
+                     "be in a store.", "MODEL|RUN|DATA", PRESETS],
     *,
     task: Task = "wiki40b",
     settings: Setting,
@@ -43,14 +45,14 @@ def info(
     """Describe a model, a run or prepared text.
     Of a model: its specification, the parameters of each part, training FLOPs per token and the size of its decoding
     state; or with --plan the memory that its training needs."""
-    is_folder = model not in PRESETS and (model in shipped_models() or Path(model).is_dir())
-    is_data = is_folder and (Path(model) / "manifest.json").is_file()
+    is_folder = model not in PRESETS and (model in shipped_models() or is_address(model) or Path(model).is_dir())
+    is_data = is_folder and exists(joined(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     require(plan is None or not is_folder, "--plan takes the name of a model", model, f"one of {', '.join(PRESETS)}")
     require(plan is None or 1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
     chosen = {"model": model, "task": task, **settings}
     if is_data:
-        say_data(Path(model), verify)
+        say_data(model, verify)
         return
     if plan is not None:
         config = run_config({"data": "-", "out": "-", **chosen})
@@ -65,7 +67,7 @@ def info(
     print_description(made, title)
 
 
-def say_data(folder: Path, verify: bool) -> None:
+def say_data(folder: str, verify: bool) -> None:
     """Print what prepared data hold. verify: read all files and compare their SHA-256."""
     from lineartime.data.tokens import read_manifest, verify_data
 

@@ -5,7 +5,9 @@ import contextlib
 import glob
 import hashlib
 import io
+import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +136,32 @@ def uploaded(address: Name) -> Iterator[Path]:
         store.put(f"{folder}/", path, recursive=True)
 
 
+def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
+    """A folder in the cache of this machine with the files of a folder in a store that have these names and sizes. What
+    is there already is kept; key: a hash of what they hold."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lineartime" / key[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    for name, n_bytes in sizes.items():
+        if not (cache / name).exists() or (cache / name).stat().st_size != n_bytes:
+            there = joined(folder, name)
+            with reading(there), opened(there) as file, atomic_io.replaced(cache / name) as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+    return cache
+
+
+def cached_folder(address: str, needed: str, endings: tuple[str, ...]) -> Path | None:
+    """A folder in the cache with the files of an address that have these endings; None if the file `needed` is not
+    there. Subfolders are left out."""
+    store, path = store_of(address)
+    store.invalidate_cache()
+    with reading(address):
+        found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
+    if needed not in found:
+        return None
+    key = hashlib.sha256(json.dumps([address, found], default=str, sort_keys=True).encode()).hexdigest()
+    return cached(address, {name: each["size"] for name, each in found.items() if name.endswith(endings)}, key)
+
+
 def expanded(name: Name) -> list[str]:
     """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the name itself."""
     if is_address(name):
@@ -175,22 +203,8 @@ def hash_of(name: Name) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-@contextlib.contextmanager
-def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes], None]]:
-    """Write a new file, flush it to the disk where it has one, and add its size and hash to `files`. The hash is of the
-    bytes in memory, not read back."""
-    if not is_address(folder):
-        with atomic_io.hashed_file(Path(folder) / name, files) as write:
-            yield write
-        return
-    digest, n_bytes = hashlib.sha256(), 0
-    with opened_new(joined(folder, name)) as file:
-
-        def write_there(data: bytes) -> None:
-            nonlocal n_bytes
-            file.write(data)
-            digest.update(data)
-            n_bytes += len(data)
-
-        yield write_there
-    files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
+def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]
+                ) -> contextlib.AbstractContextManager[Callable[[bytes | memoryview], None]]:
+    """Write a new file in a folder, see `atomic_io.hashed_file`."""
+    path = joined(folder, name)
+    return atomic_io.hashed_file(opened_new(path) if is_address(path) else open(path, "xb"), name, files)

@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, replaced, write_atomically
+from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, write_atomically
 from lineartime.data.corpora import published_words
-from lineartime.data.files import Name, exists, hash_of, is_address, is_folder, joined, opened, reading
+from lineartime.data.files import Name, cached, exists, hash_of, is_address, is_folder, joined, opened, reading
 from lineartime.data.mixture import places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import DataError
@@ -140,12 +138,7 @@ def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZ
     them into memory. What is there already is kept."""
     if not is_address(folder):
         return Path(folder)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lineartime" / manifest.sha256[:16]
-    cache.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        if not is_as_written(cache / name, manifest.files[name], by_hash=False):
-            with reading(joined(folder, name)), opened(joined(folder, name)) as file, replaced(cache / name) as copy:
-                shutil.copyfileobj(file, copy, 1 << 20)
+    cache = cached(folder, {name: manifest.files[name]["bytes"] for name in names}, manifest.sha256)
     write_atomically(cache / DATA_MANIFEST, manifest.to_json())
     return cache
 

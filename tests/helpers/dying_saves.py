@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from lineartime import atomic_io, checkpoint
+from lineartime import checkpoint
 
 NAMES = ("_mkdir", "_rename", "_symlink", "_unlink", "_remove_tree", "_fsync_dir")
 """What a save changes the disk by, beside the files that it writes."""
@@ -58,7 +58,7 @@ def hooked(call):
             do = getattr(checkpoint, name)
             stack.enter_context(mock.patch.object(
                 checkpoint, name, lambda *args, name=name, do=do: call(name, do, *args, path=None)))
-        stack.enter_context(mock.patch.object(atomic_io, "open", opened, create=True))
+        stack.enter_context(mock.patch.object(checkpoint, "open", opened, create=True))
         stack.enter_context(mock.patch.object(
             os, "fsync", lambda number: call("_fsync", fsync, number, path=files[number]) if number in files else None))
         yield

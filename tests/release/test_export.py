@@ -219,13 +219,25 @@ def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
     assert_refused(*call("generate", "./tiny")[::2], 2, "not a run: tiny")
 
 
-def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path, call: Call) -> None:
+def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path, data: Path, call: Call, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is described and continues a text by its address, as one in a folder does."""
     store = fsspec.filesystem("memory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     to_store = ("export", run, "--out", "memory://models/tiny", "--about", run.parent / "about.md")
     assert call(*to_store)[0] == 0
     for name in ("model.safetensors", "config.json", "tokenizer.json", "MANIFEST.json"):
         assert store.cat(f"/models/tiny/{name}") == (exported / name).read_bytes()
     assert_refused(*call(*to_store)[::2], 2, "the output exists already: memory://models/tiny")
+    store.put(f"{data}/", "/models/data", recursive=True)
+    for own, there in ((exported, "memory://models/tiny"), (data, "memory://models/data")):
+        assert call("info", there) == (0, call("info", own)[1].replace(str(own), there), "")
+    assert not list(tmp_path.rglob("*.safetensors"))  # weights are not copied to be described
+    how = (PROMPT, "--max-new-tokens", 3, "--temperature", 0)
+    assert call("generate", "memory://models/tiny", *how) == call("generate", exported, *how)
+    for verb, name in (("info", "models"), ("generate", "models/data")):
+        assert_refused(*call(verb, f"memory://{name}")[::2], 2, f"no weights here: memory://{name}; give the address")
+    assert_refused(*call("info", "memory://none")[::2], 3, "cannot read: memory://none; no such file or folder")
 
 
 def test_a_wrong_name_is_refused_without_torch() -> None:
