@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from lineartime.data.files import Name, expanded, is_address, is_folder, joined, reading, store_of
-from lineartime.data.read_text import READS, ending_of, is_one_document, is_token_file, text_files_below
+from lineartime.data.files import Name, expanded, files_below, is_address, is_folder, joined, reading, size_of
+from lineartime.data.read_text import READS, ending_of, is_one_document, is_token_file
 from lineartime.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -18,10 +18,9 @@ SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validatio
                "dev": "validation", "test": "test"}
 SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?")
 """Names of a split's files: `train`, `train-00000-of-00001`, `c4-train.00000-of-01024`."""
-FIRST = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-"""Of a folder files of other kinds are read only if it has none of these."""
-ABOUT = ("readme", "license", "notice", "contributing", "changelog")
-"""Names of `.md` files that are about the folder."""
+BESIDE_TEXT = [re.compile(pattern, re.IGNORECASE) for pattern in (
+    r"(^|/)(readme|license|notice|contributing|changelog)\.md$", r"\.json$", r"\.[ct]sv(\.\w+)?$")]
+"""Pages about the folder, settings, and tables that describe the text."""
 
 
 class Source(NamedTuple):
@@ -42,19 +41,16 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
     those are read. validation, test: files or folders of these splits. task: of "wiki40b" the published `.parquet` is
     read, and not copies beside it. Raises UsageError for ambiguous inputs, DataError for inputs that are missing, empty
     or not regular files."""
-    inputs, validation, test = ([path for name in names for path in expanded(name)]
-                                for names in (inputs, validation, test))
     preferred = ".parquet" if task == "wiki40b" else None
-    sources = [source for path in inputs for source in _sources_of(path, preferred)]
+    sources = [source for name in inputs for path in expanded(name) for source in _sources_of(path, preferred)]
     splits = {source.split for source in sources}
-    if "train" in splits and splits & {"validation", "test"}:
-        for source in sources:
-            if not source.split:
-                raise UsageError("the other inputs name their split and this one does not", source.path,
-                                 "leave it out or rename it")
-    else:
+    if "train" not in splits or not splits & {"validation", "test"}:
         sources = [source._replace(split="train") for source in sources]
-    for split, paths in (("validation", validation), ("test", test)):
+    elif "" in splits:
+        raise UsageError("the other inputs name their split and this one does not",
+                         next(source.path for source in sources if not source.split), "leave it out or rename it")
+    for split, names in (("validation", validation), ("test", test)):
+        paths = [path for name in names for path in expanded(name)]
         if paths and any(source.split == split for source in sources):
             raise UsageError(f"two {split} splits", paths[0], "the inputs have one already")
         for path in paths:
@@ -85,80 +81,73 @@ def _sources_of(path: str, preferred: str | None) -> list[Source]:
 
 def require_file(path: Name) -> None:
     """Raise DataError for what is missing or no regular file."""
-    with reading(path):
-        if is_address(path):
-            store, there = store_of(path)
-            store.info(there)
-        elif not os.path.isfile(path):
-            os.stat(path)
-            raise DataError("not a regular file", path)
+    size_of(path)
+    if not is_address(path) and not os.path.isfile(path):
+        raise DataError("not a regular file", path)
 
 
 def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
-    """The files of a folder: its splits if it has a train split, else all that can be read; of one kind."""
-    names = _readable_names(folder)
-    # Subfolders called train, validation and test come first, then such files.
-    by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") if "/" in name else "" for name in names}
-    by_name = {name: "" if "/" in name else _split_of(name) for name in names}
-    splits = next((each for each in (by_folder, by_name) if "train" in each.values()), None)
-    if splits is None:
-        _refuse_deeper_splits(folder, names)
-        splits = dict.fromkeys(names, "")
-    else:
-        endings = {ending_of(name) for name in names if splits[name]}
-        others = [name for name in names if not splits[name]]
-        for name in others:
-            if "/" not in name and ending_of(name) in endings:
-                raise UsageError("this file belongs to no split", joined(folder, name),
-                                 "leave it out or name the files")
-        _say_skipped(folder, others, "they belong to no split")
-        names = [name for name in names if splits[name]]
-    endings = {".txt" if is_one_document(name) else ending_of(name) for name in names}
-    if preferred in endings:
-        names = [name for name in names if ending_of(name) == preferred]
-    elif len(endings) > 1:
-        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(sorted(endings))}",
-                         f"name the files of one kind, such as {folder}/*{min(endings)}")
+    """The files of a folder that are read, by these rules in order:
+
+    1. Text is read, and token files in a folder without text. Hidden files are not.
+    2. If subfolders are called train, validation and test, or else files, only these splits are read.
+    3. What lies beside other text is left out: pages about the folder, such as README.md; `.json`, which has settings
+       more often than text; tables; and `.md` beside rows.
+    4. What is left must be of one kind: whole documents, or rows in files of one ending. Of several kinds only
+       `preferred` is read, if it is there."""
+    with reading(folder):
+        there = files_below(folder)
+    names = [name for name in there if ending_of(name)] or [name for name in there if is_token_file(name)]
+    if not names:
+        raise DataError("nothing to read in this folder", folder, READS)
+    _say_skipped(folder, there, names, READS)
+
+    splits = _splits_in(folder, names)
+    _say_skipped(folder, names, splits, "they belong to no split")
+
+    names = list(splits)
+    for beside in BESIDE_TEXT:
+        names = [name for name in names if not beside.search(name)] or names
+    if not all(map(is_one_document, names)):
+        names = [name for name in names if not ending_of(name).startswith(".md")]
+    _say_skipped(folder, splits, names, "they lie beside other text, or are about the folder")
+
+    kinds = {name: ".txt" if is_one_document(name) else ending_of(name) for name in names}
+    several = sorted(set(kinds.values()))
+    if preferred in several:
+        names = [name for name in names if kinds[name] == preferred]
+    elif len(several) > 1:
+        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(several)}",
+                         f"name the files of one kind, such as {folder}/*{several[0]}")
     if not is_address(folder):
         for name in names:
             require_file(joined(folder, name))
-    unread = tuple(sorted(endings - {preferred})) if preferred in endings else ()
+    unread = tuple(kind for kind in several if kind != kinds[names[0]])
     return [Source(splits[name], name, joined(folder, name), unread) for name in names]
 
 
-def _readable_names(folder: str) -> list[str]:
-    """The names of the files that can be read. Left out if others are there: kinds that are not in `FIRST`; an `.md` or
-    `.txt.gz` that lies beside rows; and what is about the folder."""
-    with reading(folder):
-        readable, others = text_files_below(folder)
-    if not readable and any(map(is_token_file, others)):
-        return list(filter(is_token_file, others))
-    if not readable:
-        raise DataError("nothing to read in this folder", folder, READS)
-    _say_skipped(folder, others, READS)
-    about = [name for name in readable if ending_of(name) == ".md" and PurePosixPath(name).stem.lower() in ABOUT]
-    chosen = [name for name in readable if name not in about] or about
-    chosen = [name for name in chosen if ending_of(name) in FIRST] or chosen
-    if not all(map(is_one_document, chosen)):
-        chosen = [name for name in chosen if ending_of(name) == ".txt" or not is_one_document(name)]
-    _say_skipped(folder, sorted({*readable} - {*chosen}), "they lie beside other text, or are about the folder")
-    return chosen
-
-
-def _refuse_deeper_splits(folder: str, names: list[str]) -> None:
-    """Raise UsageError for a train split in a subfolder: its validation split would be trained on."""
-    for name in names:
-        *parents, last = name.split("/")
-        if parents and (_split_of(last) == "train" or "train" in [parent.lower() for parent in parents]):
+def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
+    """The names that belong to a split, with it; all names with "" if there is no train split. Raises UsageError for a
+    train split deeper in the folder, whose validation split would be trained on."""
+    by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") for name in names if "/" in name}
+    by_name = {name: _split_of(name) for name in names if "/" not in name}
+    for splits in (by_folder, by_name):
+        if "train" in splits.values():
+            return {name: split for name, split in splits.items() if split}
+    for name in by_folder:
+        *parents, last = name.lower().split("/")
+        if "train" in (*parents, _split_of(last)):
             raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
-
-
-def _say_skipped(folder: str, names: list[str], why: str) -> None:
-    if names:
-        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-        logger.info(f"skipped     {', '.join(names[:5])}{more} in {folder}: {why}")
+    return dict.fromkeys(names, "")
 
 
 def _split_of(name: str) -> str:
     match = SPLIT_FILE.fullmatch(name.lower()[:-len(ending_of(name)) or None])
     return SPLIT_NAMES[match[1]] if match else ""
+
+
+def _say_skipped(folder: str, names: Iterable[str], kept: Iterable[str], why: str) -> None:
+    skipped = sorted({*names} - {*kept})
+    if skipped:
+        more = f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else ""
+        logger.info(f"skipped     {', '.join(skipped[:5])}{more} in {folder}: {why}")

@@ -70,18 +70,14 @@ def hub_rows(name: str) -> Iterator[Row]:
 @contextlib.contextmanager
 def quiet(library: Any) -> Iterator[None]:
     """Switch the library's progress bars and warnings off; errors are reported in one line, and verbs have own bars."""
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels, bars = [logger.level for logger in loggers], not library.are_progress_bars_disabled()
-    library.disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
+    with contextlib.ExitStack() as after:
+        for logger in map(logging.getLogger, ("datasets", "huggingface_hub")):
+            after.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        if not library.are_progress_bars_disabled():
+            after.callback(library.enable_progress_bars)
+            library.disable_progress_bars()
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            library.enable_progress_bars()
 
 
 def save_streams(asked: PrepareSettings, folder: Name, show: Callable[..., Iterator[Any]]) -> PrepareSettings:

@@ -218,7 +218,7 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
 
 
 def test_plain_text_is_read_in_any_form(tmp_path, caplog):
-    """What is skipped is said; beside records, and about the folder, an .md or .txt.gz is skipped."""
+    """What is skipped is said, such as a page about the folder."""
     caplog.set_level("INFO", "lineartime")
     make(tmp_path / "text", {"a.md": "# A\n", "b.txt": "b\n", "README.md": "about", "d.png": "x", "e": "y"})
     (tmp_path / "text" / "c.txt.gz").write_bytes(gzip.compress(("c" * 99 + "\n").encode() * 400))

@@ -224,12 +224,14 @@ def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path):
         find_sources([tmp_path / "zero.txt"])
 
 
-def test_a_folder_is_read_by_its_first_kinds(tmp_path):
-    """What lies beside rows or books is left out: another kind of table, settings, pages about the folder."""
+def test_what_lies_beside_the_text_of_a_folder_is_left_out(tmp_path):
+    """Tables, settings, pages about the folder, and pages beside rows; each is read if there is nothing else."""
     for number, (names, read) in enumerate([
-            (("a.txt", "b.csv", "c.json", "d.txt.xz"), ["a.txt"]),
-            (("a.jsonl", "b.md", "c.txt.gz", "d.tsv"), ["a.jsonl"]),
+            (("a.txt", "b.csv", "c.json", "d.txt.xz"), ["a.txt", "d.txt.xz"]),
+            (("a.jsonl", "b.md", "d.tsv.gz"), ["a.jsonl"]),
             (("README.md", "a.csv", "b.csv"), ["a.csv", "b.csv"]), (("a.json", "b.md"), ["b.md"]),
+            (("README.md", "a.json"), ["a.json"]), (("a.txt", "b/test.csv", "b.md"), ["a.txt", "b.md"]),
+            (("notes.txt", "test.tsv", "train.tsv"), ["train.tsv", "test.tsv"]),
             (("README.md", "LICENSE.md"), ["LICENSE.md", "README.md"]), (("a.json",), ["a.json"])]):
         make(tmp_path, {f"{number}/{name}": "text" for name in names})
         assert [source.name for source in find_sources([tmp_path / str(number)])] == read
@@ -270,7 +272,10 @@ def test_validation_and_test_can_be_named(tmp_path):
 @pytest.mark.parametrize("names, inputs, held_out, message", [
     ("train.parquet train.jsonl.gz", ".", "", "has .jsonl.gz and .parquet; name the files of one kind"),
     ("a.txt b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
+    ("a.txt.gz b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
+    ("a.csv b.tsv", ".", "", "has .csv and .tsv; name the files of one kind"),
     ("en/train/a.txt en/test/b.txt", ".", "", "the splits lie deeper in this folder"),
+    ("en/train.txt en/test.txt", ".", "", "the splits lie deeper in this folder"),
     ("a.doc", "a.doc", "", r"unknown kind of file: .*a\.doc; it takes \.txt, \.md, \.csv"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out or rename"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt", "more.txt", "two validation splits"),
