@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from lineartime.config import TRAIN_FIELDS, TrainConfig
 from lineartime.data.files import is_address
-from lineartime.data.read_text import UTF8, require_encoding
+from lineartime.data.read_text import require_encoding
+from lineartime.data.rows import UTF8
 from lineartime.model_names import named_folder, shipped_models
 from lineartime.settings import replace_fields, require, require_name
 

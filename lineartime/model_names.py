@@ -1,9 +1,11 @@
 """Models by the name that a person gives: one that ships with the package, or a folder."""
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 
-from lineartime.data.files import cached_folder, is_address
+from lineartime.data.files import cached, is_address, reading, store_of
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
@@ -51,8 +53,12 @@ def weights_folder(name: str) -> Path:
 
 
 def _copied(address: str, endings: tuple[str, ...]) -> Path:
-    """A copy of the files of an exported folder in a store that have these endings."""
-    folder = cached_folder(address, "config.json", endings)
-    if folder is None:
-        raise UsageError("no weights here", address, "give the address of an exported folder")
-    return folder
+    """A copy, in the cache, of the files of an exported folder in a store that have these endings."""
+    store, path = store_of(address)
+    store.invalidate_cache()
+    with reading(address):
+        found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
+    require("config.json" in found, "no weights here", address, "give the address of an exported folder")
+    state = json.dumps([address, found], default=str, sort_keys=True)  # sizes, times, hashes: what the store says
+    sizes = {name: each["size"] for name, each in found.items() if name.endswith(endings)}
+    return cached(address, sizes, hashlib.sha256(state.encode()).hexdigest())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
-from lineartime.data.read_text import UTF8
+from lineartime.data.rows import UTF8
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding, Fields, MaxTokens, PairField, Stdin, TextField
 from lineartime.model_names import named_folder

@@ -93,11 +93,11 @@ def answer(
     require(bool(question.strip()), "no question", "--question", 'give --question "..."')
     require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
     folder = named_folder(run)
-    from lineartime.data.read_text import check_text
+    from lineartime.data.rows import checked
     from lineartime.data.small_texts import read_small
     from lineartime.qa.questions import MOST_BYTES, Document, Question
 
-    check_text(question, "the question", "--question")
+    checked(question, "the question", "--question")
     documents = tuple(Document("stdin" if name == "-" else name, read_small(name, MOST_BYTES)) for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))

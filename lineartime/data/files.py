@@ -1,14 +1,17 @@
 """Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://, gs://, hf://,
-https:// or memory://. Nothing is copied to this machine as a whole."""
+https:// or memory://. Nothing is copied to this machine as a whole but what `cached` says."""
 
+import bz2
 import contextlib
 import glob
+import gzip
 import hashlib
 import io
-import json
+import lzma
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +21,8 @@ from lineartime.errors import DataError, LineartimeError, UsageError
 
 Name = str | Path
 """A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
+LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
+"""A packed file may hold so many times its size, or so many bytes."""
 
 
 def is_address(name: Name) -> bool:
@@ -63,6 +68,70 @@ def opened(name: Name) -> IO[bytes]:
         return io.BufferedReader(atomic_io.open_regular(Path(name)), 1 << 20)
     store, path = store_of(name)
     return io.BufferedReader(store.open(path, "rb"), 1 << 20)
+
+
+def packing_of(name: Name) -> str:
+    """The ending of a packed file in lower case, else ""."""
+    ending = f".{str(name).rpartition('.')[2].lower()}"
+    return ending if ending in (".gz", ".bz2", ".xz", ".zst") else ""
+
+
+def unpacked(name: Name) -> IO[bytes]:
+    """The bytes of a file, unpacked. Reading raises DataError for damage, and for more than `most_bytes`."""
+    file, packing = opened(name), packing_of(name)
+    if packing == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(_Unpacked(name, file, pyarrow.CompressedInputStream(file, "zstd")), 1 << 20)
+    packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+    return io.BufferedReader(_Unpacked(name, file, packers[packing].open(file)), 1 << 20) if packing else file
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a packed file, which may have been made to exhaust its reader."""
+
+    def __init__(self, name: Name, packed: IO[bytes], file: Any):
+        self.name, self.packed, self.file, self.n_left = name, packed, file, most_bytes(name)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self.file.read(len(buffer))
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+            raise DataError(f"damaged {packing_of(self.name)} file", self.name, str(e)) from None
+        self.n_left -= len(data)
+        if self.n_left < 0:
+            raise too_large(self.name)
+        buffer[:len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self.file.close()
+        self.packed.close()
+        super().close()
+
+
+def most_bytes(name: Name) -> int:
+    """How large the text of a file may be."""
+    return max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
+
+
+def too_large(name: Name) -> DataError:
+    """The error of a file with more than `most_bytes`."""
+    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
+
+
+def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
+    """The bytes of a file, unpacked, behind the first `n_read`."""
+    with reading(name), unpacked(name) as file:
+        while n_read:
+            if not (block := file.read(min(n_read, 1 << 20))):
+                raise DataError("the file is shorter than what was read of it", name)
+            n_read -= len(block)
+        while block := file.read(1 << 16):
+            yield block
 
 
 def opened_new(name: Name) -> Any:
@@ -142,24 +211,13 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lineartime" / key[:16]
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
+        if Path(name).name != name:  # a manifest may come from anybody
+            raise DataError("not the name of a file", joined(folder, name))
         if not (cache / name).exists() or (cache / name).stat().st_size != n_bytes:
             there = joined(folder, name)
             with reading(there), opened(there) as file, atomic_io.replaced(cache / name) as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
     return cache
-
-
-def cached_folder(address: str, needed: str, endings: tuple[str, ...]) -> Path | None:
-    """A folder in the cache with the files of an address that have these endings; None if the file `needed` is not
-    there. Subfolders are left out."""
-    store, path = store_of(address)
-    store.invalidate_cache()
-    with reading(address):
-        found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
-    if needed not in found:
-        return None
-    key = hashlib.sha256(json.dumps([address, found], default=str, sort_keys=True).encode()).hexdigest()
-    return cached(address, {name: each["size"] for name, each in found.items() if name.endswith(endings)}, key)
 
 
 def expanded(name: Name) -> list[str]:
@@ -180,7 +238,7 @@ def files_below(folder: Name) -> list[str]:
         store, top = store_of(folder)
         with reading(folder):
             names = [each.removeprefix(top).lstrip("/") for each in store.find(top)]
-        return sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
+        return sorted(name for name in names if "/." not in f"/{name}")
 
     def refuse(e: OSError) -> None:
         raise e

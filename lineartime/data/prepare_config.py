@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lineartime.config import TASKS
-from lineartime.data.read_text import MAX_LINE_BYTES, UTF8, require_encoding
+from lineartime.data.read_text import require_encoding
+from lineartime.data.rows import MAX_LINE_BYTES, UTF8
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 

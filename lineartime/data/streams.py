@@ -15,7 +15,7 @@ from typing import Any
 
 from lineartime.data.files import Name, joined, make_folder, opened_new, size_of
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.data.read_text import Row, text_field
+from lineartime.data.rows import Row, text_field
 from lineartime.errors import DataError, UsageError
 
 ON_HUB = "hub:"

@@ -12,19 +12,14 @@ from typing import Any, NamedTuple
 from lineartime.data.files import Name, expanded, is_folder, joined, reading
 from lineartime.data.read_text import (
     READS,
-    Row,
-    check_text,
-    checked,
     ending_of,
     is_one_document,
-    json_lines,
     read_pieces,
     read_rows,
     text_blocks,
-    text_field,
     text_files_below,
-    warn_once,
 )
+from lineartime.data.rows import Row, checked, json_lines, text_field, warn_once
 from lineartime.data.small_texts import small_bytes
 from lineartime.data.sources import require_file
 from lineartime.data.streams import ON_HUB, hub_rows
@@ -135,7 +130,7 @@ def _content_of(given: str | bytes, columns: list[str], fields: Fields) -> str |
         return "".join(text_blocks(file, "stdin", encoding=encoding))
     if given.startswith(ON_HUB):
         return hub_rows(given)
-    check_text(given, "its name", ascii(given))  # rows could not hold it
+    checked(given, "its name", ascii(given))  # rows could not hold it
     require_file(given)
     require(ending_of(given) != "", "unknown kind of file", given, READS)
     if is_one_document(given):

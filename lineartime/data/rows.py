@@ -1,0 +1,216 @@
+"""Rows of an open file: lines or an array of JSON, a table, parquet. Each comes with its place, and what is wrong is a
+DataError with it."""
+
+import codecs
+import csv
+import functools
+import io
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+from lineartime.data.files import LARGEST_EXPANSION, Name, is_address, most_bytes, opened, size_of, too_large
+from lineartime.errors import DataError
+
+UTF8 = "utf-8"
+MAX_LINE_BYTES = 64 << 20
+MAX_ARRAY_BYTES = 1 << 30
+"""Largest JSON array, which is read whole."""
+
+logger = logging.getLogger(__name__)
+
+
+class Row(NamedTuple):
+    """A record with its place, for errors."""
+
+    where: str
+    fields: Any
+
+
+def not_in_encoding(where: str, encoding: str = UTF8) -> DataError:
+    """The error of text that is not in the encoding in which it is read."""
+    return DataError(f"not valid {encoding.upper()}", where, "save it as UTF-8, or name its encoding, such as "
+                     "--encoding latin-1")
+
+
+def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, encoding: str = UTF8, start: int = 0,
+               stop: int | None = None) -> Iterator[Row]:
+    """The records of JSON lines, or those whose lines begin in a range of bytes."""
+    number, after = 0, f" after byte {start}" if start else ""
+    if start:
+        file.seek(start - 1)
+        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):  # of a line of the range before
+            pass
+    at = file.tell() if start else 0
+    while (stop is None or at < stop) and (line := file.readline(max_line_bytes + 1)):
+        number, at = number + 1, at + len(line)
+        where = f"{name}:{number}{after}"
+        if len(line) > max_line_bytes:
+            raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
+        if line == b"\n" and isinstance(file, io.BufferedReader):  # a packed file may have a thousand million of them
+            block = file.peek()
+            more = len(file.read(len(block) - len(block.lstrip(b"\n"))))
+            number, at = number + more, at + more
+        elif not line.isspace():
+            yield Row(where, _json_value(line, where, encoding))
+
+
+def is_array(file: Any) -> bool:
+    """Whether a file begins with a bracket."""
+    return file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def array_rows(file: IO[bytes], name: Name, encoding: str) -> Iterator[Row]:
+    """The items of a JSON array, which is read whole."""
+    most = min(MAX_ARRAY_BYTES, most_bytes(name))
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError("the array is too large", name, "write each item on a line of its own, as .jsonl")
+    for number, item in enumerate(_json_value(content, str(name), encoding), 1):
+        yield Row(f"{name}, item {number}", item)
+
+
+def _json_value(content: bytes, where: str, encoding: str) -> Any:
+    """What JSON says. A name that occurs twice in an object is refused."""
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            raise ValueError("a name occurs twice in an object")
+        return record
+
+    try:
+        text = content.decode("utf-8-sig" if encoding == UTF8 else encoding)
+    except UnicodeDecodeError as e:
+        raise not_in_encoding(f"{where}, byte {e.start}", encoding) from None
+    return parse_json(text, where, object_pairs_hook=as_dict)
+
+
+def parse_json(text: str, where: object, **hooks: Any) -> Any:
+    """`json.loads`. Raises DataError for text that is not JSON, with line and column (the column alone with hooks)."""
+    try:
+        return json.loads(text, **hooks)
+    except (ValueError, RecursionError) as e:
+        why = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        if isinstance(e, json.JSONDecodeError):
+            where, why = f"{where}{'' if hooks else f':{e.lineno}'}, column {e.colno}", e.msg
+        raise DataError("not valid JSON", where, why) from None
+
+
+def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> Iterator[Row]:
+    """The rows of a table as text, placed by their first lines."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    line = 1
+    # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
+    codec, errors = ("utf-8-sig", "surrogateescape") if encoding == UTF8 else (encoding, "strict")
+    with io.TextIOWrapper(file, codec, errors, newline="") as text:
+        rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
+        try:
+            names = next(rows, [])
+            if len({*names}) < len(names):
+                raise DataError("the same column twice", name, ", ".join(names))
+            line = rows.line_num + 1
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise DataError("a row of another length", f"{name}:{line}",
+                                    f"{len(row)} fields, the first row {len(names)}")
+                if row:
+                    yield Row(f"{name}:{line}", dict(zip(names, row, strict=True)))
+                line = rows.line_num + 1
+        except csv.Error as e:
+            raise DataError("not valid CSV", f"{name}:{line}", str(e)) from None
+        except UnicodeDecodeError:
+            raise not_in_encoding(f"{name}, after line {line}", encoding) from None
+
+
+def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
+    """The lines of a table. Warns of a last line without an end: the file may have been cut inside a field."""
+    number, line = 0, ""
+    for number, line in enumerate(file, 1):
+        if "\0" in line:
+            raise DataError("a NUL byte: this is no text", f"{name}:{number}")
+        if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
+            raise not_in_encoding(f"{name}:{number}")
+        yield line
+    if line and not line.endswith(("\n", "\r")):
+        warn_once(f"the last line has no end, so the file may be cut: {name}:{number}: {line!r:.80}")
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Warn of a file that may be read twice: it is checked first. A warning, for results may go to stdout."""
+    logger.warning(line)
+
+
+def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], start: int, stop: int) -> Iterator[Row]:
+    """The rows of the groups of a parquet file that begin in a range of bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    row = n_characters = 0
+    most = most_bytes(name)
+    try:
+        source = opened(name) if is_address(name) else str(name)
+        with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
+            columns = _columns(file.schema_arrow.names, names, optional, name)
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                first = group.column(0)
+                if not start <= max(first.dictionary_page_offset or first.data_page_offset, 0) < stop:
+                    row += group.num_rows
+                    continue
+                if group.total_byte_size > most:
+                    raise too_large(name)
+                # Rows in memory at a time: one, where a long text may be there again and again and is stored once.
+                n_rows = 1 if group.total_byte_size > LARGEST_EXPANSION * size_of(name) else 16
+                for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns, use_threads=False):
+                    for i in range(batch.num_rows):
+                        row += 1
+                        fields = {column: batch.column(column)[i].as_py() for column in columns}
+                        n_characters += sum(len(value) for value in fields.values() if isinstance(value, str))
+                        if n_characters > most:
+                            raise too_large(name)
+                        yield Row(f"{name}, row {row}", fields)
+    except FileNotFoundError:
+        raise DataError("cannot read", name, "no such file or folder") from None
+    except UnicodeDecodeError:
+        raise DataError("not valid UTF-8", f"{name}, row {row}") from None
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
+        raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
+
+
+def _columns(there: list[str], names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:
+    """The columns to read. Raises DataError unless each of `names` is there once."""
+    for column in names:
+        if there.count(column) != 1:
+            raise _missing(f"no column {column!r}", name, there, there if column == "text" else [])
+    return [*dict.fromkeys(names), *(column for column in optional if column in there)]
+
+
+def text_field(record: Any, name: str, where: str) -> str:
+    """The text in a field of a record. Raises DataError if there is none."""
+    if not isinstance(record, dict):
+        raise DataError("not a JSON object", where)
+    if name not in record:
+        texts = [each for each, value in record.items() if isinstance(value, str) and name == "text"]
+        raise _missing(f"no field {name!r}", where, list(record), texts)
+    return checked(record[name], f"field {name!r}", where)
+
+
+def _missing(what: str, where: Name, there: Sequence[str], others: Sequence[str]) -> DataError:
+    """The error of a field that is missing. others: of those that are there what it could be; none for a field that was
+    named by an option, which its user knows."""
+    hint = f"; name one with --text-field, such as --text-field {others[0]}" if others else ""
+    return DataError(what, where, f"it has {', '.join(map(repr, there[:8])) or 'none'}{hint}")
+
+
+def checked(text: Any, what: str, where: str) -> str:
+    """`text` itself. Raises DataError unless it is a string, and for a lone surrogate, which JSON can spell."""
+    if not isinstance(text, str):
+        raise DataError(f"{what} is not a string", where, "make it one, or take the document out")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
+    return text
