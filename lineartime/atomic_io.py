@@ -109,24 +109,7 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
     return parsed
 
 
-# Hashes
-
-
-def hash_of(path: Path) -> dict[str, Any]:
-    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
-    try:
-        with open_regular(path) as file:
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    except OSError as e:
-        raise DataError("cannot read", path, e.strerror) from None
-
-
-def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
-    """Whether a file has the size and, unless without `by_hash`, the SHA-256 of `hash_of`."""
-    with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
-        same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
-        return same_size and (not by_hash or hash_of(path) == expected)
-    return False
+# Files with a hash, and files and folders that are replaced at once
 
 
 @contextlib.contextmanager
@@ -147,9 +130,6 @@ def hashed_file(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
             os.fsync(new.fileno())
         n_bytes = new.tell()
     files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
-
-
-# Files and folders that are replaced at once
 
 
 def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:

@@ -24,7 +24,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.atomic_io import fsync, hashed_file, is_as_written, locked, read_bytes
+from lineartime.atomic_io import fsync, hashed_file, locked, read_bytes
+from lineartime.data.files import is_as_written
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.errors import CheckpointError, ResourceError
 

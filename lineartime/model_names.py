@@ -30,7 +30,7 @@ def named_folder(name: str | Path) -> Path:
     exported folder in a store by its address. A shipped model comes before a folder of its name, with a warning. Raises
     UsageError if there is none."""
     if is_address(name):
-        return _copied(str(name), (".json", ".safetensors"))
+        return copied(str(name), (".json", ".safetensors"))
     is_shipped = name in shipped_models()
     folder = MODELS / name if is_shipped else Path(name)
     if is_shipped and Path(name).is_dir():
@@ -44,7 +44,7 @@ def weights_folder(name: str) -> Path:
     """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
     newest checkpoint that has a configuration. Of an address all but the weights are there. Raises UsageError if there
     is none."""
-    folder = _copied(name, (".json",)) if is_address(name) else named_folder(name)
+    folder = copied(name, (".json",)) if is_address(name) else named_folder(name)
     saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for each in (folder, *saved):
         if (each / "config.json").is_file():
@@ -52,13 +52,14 @@ def weights_folder(name: str) -> Path:
     raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")
 
 
-def _copied(address: str, endings: tuple[str, ...]) -> Path:
-    """A copy, in the cache, of the files of an exported folder in a store that have these endings."""
+def copied(address: str, endings: tuple[str, ...], needed: str = "config.json") -> Path:
+    """A copy, in the cache, of the files of a folder in a store that have these endings. Raises UsageError unless the
+    file `needed` is there."""
     store, path = store_of(address)
     store.invalidate_cache()
     with reading(address):
         found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
-    require("config.json" in found, "no weights here", address, "give the address of an exported folder")
+    require(needed in found, f"no {needed} here", address, "give the address of an exported folder")
     state = json.dumps([address, found], default=str, sort_keys=True)  # sizes, times, hashes: what the store says
     sizes = {name: each["size"] for name, each in found.items() if name.endswith(endings)}
     return cached(address, sizes, hashlib.sha256(state.encode()).hexdigest())

@@ -261,6 +261,14 @@ def hash_of(name: Name) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
+def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
+    """Whether a file has the size and, unless without `by_hash`, the SHA-256 of `hash_of`."""
+    with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
+        same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
+        return same_size and (not by_hash or hash_of(path) == expected)
+    return False
+
+
 def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]
                 ) -> contextlib.AbstractContextManager[Callable[[bytes | memoryview], None]]:
     """Write a new file in a folder, see `atomic_io.hashed_file`."""

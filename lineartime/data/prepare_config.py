@@ -28,7 +28,8 @@ class PrepareSettings:
     out: Annotated[str, "Folder for the prepared tokens, or its address in a store."]
     sample: Annotated[bool, "Read the book that ships with the package instead."] = False
     tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one "
-                         "or that transformers opens, a run, an exported folder or `small`."] = "train"
+                         "or that transformers opens, a run, an exported folder or `small`; or the address of a folder."
+                         ] = "train"
     add_tokens: Annotated[Path | str | None, "File of tokens to add to a tokenizer that is there, one in each line."
                           ] = None
     vocab_size: Annotated[int | None, "Tokens of the tokenizer that is trained; by default 32000."] = None

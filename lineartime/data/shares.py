@@ -27,6 +27,7 @@ from lineartime.data.files import (
     exists,
     hash_of,
     hashed_file,
+    is_address,
     joined,
     make_folder,
     read_all,
@@ -64,7 +65,7 @@ from lineartime.data.units import (
     rows_of,
 )
 from lineartime.errors import DataError, UsageError, raise_faults
-from lineartime.model_names import shipped_models, weights_folder
+from lineartime.model_names import copied, shipped_models, weights_folder
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,8 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
     if asked.tokenizer == "train":
         require_vocab_size(asked.vocab_size or DEFAULT_VOCAB_SIZE, mlm=asked.is_masked)
         return None
-    path, masked = Path(asked.tokenizer), asked.is_masked
+    stored, masked = is_address(asked.tokenizer), asked.is_masked
+    path = copied(asked.tokenizer, (".json",), TOKENIZER_FILE) if stored else Path(asked.tokenizer)
     if path.is_dir() and is_saved_elsewhere(path):
         ready = auto_tokenizer(path, mlm=masked)
     elif asked.tokenizer == "bytes":

@@ -19,9 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_LINES_BYTES, is_as_written, write_atomically
+from lineartime.atomic_io import MAX_LINES_BYTES, write_atomically
 from lineartime.data.corpora import published_words
-from lineartime.data.files import Name, cached, exists, hash_of, is_address, is_folder, joined, opened, reading
+from lineartime.data.files import (
+    Name,
+    cached,
+    exists,
+    hash_of,
+    is_address,
+    is_as_written,
+    is_folder,
+    joined,
+    opened,
+    reading,
+)
 from lineartime.data.mixture import places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.errors import DataError

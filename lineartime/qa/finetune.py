@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lineartime.atomic_io import hash_of, write_json
+from lineartime.atomic_io import write_json
 from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
+from lineartime.data.files import hash_of
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import ALONE, Ranks

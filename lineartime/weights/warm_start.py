@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lineartime import checkpoint
-from lineartime.atomic_io import hash_of
 from lineartime.config import ModelConfig, to_dict
+from lineartime.data.files import hash_of
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint

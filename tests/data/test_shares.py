@@ -59,6 +59,9 @@ def test_text_and_tokens_may_be_in_a_store(store, tmp_path):
     stream = open_split("memory://out", "train")
     assert stream.read(0, len(stream)).tolist() == [256, *"One book,\n naïve.\n".encode(), 256]
     assert verify_data("memory://out").sha256 == own.sha256
+    assert prepare(["memory://books"], tmp_path / "b", tokenizer="memory://out").tokenizer == own.tokenizer
+    with pytest.raises(UsageError, match=r"no tokenizer\.json here: memory://books"):
+        prepare(["memory://books"], tmp_path / "none", tokenizer="memory://books")
     store.pipe("/out/train-00000.bin", b"x")
     with pytest.raises(DataError, match=r"damaged or missing file: memory://out/train-00000\.bin"):
         verify_data("memory://out")

@@ -236,7 +236,7 @@ def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path,
     how = (PROMPT, "--max-new-tokens", 3, "--temperature", 0)
     assert call("generate", "memory://models/tiny", *how) == call("generate", exported, *how)
     for verb, name in (("info", "models"), ("generate", "models/data")):
-        assert_refused(*call(verb, f"memory://{name}")[::2], 2, f"no weights here: memory://{name}; give the address")
+        assert_refused(*call(verb, f"memory://{name}")[::2], 2, f"no config.json here: memory://{name}; give the")
     assert_refused(*call("info", "memory://none")[::2], 3, "cannot read: memory://none; no such file or folder")
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.atomic_io import hash_of
 from lineartime.config import TrainConfig
 from lineartime.data import mixture
+from lineartime.data.files import hash_of
 from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, open_data, open_split
