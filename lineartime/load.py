@@ -8,6 +8,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lineartime import checkpoint
 from lineartime.atomic_io import read_json, read_text
@@ -69,13 +70,22 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     # Built without memory of its own; then the weights that were read become its parameters.
-    with torch.device("meta"):
+    with torch.device("meta"), Undrawn():
         model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
                  DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
     weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)
     return model.eval(), tokenizer, facts
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside it parameters are not drawn: the weights of a file take their places. On the meta device PyTorch would
+    load its compiler to draw them, for a second or two."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_drawn = getattr(function, "__module__", None) == "torch.nn.init"
+        return None if is_drawn else function(*args, **(kwargs or {}))
 
 
 def end_tokens(folder: Path) -> set[int]:

@@ -29,7 +29,6 @@ from lineartime.layers import (
     tokens_first,
 )
 from lineartime.mhsa import FeedForward, MultiHeadAttention
-from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require
 
@@ -168,6 +167,8 @@ class LanguageModel(nn.Module):
         """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in
         blocks of tokens, see `linear_cross_entropy`. Raises UsageError for targets of another shape."""
         check_shape("targets", targets, x.shape[:-1])
+        from lineartime.ops.cross_entropy import linear_cross_entropy  # loads PyTorch's compiler, for a second or two
+
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
 

@@ -1,4 +1,4 @@
-"""The attention ops, the residual addition with its norm, and the loss.
+"""The attention ops, and the residual addition with its norm. The loss is in `ops.cross_entropy`.
 
 | op | what | takes -> returns | kernels in |
 |---|---|---|---|
@@ -7,7 +7,6 @@
 | chunk_decode_step | one token of either | `[B, 2 E + S]` or `[B, 2 E]`, buffers -> `[B, E]` | `decode_step` |
 | gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, 2 E + S]` -> `[B, T, E]` | `quadratic` |
 | add_norm | x + delta, and the norm of the sum | two `[..., D]` -> two `[..., D]` | `norm` |
-| linear_cross_entropy | the head and the loss | `[N, D]` -> `[N]` | none, by chunks of tokens |
 
 B rows of T tokens; E is `d_inner`, S `query_key_dim`. The functions of the same names in `reference` are the
 definition, in plain PyTorch; kernels have the same signatures. FLASH's attention has `windows` too, which keeps less
@@ -28,7 +27,6 @@ from types import ModuleType
 from torch import Tensor
 
 from lineartime.ops import reference, windows
-from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dispatch import (
     HAS_TRITON,
     unsupported_attention,
@@ -51,7 +49,6 @@ __all__ = [
     "gated_chunk_attention",
     "gated_head_attention",
     "gated_quadratic_attention",
-    "linear_cross_entropy",
 ]
 
 

@@ -38,6 +38,13 @@ def run(data: Path) -> Path:
 def test_the_command_imports_nothing_heavy() -> None:
     code = "import sys, lineartime.cli.verbs; print({'numpy', 'tokenizers', 'torch', 'transformers'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+def test_generation_does_not_load_the_compiler() -> None:
+    code = ("import sys, lineartime as l; model, tokenizer, _ = l.load_model('small'); "
+            "l.generate(model, ['It was'], tokenizer=tokenizer, max_new_tokens=1); "
+            "print('torch._dynamo' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_arguments_are_checked_before_torch_is_imported() -> None:
     lines = ["--help", "train --help", "", "no-such-verb", "train", "train flash", "train flush --data x --out y",
              "train flash --data nowhere --out y", "train flash --data x --out y --set n_layer=2", "train missing.toml",

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernel_law import random
 from lineartime import ops
 from lineartime.ops import reference
+from lineartime.ops.cross_entropy import linear_cross_entropy
 from tiny_models import CONFIGS, random_ids, random_model
 
 B, T, E, S, C = 2, 10, 6, 4, 4
@@ -46,7 +47,7 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
         made(UVZ, (4, S), (4, S), (2 * C - 1,), (B, S, E))),
     "norm": (lambda impl, x, delta, weight, bias: ops.add_norm(x, delta, weight, bias, impl=impl)[1],
              made((B, T, E), (B, T, E), (E,), (E,))),
-    "loss": (lambda impl, x, weight, bias: ops.linear_cross_entropy(x, weight, bias, TARGETS, chunk_tokens=2)
+    "loss": (lambda impl, x, weight, bias: linear_cross_entropy(x, weight, bias, TARGETS, chunk_tokens=2)
              if impl is None else F.cross_entropy(F.linear(x, weight, bias), TARGETS, reduction="none"),
              made((5, 6), (7, 6), (7,)))}
 
