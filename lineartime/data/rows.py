@@ -5,6 +5,7 @@ import codecs
 import csv
 import functools
 import io
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -160,24 +161,34 @@ def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], star
                 if not start <= max(first.dictionary_page_offset or first.data_page_offset, 0) < stop:
                     row += group.num_rows
                     continue
-                if group.total_byte_size > most:
+                # A long text may be there again and again and is stored once: it is counted before any of it is read.
+                is_odd = group.total_byte_size > LARGEST_EXPANSION * size_of(name)
+                records = functools.partial(_records, file, number, columns, n_rows=1 if is_odd else 16)
+                counts = itertools.accumulate(map(_n_characters, records() if is_odd else ()), initial=n_characters)
+                if group.total_byte_size > most or any(count > most for count in counts):
                     raise too_large(name)
-                # Rows in memory at a time: one, where a long text may be there again and again and is stored once.
-                n_rows = 1 if group.total_byte_size > LARGEST_EXPANSION * size_of(name) else 16
-                for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns, use_threads=False):
-                    for i in range(batch.num_rows):
-                        row += 1
-                        fields = {column: batch.column(column)[i].as_py() for column in columns}
-                        n_characters += sum(len(value) for value in fields.values() if isinstance(value, str))
-                        if n_characters > most:
-                            raise too_large(name)
-                        yield Row(f"{name}, row {row}", fields)
+                for fields in records():
+                    row, n_characters = row + 1, n_characters + _n_characters(fields)
+                    if n_characters > most:
+                        raise too_large(name)
+                    yield Row(f"{name}, row {row}", fields)
     except FileNotFoundError:
         raise DataError("cannot read", name, "no such file or folder") from None
     except UnicodeDecodeError:
-        raise DataError("not valid UTF-8", f"{name}, row {row}") from None
+        raise DataError("not valid UTF-8", f"{name}, row {row + 1}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
+
+
+def _records(file: Any, number: int, columns: list[str], n_rows: int) -> Iterator[dict[str, Any]]:
+    """The rows of a group, of which `n_rows` are in memory at a time."""
+    for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns, use_threads=False):
+        for i in range(batch.num_rows):
+            yield {column: batch.column(column)[i].as_py() for column in columns}
+
+
+def _n_characters(fields: dict[str, Any]) -> int:
+    return sum(len(value) for value in fields.values() if isinstance(value, str))
 
 
 def _columns(there: list[str], names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:
