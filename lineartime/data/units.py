@@ -132,14 +132,16 @@ def encode_unit(name: str, slices: list[Slice], how: ReadArguments, tokenizer: T
     """Write the ids and rows of a unit; returns its description, which has faults if something is wrong with its text.
 
     pack: the tokenizer's `packer`."""
-    unit = Encoded()
+    unit, fault = Encoded(), list[Any]()
     try:
         with opened_new(f"{name}.ids") as file:
             rows_N4 = rows_of(_written(file, slices, how, tokenizer, pack, unit), with_hashes)
         with opened_new(f"{name}.rows") as file:
             file.write(rows_N4.tobytes())
     except DataError as e:
-        return Encoded(faults=faults_of(slices, how) or {"": [e.what, str(e.where), e.todo]})
+        fault = [e.what, str(e.where), e.todo]
+    if fault:  # not in the handler, which keeps what was read
+        return Encoded(faults=faults_of(slices, how) or {"": fault})
     unit.ids, unit.rows = int(rows_N4[:, 0].sum()), len(rows_N4)
     unit.files = {kind: hash_of(f"{name}.{kind}") for kind in ("ids", "rows")}
     return unit
