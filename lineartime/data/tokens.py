@@ -161,19 +161,21 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `n_words` is published for a published split of PG-19 and counted for other text; `word_count` says which. `mask` is
-    the id of "[MASK]", None for data prepared without it. `special` are the ids that no text has, `ordinary` all
-    others. `document_positions` are the places of the end-of-document tokens: document i is
-    `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `task` is the data set's name in `prepare`. `n_words` is published for a published split of PG-19 and counted for
+    other text; `word_count` says which. `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None for data
+    prepared without them. `special` are the ids that no text has, `ordinary` all others. `document_positions` are the
+    places of the end-of-document tokens: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
         self.folder, self.split, counts = folder, split, manifest.splits[split]
-        is_pg19 = manifest.settings.get("task") == "pg19"
-        published = published_words(counts.documents, counts.words) if is_pg19 else None
-        self.n_tokens, self.n_words, self.n_bytes = counts.tokens, published or counts.words, counts.bytes
+        self.n_documents, self.n_tokens = counts.documents, counts.tokens
+        self.task: str | None = manifest.settings.get("task")
+        published = published_words(counts.documents, counts.words) if self.task == "pg19" else None
+        self.n_words, self.n_bytes = published or counts.words, counts.bytes
         self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
         self.mask: int | None = manifest.tokenizer.get("mask")
+        self.separator: int | None = manifest.tokenizer.get("separator")
         self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
         self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
         self.tokenizer_sha256: str = manifest.tokenizer["sha256"]
