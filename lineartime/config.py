@@ -109,6 +109,9 @@ class ModelConfig:
     linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
     keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
                                      "the queries."] = False
+    document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
+                             "the row, as in the paper's listings. \"own\": with each document, whose output is then "
+                             "what it is alone."] = "row"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -188,8 +191,13 @@ class ModelConfig:
                    "attn_type chunk_parts", "leave it out")
             yield (self.causal or self.key_conv % 2 == 1, "key_conv must be odd in a bidirectional model",
                    f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
-        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm),
+        is_own_grid = self.document_grid == "own"
+        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm
+                                                     or is_own_grid),
                "the paper's document mask takes no options beyond the paper", "document_mask", EXACT_MASK)
+        yield (not is_own_grid or not (self.cls_softmax or self.chunk_pooling == "attention"),
+               "cls_softmax and learned chunk weights are for unpacked rows", "document_grid = own",
+               "leave document_grid out")
 
     def _other_rules(self) -> Iterator[Rule]:
         """What must hold for the first tokens, the width and the end of a document."""
@@ -245,6 +253,12 @@ class ModelConfig:
     def bias_len(self) -> int:
         """n of the position bias: more than the largest distance between a query and a key of local attention."""
         return 2 * self.scale_len if self.overlap else self.scale_len
+
+    @property
+    def grid_size(self) -> int:
+        """Tokens per chunk of the grid on which layers put a row; 1 for models without one, and for Combiner, which
+        cuts each document by itself."""
+        return (self.chunk_size or 1) if self.attn_type == "mixed_chunk" else 1
 
     @property
     def has_linear_half(self) -> bool:
@@ -483,7 +497,8 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
             f"attn_type = {config.attn_type}", f"take flash, mc-tfm++ or performer, or {off}")
     for field, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
                          ("document_mask", config.document_mask == "paper"), ("first_to_all", config.first_to_all),
-                         ("cls_softmax", config.cls_softmax)):
+                         ("cls_softmax", config.cls_softmax),
+                         ("document_grid", config.document_grid == "own" and config.grid_size > 1)):
         require(not wrong, f"{name} does not go with {field}", f"{field} = {getattr(config, field)}",
                 f"leave it out, or {off}")
     own = config.context // n_ranks

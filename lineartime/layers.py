@@ -20,6 +20,7 @@ from lineartime import ops
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.distributed.context import exchange_states
 from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.document_grid import places_of
 from lineartime.errors import UsageError
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, rope, rotary
@@ -180,9 +181,9 @@ def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tupl
     return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
 
 
-def in_order(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
-    """The vectors of each row in another order: place t has that of place order_BT[b, t]."""
-    return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
+def in_order(x_BTD: Tensor, order_BL: Tensor) -> Tensor:
+    """The vectors of each row in another order, `[B, L, D]`: place l has that of place order_BL[b, l]."""
+    return x_BTD.gather(1, order_BL[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
@@ -268,15 +269,17 @@ class ResidualLayer(nn.Module):
         order_BT = None
         if padding_mask is not None:
             order_BT, segment_ids = tokens_first(padding_mask, segment_ids)
-            x_BTD = in_order(x_BTD, order_BT)
         if segment_ids is not None:
             check_segment_ids(segment_ids)
-            x_BTD = x_BTD.masked_fill((segment_ids < 0)[..., None], 0.0)  # 0 times a NaN of padding would be NaN
-        position_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device)[None]
-        info = sequence_info(self.config, position_1T, at_least_float32(x_BTD).dtype, segment_ids)
+        places = places_of(self.config, x_BTD.shape[1], x_BTD.device, segment_ids, order_BT)
+        if places.order_BL is not None:
+            x_BTD = in_order(x_BTD, places.order_BL)
+        if places.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
+            x_BTD = x_BTD.masked_fill((places.segment_ids_BL < 0)[..., None], 0.0)
+        info = sequence_info(self.config, places.position_BL, at_least_float32(x_BTD).dtype, places.segment_ids_BL)
         x_BTD, delta_BTD = self.add(x_BTD, None, info)
         x_BTD = x_BTD + delta_BTD
-        return x_BTD if order_BT is None else in_order(x_BTD, order_BT.argsort(1))
+        return x_BTD if places.back_BT is None else in_order(x_BTD, places.back_BT)
 
     def check_input(self, x_BTD: Tensor) -> None:
         """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast any floating

@@ -15,6 +15,7 @@ from lineartime.config_json import Head
 from lineartime.decoding.cache import Cache, DecodingState
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.document_grid import Places, places_of
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import (
@@ -36,11 +37,9 @@ from lineartime.settings import require
 class PreparedRows(NamedTuple):
     """Rows as the layers take them."""
 
-    ids_BT: Tensor
-    position_1T: Tensor
+    ids_BL: Tensor
+    places: Places
     info: SequenceInfo
-    order_BT: Tensor | None
-    """Where each token was in its row, if padding was moved to the end; see `tokens_first`."""
 
 
 class LanguageModel(nn.Module):
@@ -90,13 +89,13 @@ class LanguageModel(nn.Module):
         collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
         embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
         rows = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
+        order_BL, back_BT = rows.places.order_BL, rows.places.back_BT
         if embeds_BTD is None:
-            embeds_BTD = self.embed(rows.ids_BT)
-        elif rows.order_BT is not None:
-            embeds_BTD = in_order(embeds_BTD, rows.order_BT)
-        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(rows.position_1T), rows.info, collected=collected)
-        if rows.order_BT is not None:  # back to the places that were given
-            back_BT = rows.order_BT.argsort(1)
+            embeds_BTD = self.embed(rows.ids_BL)
+        elif order_BL is not None:
+            embeds_BTD = in_order(embeds_BTD, order_BL)
+        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(rows.places.position_BL), rows.info, collected=collected)
+        if back_BT is not None:  # back to the places that were given
             x_BTD = in_order(x_BTD, back_BT)
             if collected is not None:
                 collected[:] = [in_order(each_BTD, back_BT) for each_BTD in collected]
@@ -118,16 +117,17 @@ class LanguageModel(nn.Module):
         # Padding moves to the end of its row, where it shifts neither positions nor chunks.
         if padding_mask_BT is not None:
             order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
-            ids_BT = ids_BT.gather(1, order_BT)
         if are_given and segment_ids_BT is not None:
             check_segment_ids(segment_ids_BT)
+        places = places_of(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, order_BT)
         # Ranks that share the rows take a part each, whose positions are those in the whole row.
-        position_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         if ranks.size > 1:
             self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
-            ids_BT, segment_ids_BT, position_1T = part_of_rows(ids_BT, segment_ids_BT, position_1T, ranks)
-        info = sequence_info(self.config, position_1T, self.embed.weight.dtype, segment_ids_BT, ranks)
-        return PreparedRows(ids_BT, position_1T, info, order_BT)
+            ids_BT, segment_ids_BT, position_BT = part_of_rows(ids_BT, segment_ids_BT, places.position_BL, ranks)
+            places = Places(position_BT, segment_ids_BT)
+        ids_BL = ids_BT if places.order_BL is None else ids_BT.gather(1, places.order_BL)
+        info = sequence_info(self.config, places.position_BL, self.embed.weight.dtype, places.segment_ids_BL, ranks)
+        return PreparedRows(ids_BL, places, info)
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
@@ -233,12 +233,40 @@ class LanguageModel(nn.Module):
         UsageError past the end of a position table."""
         if ids_BN.numel() == 0:
             return self.norm(self.embed(ids_BN))
+        if self.config.document_grid == "own" and ids_BN.shape[1] > 1:
+            return self.extend_by_document(ids_BN, n_new_B, state, collected, embeds_BND)
+        return self.extend_rows(ids_BN, n_new_B, state, collected, embeds_BND)
+
+    def extend_by_document(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
+                           embeds_BND: Tensor | None) -> Tensor:
+        """`extend` where each document is a row of its own: the new tokens up to the next document of each row, then
+        those up to the one after it, and so on."""
+        index_N, begins_BN = torch.arange(ids_BN.shape[1], device=ids_BN.device), self.begins(ids_BN)
+        number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
+        outputs: list[Tensor] = []
+        for number in range(max(int(number_BN.max()), 0) + 1):
+            here_BN = number_BN == number
+            n_B = here_BN.sum(1)
+            order_BN = here_BN.int().argsort(dim=1, descending=True, stable=True)[:, : max(int(n_B.max()), 1)]
+            blocks: list[Tensor] | None = None if collected is None else []
+            x_BND = self.extend_rows(ids_BN.gather(1, order_BN), n_B, state, blocks,
+                                     None if embeds_BND is None else in_order(embeds_BND, order_BN))
+            made = [x_BND, *(blocks or ())]
+            outputs = outputs or [each.new_zeros(*ids_BN.shape, each.shape[-1]) for each in made]
+            for whole_BND, each_BND in zip(outputs, made, strict=True):
+                whole_BND[here_BN] = each_BND[index_N[: each_BND.shape[1]] < n_B[:, None]]
+        if collected is not None:
+            collected += outputs[1:]
+        return outputs[0]
+
+    def extend_rows(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
+                    embeds_BND: Tensor | None) -> Tensor:
+        """`extend` by tokens that `DecodingState.inputs` takes at once."""
         # Which positions and documents the new tokens have follows from what each row has read.
-        inputs = DecodeInputs(state.seq_lens_B, state.start_B, n_new_B, self.begins(ids_BN))
+        inputs = state.inputs(self.config, n_new_B, self.begins(ids_BN))
         self.check_length(inputs.longest)
         x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected, embeds_BND)
-        state.seq_lens_B = state.seq_lens_B + n_new_B
-        state.start_B = torch.where(n_new_B > 0, inputs.start_BN.amax(1), state.start_B)
+        state.seq_lens_B, state.start_B = state.seq_lens_B + n_new_B, state.starts_B(inputs)
         return x_BND
 
     def begins(self, ids_BN: Tensor) -> Tensor:
@@ -284,7 +312,7 @@ def init_weights(model: LanguageModel) -> None:
         layer.init_weights(model.config.init_std)
 
 
-def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_1T: Tensor,
+def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_BT: Tensor,
                  ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     """A rank's part of whole rows: ids, segment ids and positions, `[B or 1, T / W]`. Its segment ids count from the
     document of the token before it, which is 0, whether the part has tokens of it or not."""
@@ -294,7 +322,7 @@ def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_1T: Ten
         segment_ids_BT = torch.zeros_like(ids_BT)
     before_B1 = segment_ids_BT[:, max(own.start - 1, 0), None]
     own_BT = segment_ids_BT[:, own]
-    return ids_BT[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1), position_1T[:, own]
+    return ids_BT[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1), position_BT[:, own]
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:

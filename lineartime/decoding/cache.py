@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lineartime.config import TOEPLITZ_BELOW
+from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
@@ -66,17 +66,17 @@ class ChunkState(Cache):
 
     def close(self, at: TokenPosition) -> None:
         """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`."""
-        k_BCS, v_BCE, kv_BSE = self.k_lin_BCS[at.full], self.v_BCE[at.full], self.kv_BSE[at.full]
+        # Tokens of earlier documents count 0, and so does the sum, if the document has no closed chunk yet.
+        k_BCS, v_BCE, is_carried_B11 = self.k_lin_BCS[at.full], self.v_BCE[at.full], at.weight_B11[at.full] > 0
         if at.document_BC is not None:
-            # Tokens of earlier documents count 0, and so does the sum, if the document has no closed chunk yet.
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
-            kv_BSE = torch.where(at.weight_B11[at.full] > 0, kv_BSE, 0.0)
+        kv_BSE = torch.where(is_carried_B11, self.kv_BSE[at.full], 0.0)
         self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(float16_as_float32(k_BCS).mT, float16_as_float32(v_BCE)))
         if self.gate_BC is not None and self.written_B is not None:
-            gate_BC, written_B = self.gate_BC[at.full], self.written_B[at.full]
+            gate_BC = self.gate_BC[at.full]
             if at.document_BC is not None:
                 gate_BC = gate_BC * at.document_BC[at.full]
-                written_B = torch.where(at.weight_B11[at.full][:, 0, 0] > 0, written_B, 0.0)
+            written_B = torch.where(is_carried_B11[:, 0, 0], self.written_B[at.full], 0.0)
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
     def past(self, inputs: DecodeInputs) -> Past:
@@ -141,6 +141,7 @@ class KeyValueCache(Cache):
         """Append each row's new keys and values; returns all keys and values, `[B, inputs.longest, ...]`."""
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
+        k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # under autocast they are shorter
         # Rows of one length take a slice; rows of different lengths are written by index, padding not at all.
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)
@@ -195,6 +196,25 @@ class DecodingState:
     caches: list[Cache]
     seq_lens_B: Tensor
     start_B: Tensor
+
+    def in_grid_B(self, config: ModelConfig) -> Tensor:
+        """Tokens of each row so far, from where its positions and chunks count: with `document_grid` "own" those of its
+        current document."""
+        return self.seq_lens_B - self.start_B if config.document_grid == "own" else self.seq_lens_B
+
+    def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
+               window: int | None = None) -> DecodeInputs:
+        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" a row is its document: one that
+        begins does so with an empty row, and only the first of the tokens may begin one."""
+        if config.document_grid == "row":
+            return DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN, window)
+        before_B = torch.where(begins_BN[:, 0] & (n_new_B > 0), 0, self.in_grid_B(config))
+        return DecodeInputs(before_B, torch.zeros_like(before_B), n_new_B, begins_BN, window)
+
+    def starts_B(self, inputs: DecodeInputs) -> Tensor:
+        """`start_B` after the tokens of `inputs`."""
+        start_B = inputs.start_BN.amax(1) + self.seq_lens_B - inputs.seq_lens_B
+        return torch.where(inputs.n_new_B > 0, start_B, self.start_B)
 
     @property
     def n_bytes(self) -> int:

@@ -25,7 +25,7 @@ class CapturedStep:
                 model.config.attn_type, "decode without capture")
         self.model, self.state = model, state
         self.ids_B = torch.zeros_like(state.seq_lens_B)
-        self.lengths: list[int] = state.seq_lens_B.tolist()
+        self.lengths: list[int] = state.in_grid_B(model.config).tolist()
         self.window = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -45,7 +45,10 @@ class CapturedStep:
             self.logits_BV = self.step()
         else:
             self.graph.replay()
-        self.lengths = [length + 1 for length in self.lengths]
+        if self.model.config.document_grid == "row":
+            self.lengths = [length + 1 for length in self.lengths]
+        else:  # which rows begin a document only the device knows
+            self.lengths = self.state.in_grid_B(self.model.config).tolist()
         c = self.model.config.chunk_size
         if c is not None and any(length % c == 0 for length in self.lengths):
             self.close(c)
@@ -74,7 +77,7 @@ class CapturedStep:
 
     def close(self, chunk_size: int) -> None:
         """Close the chunks that the last token filled."""
-        inputs = last_tokens(self.state)
+        inputs = last_tokens(self.model.config, self.state)
         for cache in self.state.caches:
             if isinstance(cache, ChunkState):
                 at = inputs.for_heads(cache.n_heads).token_position(self.model.config, cache.kv_BSE.dtype)

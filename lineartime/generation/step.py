@@ -1,12 +1,14 @@
 """A decode step as a function of tensors: the state goes in and the new state comes out. It is one graph, which
 `torch.compile`, `torch.export` and ONNX take whole."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, DecodingState
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.model import LanguageModel
@@ -19,15 +21,15 @@ def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, wi
 
     window: the number of cached keys that are read, at least the tokens of the longest row with the new one."""
     ids_B1 = ids_B[:, None]
-    inputs = DecodeInputs(state.seq_lens_B, state.start_B, torch.ones_like(ids_B), model.begins(ids_B1), window)
-    return model.logits(model.extend_layers(ids_B1, inputs, state.caches)[:, 0]), inputs.start_BN[:, 0]
+    inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
+    return model.logits(model.extend_layers(ids_B1, inputs, state.caches)[:, 0]), state.starts_B(inputs)
 
 
-def last_tokens(state: DecodingState, window: int | None = None) -> DecodeInputs:
+def last_tokens(config: ModelConfig, state: DecodingState, window: int | None = None) -> DecodeInputs:
     """The inputs of each row's last token, which has been appended; window: see `DecodeInputs`."""
-    last_B = state.seq_lens_B - 1
-    begins_B1 = torch.zeros_like(last_B[:, None]).bool()
-    return DecodeInputs(last_B, state.start_B, torch.ones_like(last_B), begins_B1, window)
+    before = dataclasses.replace(state, seq_lens_B=state.seq_lens_B - 1)
+    begins_B1 = torch.zeros_like(state.start_B[:, None]).bool()
+    return before.inputs(config, torch.ones_like(state.start_B), begins_B1, window)
 
 
 class DecodeStep(nn.Module):
@@ -93,14 +95,14 @@ class DecodeStep(nn.Module):
         now.seq_lens_B = now.seq_lens_B + 1
         new = self.tensors_of(now)
         if any(isinstance(cache, ChunkState) for cache in now.caches):
-            is_full = (now.seq_lens_B % (self.model.config.chunk_size or 1) == 0).any()
+            is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
             new |= if_else(is_full, self.closed, self.not_closed, new)
         return logits_BV, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state that change when chunks are closed, after those that the last token filled were."""
         config, now, changed = self.model.config, self.to_state(state), {}
-        inputs = last_tokens(now, self.window)
+        inputs = last_tokens(config, now, self.window)
         for n, cache in enumerate(now.caches):
             assert isinstance(cache, ChunkState)
             at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)

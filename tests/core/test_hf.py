@@ -1,6 +1,8 @@
 """A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives."""
 
 import copy
+import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -13,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
 from lineartime.config import model_config, to_dict
 from lineartime.config_json import model_config_from_json
@@ -369,6 +371,36 @@ def test_positions_say_what_the_mask_says_or_where_documents_begin(hf64):
                             (torch.arange(30)[None], {"attention_mask": mask_BT})):
             with pytest.raises(UsageError, match="positions that this model does not take: position_ids; leave them"):
                 hf64(ids_BT, position_ids=wrong, **more)
+
+
+@pytest.mark.parametrize(("name", "causal"), [("flash", True), ("flash", False), *rest(
+    *itertools.product(("flash-quad", "transformer++", "flash long memory"), (True, False)))])
+def test_one_loss_padded_packed_and_alone(name, causal):
+    """With `document_grid` "own": texts in padded rows, in one row as DataCollatorWithFlattening makes it, or in rows
+    of their own; an end-of-document token inside a text begins a document there as well."""
+    config = dataclasses.replace(CONFIGS[name], document_grid="own", causal=causal)
+    kind = AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
+    hf = kind.from_config(LineartimeConfig(**to_dict(config))).double()
+    hf.model.load_state_dict(random_model(config).state_dict())
+    texts = [[EOD, *b"the first text", EOD], [*b"a", EOD, *b"the second one"], [EOD, 5], [EOD, *b"the last of four"]]
+    n_learned, width = sum(len(text) - 1 for text in texts), max(map(len, texts))
+    packed = DataCollatorWithFlattening()([{"input_ids": text} for text in texts])
+    padded_BT = torch.tensor([text + [EOD] * (width - len(text)) for text in texts])
+    mask_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+    labels_BT = padded_BT.index_fill(1, torch.tensor([0]), -100)  # as in the packed row
+    batches = [[packed], [{"input_ids": padded_BT, "attention_mask": mask_BT, "labels": labels_BT}],
+               [{"input_ids": padded_BT[n : n + 1, : len(text)], "labels": labels_BT[n : n + 1, : len(text)]}
+                for n, text in enumerate(texts)]]
+    losses, gradients = [], []
+    for batch in batches:
+        losses.append(sum(hf(**each, num_items_in_batch=n_learned).loss for each in batch))
+        gradients.append(torch.autograd.grad(losses[-1], [*hf.parameters()]))
+    assert all(abs(loss - losses[-1]) < 1e-12 for loss in losses)
+    assert all((a - b).abs().max() <= 1e-12 * max(1, b.abs().max())
+               for found in gradients for a, b in zip(found, gradients[-1], strict=True))
+    hf.model.config = dataclasses.replace(config, document_grid="row")
+    by_row = [sum(hf(**each, num_items_in_batch=n_learned).loss for each in batch) for batch in batches]
+    assert abs(by_row[0] - by_row[2]) > 1e-9
 
 
 def test_vectors_instead_of_tokens(hf64):

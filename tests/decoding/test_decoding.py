@@ -18,11 +18,11 @@ from lineartime.generation import cuda_graph, generate
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.model import LanguageModel
 from marks import rest
-from tiny_models import CHUNK, CONFIGS, CONTEXT, FLASH, FLASH_QUAD, case_of, random_ids, random_model, with_end
+from tiny_models import BOTH_GRIDS, CHUNK, CONTEXT, FLASH, FLASH_QUAD, case_of, random_ids, random_model, with_end
 
 END = 0
-EVERY_MODEL = pytest.mark.parametrize("name", [*map(case_of, CONFIGS)])
-PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in PRESETS) for name in CONFIGS])
+EVERY_MODEL = pytest.mark.parametrize("name", [*map(case_of, BOTH_GRIDS)])
+PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in PRESETS) for name in BOTH_GRIDS])
 """The presets, and in `make test-all` every model."""
 
 
@@ -33,7 +33,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def with_documents(name: str) -> ModelConfig:
-    return with_end(CONFIGS[name], END)
+    return with_end(BOTH_GRIDS[name], END)
 
 
 def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor:
@@ -62,7 +62,7 @@ def test_every_split(name: str) -> None:
             assert difference(extend(model, ids_BT[:, t : t + 1], again)[:, 0], x_BTD[:, t]) <= 1e-12, (cut, t)
 
 
-@pytest.mark.parametrize("name", [case_of(name) for name in CONFIGS if name != "flash rotated bias"])
+@pytest.mark.parametrize("name", [case_of(name) for name in BOTH_GRIDS if name != "flash rotated bias"])
 @settings(max_examples=8)
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), vocab_size=st.sampled_from([2, 4, 13]),
        seed=st.integers(0, 2**32 - 1), data=st.data())
@@ -108,8 +108,8 @@ def test_rows_of_a_state_are_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "lengths"), [
-    *(case_of(name, (1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), rest=name not in PRESETS) for name in CONFIGS),
-    *(case_of(name, (CHUNK + 1, CHUNK + 1), rest=name != "flash") for name in CONFIGS)])
+    *(case_of(name, (1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), rest=name not in PRESETS) for name in BOTH_GRIDS),
+    *(case_of(name, (CHUNK + 1, CHUNK + 1), rest=name not in ("flash", "flash, own grid")) for name in BOTH_GRIDS)])
 def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph's step, run without one: the logits of `decode_step`, for rows of any lengths, past the ends of
     chunks, of documents and of windows of keys."""
@@ -213,10 +213,23 @@ def test_the_sum_of_a_short_type_is_float32() -> None:
     assert float((kv_by_one - kv_at_once).abs().max() / kv_at_once.abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("name", ["transformer++", "flash, own grid", "transformer++, own grid"])
+@torch.no_grad()
+def test_rows_of_any_lengths_under_autocast(name: str) -> None:
+    model = random_model(with_documents(name)).float()
+    ids_BT, state = random_ids(2, 20, vocab_size=4), model.decoding_state(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        x_BTD = model.hidden(ids_BT)
+        model.extend(ids_BT[:, :15], torch.tensor([15, 6]), state)
+        found_BTD = model.extend(ids_BT[:, 6:15], torch.tensor([0, 9]), state)
+        last_BTD = model.extend(ids_BT[:, 15:], torch.tensor([5, 5]), state)
+    assert difference(found_BTD[1], x_BTD[1, 6:15]) < 0.1 and difference(last_BTD, x_BTD[:, 15:]) < 0.1
+
+
 LONG = {
     "flash": replace(FLASH, chunk_size=64),
     "flash-quad": replace(FLASH_QUAD, attn_scale_len=512),
-    "transformer++": CONFIGS["transformer++"],
+    "transformer++": BOTH_GRIDS["transformer++"],
 }
 
 
@@ -249,7 +262,7 @@ def test_a_thousand_greedy_tokens(name: str) -> None:
 @PRESETS_FIRST
 def test_nothing_to_decode(name: str) -> None:
     """No prompts, no rows, no new tokens: empty results, and the state of a row does not change."""
-    model = random_model(CONFIGS[name])
+    model = random_model(BOTH_GRIDS[name])
     assert generate.generate(model, [], max_new_tokens=3, temperature=1.0) == []
     logits_BV, state = generate.prefill(model, [])
     assert logits_BV.shape == (0, 13)
@@ -269,7 +282,7 @@ def test_nothing_to_decode(name: str) -> None:
 @torch.no_grad()
 def test_the_end_of_a_table(name: str) -> None:
     """One row reaches the end, another does not: nothing is read beyond it, and a refusal changes nothing."""
-    model = random_model(CONFIGS[name])
+    model = random_model(BOTH_GRIDS[name])
     state = model.decoding_state(2)
     ids_BT = random_ids(2, CONTEXT)
     model.extend(ids_BT, torch.tensor([CONTEXT - 1, 3]), state)

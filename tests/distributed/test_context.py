@@ -20,7 +20,7 @@ from lineartime.errors import UsageError
 from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig, run_config
 from lineartime.training import train
-from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
+from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS, prepare_text
 
 EXACT = 1e-12
@@ -79,7 +79,7 @@ def test_a_model_learns_the_same_where_ranks_share_its_rows(folder, data, result
 
 
 def shared_run(name="flash", n=2, **changes):
-    config = {**CONFIGS, **UNPACKED, **BIDIRECTIONAL}[name]
+    config = {**BOTH_GRIDS, **UNPACKED, **BIDIRECTIONAL}[name]
     base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
                        "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
     return RunConfig(replace(config, **changes), replace(base.train, context_parallel=n), "p", "t", "data", "out")

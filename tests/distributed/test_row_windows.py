@@ -12,7 +12,7 @@ from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig, run_config
 from lineartime.training import compute_gradient, train
 from marks import rest
-from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids
+from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids
 from tiny_runs import SETTINGS, prepare_text
 
 CONFIG = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=LENGTH, clip=0.1)
@@ -106,7 +106,7 @@ def test_a_run_learns_what_whole_rows_teach(tmp_path):
 
 
 def run_of(name, window, **changes):
-    config = {**CONFIGS, **UNPACKED, **BIDIRECTIONAL}[name]
+    config = {**BOTH_GRIDS, **UNPACKED, **BIDIRECTIONAL}[name]
     base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
                        "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
     return RunConfig(config, replace(base.train, window_tokens=window, **changes), "p", "t", "data", "out")
@@ -119,6 +119,7 @@ def run_of(name, window, **changes):
     ("transformer++", 8, {}, "window_tokens is for mixed chunk attention .*set window_tokens = none"),
     ("flash overlap", CONFIGS["flash"].chunk_size, {}, "window_tokens does not go with overlap"),
     ("flash first to all", 8, {}, "window_tokens is for causal models"),
+    ("flash, own grid", CONFIGS["flash"].chunk_size, {}, "window_tokens does not go with document_grid"),
     ("flash", CONFIGS["flash"].chunk_size, {"activation_checkpointing": True},
      "window_tokens does not go with activation_checkpointing"),
     ("flash", CONFIGS["flash"].chunk_size, {"context_parallel": 2}, "window_tokens does not go with context_parallel"),

@@ -9,18 +9,18 @@ from lineartime.errors import UsageError
 from lineartime.generation.generate import decode_step, prefill
 from lineartime.generation.step import DecodeStep
 from marks import rest
-from tiny_models import BIDIRECTIONAL, CONFIGS, CONTEXT, FLASH, UNPACKED, case_of, random_ids, random_model, with_end
+from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONTEXT, FLASH, UNPACKED, case_of, random_ids, random_model, with_end
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [7, 0, 8]]
 """At different places of their chunks; one has begun a second document."""
 
-NO_GRAPH = [name for name in CONFIGS if name.startswith("combiner")]
-GROWING = [name for name in CONFIGS if name.startswith(("transformer", "flash-quad"))]
+NO_GRAPH = [name for name in BOTH_GRIDS if name.startswith("combiner")]
+GROWING = [name for name in BOTH_GRIDS if name.startswith(("transformer", "flash-quad"))]
 
 
 def begun(name):
     """A step, and the state after the prompts."""
-    model = random_model(with_end(CONFIGS[name]))
+    model = random_model(with_end(BOTH_GRIDS[name]))
     return DecodeStep(model, CONTEXT if name in GROWING else None), prefill(model, PROMPTS)[1]
 
 
@@ -37,19 +37,20 @@ def assert_same_tokens(run, step, state):
     assert tensors["start_B"].tolist() == state.start_B.tolist()
 
 
-@pytest.mark.parametrize("name", [case_of(name) for name in CONFIGS if name not in NO_GRAPH])
+@pytest.mark.parametrize("name", [case_of(name) for name in BOTH_GRIDS if name not in NO_GRAPH])
 @torch.no_grad()
 def test_it_is_the_step_of_decoding(name):
     step, state = begun(name)
     assert_same_tokens(step, step, state)
-    empty, ids_BT = step.empty_state(2), random_ids(2, 11)
-    for ids_B in ids_BT.T:  # and from no token on
-        logits_BV, empty = step(ids_B, empty)
-    assert (logits_BV - step.model(ids_BT)[:, -1]).abs().max() < 1e-12
+    state, ids_BT = step.empty_state(2), random_ids(2, 21)
+    wanted_BTV = step.model(ids_BT)
+    for t, ids_B in enumerate(ids_BT.T):  # and from no token on
+        logits_BV, state = step(ids_B, state)
+        assert (logits_BV - wanted_BTV[:, t]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["flash", "transformer++", *rest("flash heads", "flash near and long memory",
-                                                                  "performer", "flash-quad")])
+                                                                  "performer", "flash-quad", "flash, own grid")])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @torch.no_grad()
 def test_it_is_one_graph(name):
@@ -86,13 +87,14 @@ def test_the_state_that_goes_in_is_left_as_it_is(name):
 
 def test_what_it_refuses():
     for config, window, words in (
-            (CONFIGS["transformer++"], None, "a window is missing"), (FLASH, 24, "a window is not needed"),
-            (CONFIGS["combiner"], None, "not one graph"), (UNPACKED["flash learned weights"], None, "does not decode"),
+            (BOTH_GRIDS["transformer++"], None, "a window is missing"), (FLASH, 24, "a window is not needed"),
+            (BOTH_GRIDS["combiner"], None, "not one graph"),
+            (UNPACKED["flash learned weights"], None, "does not decode"),
             (BIDIRECTIONAL["flash cls"], None, "only a causal model decodes"),
-            (CONFIGS["flash-quad"], CONTEXT + 1, "longer than the position table"),
+            (BOTH_GRIDS["flash-quad"], CONTEXT + 1, "longer than the position table"),
             (replace(FLASH, document_mask="paper", end_of_document=0), None, "keeps documents apart")):
         with pytest.raises(UsageError, match=words):
             DecodeStep(random_model(config), window)
-    model = random_model(CONFIGS["transformer++"])
+    model = random_model(BOTH_GRIDS["transformer++"])
     with pytest.raises(UsageError, match=r"the rows fill the window: 6 tokens, window = 6"):
         DecodeStep(model, 6).to_tensors(prefill(model, PROMPTS)[1])

@@ -21,7 +21,7 @@ from lineartime.model import masked_token_losses, token_losses
 from lineartime.ops import reference
 from lineartime.plan import numbers_sent
 from lineartime.training import Division, compute_gradient, train
-from tiny_models import CONFIGS, random_ids, random_model
+from tiny_models import BOTH_GRIDS, CONFIGS, random_ids, random_model
 from tiny_runs import SETTINGS
 
 WORLD, LENGTH, N_LAYOUTS = 4, 48, 8
@@ -32,19 +32,21 @@ BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
 begin, and those before them."""
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
           "flash global", "flash key conv", "flash write gate", "flash read norm", "flash fixed", "flash long memory",
-          "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks"]
-"""Of `CONFIGS`, the models whose rows ranks can share."""
-ON_PUSH = ["flash", "flash key conv", "flash fixed", "flash long memory", "mc-tfm++", "performer"]
+          "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks",
+          "performer, own grid"]
+"""Of `BOTH_GRIDS`, the models whose rows ranks can share."""
+ON_PUSH = ["flash", "flash key conv", "flash fixed", "flash long memory", "mc-tfm++", "performer",
+           "performer, own grid"]
 """Those that are measured: a model for each thing that ranks exchange."""
 OFTEN = ["flash", "flash long memory"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
-           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv"]
+           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash, own grid"]
 SHARDED = {"shard": True, "clip_scope": "global"}
 
 
 def model_of(name, causal, end_of_document=None):
-    return random_model(replace(CONFIGS[name], context=LENGTH, causal=causal, end_of_document=end_of_document))
+    return random_model(replace(BOTH_GRIDS[name], context=LENGTH, causal=causal, end_of_document=end_of_document))
 
 
 def layouts(n, seed=0):

@@ -70,6 +70,13 @@ COMBINED: dict[str, ModelConfig] = {
 """Options together, which `make test` has one by one."""
 CONFIGS |= COMBINED
 
+OWN_GRID = {f"{name}, own grid": replace(CONFIGS[name], document_grid="own") for name in (
+    "flash", "flash+", "transformer++", "flash-quad", "mc-tfm++", "performer", "combiner", "flash overlap",
+    "flash near and long memory", "flash-quad key conv")}
+"""Models whose documents have positions and chunks of their own in a packed row."""
+BOTH_GRIDS = CONFIGS | OWN_GRID
+OWN_ON_PUSH = ("flash, own grid", "flash+, own grid", "transformer++, own grid")
+
 UNPACKED = {
     "flash learned weights": replace(FLASH, chunk_pooling="attention"),
     "flash global learned weights": replace(FLASH, chunk_pooling="attention", chunk_parts="global"),
@@ -92,7 +99,8 @@ BIDIRECTIONAL = {
 def case_of(name: str, *more: object, rest: bool = False) -> object:
     """A case of a test over models. That of a combined model is left to `make test-all`, and so is any other with
     `rest`."""
-    return pytest.param(name, *more, marks=pytest.mark.rest if rest or name in COMBINED else ())
+    is_rest = rest or name in COMBINED or name in OWN_GRID.keys() - set(OWN_ON_PUSH)
+    return pytest.param(name, *more, marks=pytest.mark.rest if is_rest else ())
 
 
 def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:

@@ -1,0 +1,57 @@
+"""The grid of packed rows: where the positions and the chunks of each document begin.
+
+With `ModelConfig.document_grid` "row" they count from the beginning of the row, as in the paper's listings. With "own"
+they count from the beginning of each document. Rows are then laid out once, where a model or a layer takes them: each
+document is filled up to whole chunks. The layers compute as always, and the results go back to where the tokens were.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineartime.config import ModelConfig
+
+
+class Places(NamedTuple):
+    """Rows of T tokens as layers take them, in L places."""
+
+    position_BL: Tensor
+    """The position of each place, `[1 or B, L]`."""
+    segment_ids_BL: Tensor | None
+    """The document of each place, see `layers.SequenceInfo`."""
+    order_BL: Tensor | None = None
+    """The token at each place; None: the tokens as they are, and L = T."""
+    back_BT: Tensor | None = None
+    """The place of each token, if there is an `order_BL`."""
+
+
+def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None,
+              order_BT: Tensor | None = None) -> Places:
+    """The places of rows of `n_tokens`. segment_ids_BT: see `layers.SequenceInfo`. order_BT: the order in which the
+    tokens have these ids, see `layers.tokens_first`."""
+    index_1T = torch.arange(n_tokens, device=device)[None]
+    back_BT = None if order_BT is None else order_BT.argsort(1)
+    if config.document_grid == "row" or segment_ids_BT is None or segment_ids_BT.numel() == 0:
+        return Places(index_1T, segment_ids_BT, order_BT, back_BT)
+    # A document begins where the id changes. Padding, which is at the end of a row, goes on behind the last one.
+    begins_BT = (segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0) & (segment_ids_BT >= 0)
+    position_BT = index_1T - torch.where(begins_BT, index_1T, 0).cummax(1).values
+    c = config.grid_size
+    if c == 1:
+        return Places(position_BT, segment_ids_BT, order_BT, back_BT)
+    # A document, and all behind it, moves on by what is free in the last chunk of the one before it.
+    before_BT = F.pad(position_BT[:, :-1], [1, 0], value=-1)
+    place_BT = index_1T + torch.where(begins_BT, (-1 - before_BT) % c, 0).cumsum(1)
+    place_L = torch.arange((int(place_BT.max()) // c + 1) * c, device=device)
+    # A place without a token holds a copy of the token before it, whose document it must not be of: documents get even
+    # numbers, the copies behind them odd ones, and what is behind the last document is padding.
+    token_BL = place_L.new_zeros(len(place_BT), len(place_L)).scatter(1, place_BT, index_1T.expand_as(place_BT))
+    token_BL = token_BL.cummax(1).values
+    is_copy_BL = place_BT.gather(1, token_BL) != place_L
+    last_B1 = torch.where(segment_ids_BT >= 0, place_BT, -1).amax(1, keepdim=True)
+    ids_BL = torch.where(place_L > last_B1, -1, 2 * begins_BT.cumsum(1).gather(1, token_BL) + is_copy_BL)
+    order_BL = token_BL if order_BT is None else order_BT.gather(1, token_BL)
+    return Places(position_BT.gather(1, token_BL), ids_BL, order_BL,
+                  place_BT if back_BT is None else place_BT.gather(1, back_BT))

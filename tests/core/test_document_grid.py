@@ -1,0 +1,209 @@
+"""`document_grid` "own": a document in a packed row is what it is alone, in value and in every gradient."""
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_law import assert_near, tiny
+from lineartime.config import ModelConfig
+from lineartime.document_grid import places_of
+from lineartime.documents.pooling import document_means, row_means
+from lineartime.layers import tokens_first
+from lineartime.model import LanguageModel, masked_token_losses, token_losses
+from marks import rest
+from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, with_end
+
+END = 0
+ROWS = [(5, 1, 2 * CHUNK, 4), (CHUNK, 3, CHUNK + 1), (CONTEXT,), (2, 2, 2, 2, 2, 2)]
+"""Documents that end with chunks and inside them, a row of one, and one of documents shorter than a chunk."""
+NAMES = ["flash", "flash+", "flash-quad", "mc-tfm++", "transformer++", "performer"]
+OTHERS = [name for name in CONFIGS if name not in NAMES]
+EVERY = CONFIGS | BIDIRECTIONAL
+CASES = [*itertools.product(NAMES, (True, False)),
+         *rest(*itertools.product(OTHERS, (True, False)), ("flash first to all", False),
+               ("flash local first to all", False))]
+
+
+def config_of(name: str, causal: bool = True, grid: str = "own", **fields: object) -> ModelConfig:
+    return replace(with_end(EVERY[name], END), causal=causal, document_grid=grid, **fields)
+
+
+def documents_of(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Each begins with the end-of-document token, but for the first of a row, which training may cut anywhere."""
+    texts = (1 + random_ids(sum(lengths), seed=seed, vocab_size=12)).split(lengths)
+    return [text_T if n == 0 else torch.cat([torch.tensor([END]), text_T[1:]]) for n, text_T in enumerate(texts)]
+
+
+def packed_rows() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """The documents of `ROWS`; and ids, segment ids and the mask of rows in which they are packed, with padding, which
+    may be an end-of-document token, anywhere, and with a row of padding alone."""
+    packed = [documents_of(lengths, seed) for seed, lengths in enumerate(ROWS)]
+    width, generator = CONTEXT + 5, torch.Generator().manual_seed(0)
+    ids_BT = torch.full((len(ROWS) + 1, width), END)
+    segment_ids_BT, valid_BT = torch.zeros_like(ids_BT), torch.zeros_like(ids_BT).bool()
+    for row, documents in enumerate(packed):
+        ids_T = torch.cat(documents)
+        at_T = torch.randperm(width, generator=generator)[: len(ids_T)].sort().values
+        numbers_T = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor([*map(len, documents)]))
+        ids_BT[row, at_T], segment_ids_BT[row, at_T], valid_BT[row, at_T] = ids_T, 2 + 3 * numbers_T, True
+    return [document for documents in packed for document in documents], ids_BT, segment_ids_BT, valid_BT
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal to 1e-12 of the largest entry, or of 1."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-12 * max(1.0, float(b.abs().max())))
+
+
+def gradients_of(model: torch.nn.Module, out_ND: Tensor) -> tuple[Tensor, ...]:
+    weight_ND = torch.randn(out_ND.shape, dtype=out_ND.dtype, generator=torch.Generator().manual_seed(1))
+    return torch.autograd.grad((out_ND * weight_ND).sum(), [*model.parameters()], materialize_grads=True)
+
+
+def assert_same(model: torch.nn.Module, found_ND: Tensor, alone_ND: Tensor) -> None:
+    assert same(found_ND.detach(), alone_ND.detach())
+    assert all(map(same, gradients_of(model, found_ND), gradients_of(model, alone_ND)))
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
+    """Documents by the tokens that begin them, and by numbers with gaps; by vectors, and block by block."""
+    documents, ids_BT, segment_ids_BT, valid_BT = packed_rows()
+    longest = ids_BT.shape[1] if EVERY[name].max_len else CONTEXT  # a table is for the row with its padding
+    config = config_of(name, causal, context=longest)
+    model, by_number = random_model(config), random_model(replace(config, end_of_document=None))
+    alone_ND = torch.cat([model.hidden(ids_T[None])[0] for ids_T in documents])
+    x_BTD = model.hidden(ids_BT, padding_mask_BT=valid_BT)
+    assert x_BTD.isfinite().all()
+    assert_same(model, x_BTD[valid_BT], alone_ND)
+    collected: list[Tensor] = []
+    numbered_BTD = by_number.hidden(ids_BT, segment_ids_BT, valid_BT, collected=collected,
+                                    embeds_BTD=by_number.embed(ids_BT))
+    assert same(numbered_BTD[valid_BT].detach(), alone_ND.detach())
+    blocks: list[Tensor] = []
+    by_number.hidden(documents[2][None], collected=blocks)
+    first = int((valid_BT[0].cumsum(0) == 7).nonzero()[0])  # the third document begins behind 6 tokens
+    for each_BTD, alone_1TD in zip(collected, blocks, strict=True):
+        assert each_BTD.shape == x_BTD.shape and same(each_BTD[0, first].detach(), alone_1TD[0, 0].detach())
+    if not (config.by_document or config.max_len):
+        by_row = random_model(replace(config, document_grid="row")).hidden(ids_BT, padding_mask_BT=valid_BT)
+        assert not same(by_row[valid_BT].detach(), alone_ND.detach())
+
+
+@pytest.mark.parametrize(("name", "causal"), [("flash", True), ("mc-tfm++", False), *rest(
+    ("flash", False), ("flash+", True), ("flash-quad", True), ("transformer++", True), ("performer", False))])
+def test_a_layer_by_itself_does_the_same(name: str, causal: bool) -> None:
+    """Padding may hold NaN."""
+    _, ids_BT, segment_ids_BT, valid_BT = packed_rows()
+    model = random_model(config_of(name, causal, context=ids_BT.shape[1]))
+    x_BTD = model.embed(ids_BT).detach().masked_fill(~valid_BT[..., None], torch.nan)
+    for layer in model.layers:
+        found_BTD = layer(x_BTD, segment_ids_BT, valid_BT)
+        alone = [layer(x_BTD[row : row + 1, valid_BT[row] & (segment_ids_BT[row] == number)])[0]
+                 for row in range(len(ROWS)) for number in segment_ids_BT[row, valid_BT[row]].unique()]
+        assert found_BTD.isfinite().all()
+        assert_same(layer, found_BTD[valid_BT], torch.cat(alone))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_training_learns_of_a_row_is_what_it_learns_of_each_document(causal: bool) -> None:
+    """A row goes on inside a document, and the token that ends one is its last target and the next one's first input.
+    An end of a document is never masked."""
+    model, documents = random_model(config_of("flash+", causal)), documents_of((6, 9, 1, 8), seed=3)
+    row_1L = torch.cat([*documents, torch.tensor([END])])[None]
+    ends = [*(document[:1] for document in documents[1:]), torch.tensor([END])]
+    if causal:
+        found_N = token_losses(model, row_1L)[0]
+        alone_N = torch.cat([token_losses(model, torch.cat([document, end])[None])[0]
+                             for document, end in zip(documents, ends, strict=True)])
+    else:
+        targets = [torch.where(torch.arange(len(document)) % 3 == 1, document, -1) for document in documents]
+        found_N = masked_token_losses(model, row_1L[:, :-1], torch.cat(targets)[None])
+        alone_N = torch.cat([masked_token_losses(model, document[None], target[None])
+                             for document, target in zip(documents, targets, strict=True)])
+    assert_same(model, found_N, alone_N)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_vector_of_a_packed_document_is_its_own(causal: bool) -> None:
+    documents, ids_BT, segment_ids_BT, valid_BT = packed_rows()
+    model = random_model(config_of("flash", causal))
+    numbers_BT = torch.where(valid_BT, (segment_ids_BT - 2) // 3, -1)
+    with torch.no_grad():
+        means_BND = document_means(model.hidden(ids_BT, padding_mask_BT=valid_BT), numbers_BT)
+        found_ND = torch.cat([means_BND[row, : len(lengths)] for row, lengths in enumerate(ROWS)])
+        assert same(found_ND, torch.cat([row_means(model, ids_T[None]) for ids_T in documents]))
+
+
+def test_rows_have_no_more_places_than_whole_chunks() -> None:
+    _, _, segment_ids_BT, valid_BT = packed_rows()
+    order_BT, ids_BT = tokens_first(valid_BT, segment_ids_BT)
+    ids_BT = ids_BT[:, :CONTEXT]
+    ids_BL = places_of(config_of("flash"), CONTEXT, ids_BT.device, ids_BT, order_BT[:, :CONTEXT]).segment_ids_BL
+    assert ids_BL is not None and ids_BL.shape[1] == 9 * CHUNK  # the last row: six chunks, and its padding behind them
+    for row, lengths in enumerate(ROWS):
+        assert (ids_BL[row, ::CHUNK] >= 0).sum() == sum(-(-n // CHUNK) for n in lengths)
+        assert (ids_BL[row] % 2 == 0).sum() == sum(lengths)
+    one_T = torch.tensor([[0] * (CHUNK + 1) + [-1] * (CHUNK - 1)])  # padding takes the places that are free
+    assert places_of(config_of("flash"), 2 * CHUNK, ids_BT.device, one_T).position_BL.shape == (1, 2 * CHUNK)
+
+
+@pytest.mark.parametrize("name", ["flash+", *rest("transformer++", "mc-tfm++", "performer")])
+@torch.no_grad()
+def test_decoding_gives_the_states_of_every_block(name: str) -> None:
+    """By vectors too. A row without new tokens stays as it is, whatever its padding looks like."""
+    model = random_model(config_of(name))
+    ids_BT = torch.cat(documents_of((3, 6, 2, 7), seed=1) + documents_of((9, 1, 8), seed=2)).view(2, 18)
+    embeds_BTD = model.embed(ids_BT)
+    wanted: list[Tensor] = []
+    wanted.append(model.hidden(ids_BT, collected=wanted))
+    state, parts = model.decoding_state(2), []
+    for start, n in ((0, 7), (7, 1), (8, 10)):
+        found: list[Tensor] = []
+        part = slice(start, start + n)
+        found.append(model.extend(ids_BT[:, part], torch.tensor([n, n]), state, found, embeds_BTD[:, part]))
+        parts.append(found)
+        model.extend(torch.full((2, 3), END), torch.tensor([0, 0]), state)
+    for n, whole_BTD in enumerate(wanted):
+        assert same(torch.cat([found[n] for found in parts], dim=1), whole_BTD)
+
+
+def alone_and_packed(model: LanguageModel, exact: LanguageModel) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The logits of a packed row and its gradients, by kernels and by the reference; and those in float64 of each
+    document alone."""
+    documents = documents_of((129, 20), seed=5)
+    row_1T, made = torch.cat(documents)[None], []
+    for impl in ("triton", "reference"):
+        model.set_impl(impl)
+        logits_TV = model(row_1T)[0]
+        made.append([logits_TV.detach(), *gradients_of(model, logits_TV)])
+    alone_TV = torch.cat([exact(ids_T[None])[0] for ids_T in documents])
+    return *made, [alone_TV.detach(), *gradients_of(exact, alone_TV)]
+
+
+@pytest.mark.parametrize("name", ["flash", *rest("flash+", "flash-quad")])
+def test_kernels_compute_the_same(name: str) -> None:
+    """At most twice as far from the document alone in float64 as the reference is, see `kernel_law`."""
+    model = tiny(name, n_layers=1, d_model=32, end_of_document=END, document_grid="own",
+                 **({"chunk_size": 128} if name == "flash+" else {}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(0))
+    assert_near(*alone_and_packed(model, copy.deepcopy(model).double()), floor=2e-6)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["flash", "mc-tfm++", "transformer++"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_models_compute_the_same(name: str) -> None:
+    """Rows of different numbers of documents have different numbers of places, which the graph does not have."""
+    model = random_model(config_of(name))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for lengths in ROWS[:3]:
+        documents = documents_of(lengths, seed=1)
+        alone_TV = torch.cat([model(ids_T[None])[0] for ids_T in documents])
+        assert_same(model, compiled(torch.cat(documents)[None])[0], alone_TV)
