@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lineartime.finetune_config import FineTuning
     from lineartime.finetuning import finetune
     from lineartime.gau import GatedAttentionUnit
-    from lineartime.generation.generate import generate
+    from lineartime.generation.generate import generate, read
     from lineartime.generation.step import DecodeStep
     from lineartime.load import load_classifier, load_model, load_span_model
     from lineartime.mhsa import FeedForward, MultiHeadAttention
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
            "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate", "evaluate_questions", "finetune",
            "generate", "load_classifier", "load_model", "load_span_model", "measure_context_use", "model_config",
-           "model_folder", "open_split", "prepare", "read_questions", "score", "train"]
+           "model_folder", "open_split", "prepare", "read", "read_questions", "score", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
-         "generate": "generation.generate", "DecodeStep": "generation.step",
+         "generate": "generation.generate", "read": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
          "evaluate_questions": "qa.spans", "model_folder": "model_names", "embed": "documents.embed",
          "classify": "documents.classify", "load_classifier": "load", "score": "scoring"}

@@ -135,9 +135,14 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
     with hashed_file(open(path, "xb"), path.name, entries) as write:
         write(head)
         for tensor in tensors:
-            whole = tensor.detach().cpu().contiguous()
-            write(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data)
+            write(_bytes_of(tensor))
     return entries[path.name]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The numbers of a tensor on any device; that of one number may have any stride."""
+    whole = tensor.detach().cpu().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
@@ -158,6 +163,14 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
+
+
+def tensors_sha256(named: Mapping[str, Tensor], text: str = "") -> str:
+    """The hash of a text and of the numbers of tensors, in their order, on any device."""
+    digest = hashlib.sha256(text.encode())
+    for tensor in named.values():
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
 
 
 # Loading

@@ -198,7 +198,7 @@ class LanguageModel(nn.Module):
         # One cache for each layer of attention; rows without a token, whose document begins at 0.
         caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
         zeros_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
-        return DecodingState(caches, zeros_B, zeros_B.clone())
+        return DecodingState(caches, zeros_B, zeros_B.clone(), self)
 
     @torch.no_grad()
     def init_outer_weights(self) -> None:

@@ -7,25 +7,20 @@ cut there too (`Tokenizer.reads_pieces`), so the tokens are those of the whole t
 Line ends and other white space before a line's first word count to that line, and a blank line has 0 bits."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 
-from lineartime.atomic_io import open_regular, replaced
-from lineartime.config import to_dict
 from lineartime.data.files import Name
 from lineartime.data.read_text import LAST_WORD, cut, decode_next
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.cache import DecodingState
-from lineartime.documents.results import weights_sha256
+from lineartime.decoding.state_file import load_state, save_state
 from lineartime.errors import CheckpointError, NumericsError
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision
@@ -50,8 +45,6 @@ class ScoringState:
     decoding: DecodingState
     last: int
     """The newest token that was scored. The model reads it together with the next ones."""
-    made_from: str = ""
-    """The hash of the model and the tokenizer, for a state that is saved."""
     tail: str = ""
     """The first bytes of a character whose others have not come, in hexadecimal."""
     text: str = ""
@@ -70,11 +63,7 @@ class ScoringState:
 
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
-        fields = {name: value for name, value in vars(self).items() if name != "decoding"}
-        tensors, metadata = self.decoding.tensors(), {"fields": json.dumps(fields)}
-        metadata["sha256"] = hashlib.sha256(safetensors.torch.save(tensors, metadata)).hexdigest()
-        with replaced(path) as file:
-            file.write(safetensors.torch.save(tensors, metadata))
+        save_state(path, self.decoding, {name: value for name, value in vars(self).items() if name != "decoding"})
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
@@ -84,24 +73,13 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
             "comes", "score", "see evaluate for masked models")
     require(tokenizer.vocab_size <= model.config.vocab_size, "this tokenizer is another model's", tokenizer.name)
     state = ScoringState(model.decoding_state(1), tokenizer.end_of_document)
-    if path is not None:
-        facts = [weights_sha256(model), to_dict(model.config), tokenizer.sha256]
-        state.made_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    state.decoding.tokenizer_sha256 = tokenizer.sha256
     if path is None or not path.exists():
         return state
-    try:
-        open_regular(path).close()
-        with safetensors.safe_open(path, "pt", str(model.embed.weight.device)) as file:
-            tensors, metadata = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()
-        if metadata.pop("sha256") != hashlib.sha256(safetensors.torch.save(tensors, metadata)).hexdigest():
-            raise ValueError("its hash is not that of its content")
-        found = dataclasses.replace(state, **json.loads(metadata["fields"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, safetensors.SafetensorError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
-    if found.made_from != state.made_from:
-        raise CheckpointError("the state of another model or tokenizer", path, "name another file")
-    found.decoding.take(tensors)
-    return found
+    decoding, facts = load_state(path, model, {*vars(state)} - {"decoding"})
+    if decoding.tokenizer_sha256 != tokenizer.sha256:
+        raise CheckpointError("the state of another tokenizer", path, "name another file")
+    return dataclasses.replace(state, decoding=decoding, **facts)
 
 
 def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str, tuple[int, str] | None]]:

@@ -1,13 +1,19 @@
-"""`lineartime generate`: text from a model."""
+"""`lineartime generate`, text from a model, and `read`, a text into a state that `generate` goes on from."""
 
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 from lineartime.cli.options import Device, Precision
-from lineartime.cli.terminal import Terminal
+from lineartime.cli.terminal import Terminal, note
+from lineartime.data.files import packing_of, size_of
+from lineartime.data.read_text import ending_of, is_one_document, require_encoding, text_of
+from lineartime.data.rows import UTF8
 from lineartime.data.small_texts import read_small
 from lineartime.errors import UsageError
+from lineartime.finetune_config import Encoding
 from lineartime.model_names import named_folder
 from lineartime.settings import require
 
@@ -21,6 +27,7 @@ def generate(
                        "begins.", "PROMPTS"] = (),
     *,
     prompt_file: Annotated[tuple[str, ...], "File with a prompt, or its address; may be given again."] = (),
+    state: Annotated[Path | None, "Go on from the text that `lineartime read` read: each prompt follows it."] = None,
     stop: Annotated[tuple[str, ...], "End a text where this would come; may be given again."] = (),
     max_new_tokens: Annotated[int, "Most tokens to add."] = 200,
     temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8,
@@ -38,7 +45,8 @@ def generate(
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
     import torch
 
-    from lineartime.generation.generate import check_sampling, generate
+    from lineartime.decoding.cache import DecodingState
+    from lineartime.generation.generate import check_sampling, generate, ids_of_prompts
     from lineartime.load import load_model
     from lineartime.model import LanguageModel
     from lineartime.runtime import pick_device
@@ -49,8 +57,12 @@ def generate(
         raise UsageError("only a causal language model continues text", run,
                          "see answer, classify and embed, and transformers for masked models")
     loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
-    ids = [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts]
-    streams, held = [tokenizer.stream(text) for text in texts], [""] * len(texts)
+    loaded.to(pick_device(device), getattr(torch, precision))
+    shared = None if state is None else DecodingState.load(state, loaded)
+    ids, last_word = ids_of_prompts(texts, tokenizer, shared), ""
+    if shared is not None:  # the ids begin with its last word
+        last_word, shared.text = shared.text, ""
+    streams, held = [tokenizer.stream(last_word + text) for text in texts], [""] * len(texts)
     if len(texts) == 1:
         print(texts[0], end="", flush=True)
 
@@ -63,14 +75,54 @@ def generate(
         return is_over
 
     with Terminal() as terminal:
-        generate(loaded.to(pick_device(device), getattr(torch, precision)), ids, stop=add,
-                 on_prompt=reading(terminal, max(len(row) for row in ids)), max_new_tokens=max_new_tokens,
-                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, capture=capture)
+        generate(loaded, ids, stop=add, on_prompt=reading(terminal, max(len(row) for row in ids)),
+                 max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                 capture=capture, state=shared)
     if len(texts) == 1:
         print(held[0])
         return
     for number, (text, rest) in enumerate(zip(texts, held, strict=True), 1):
         print(f"== {number}\n{text}{rest}")
+
+
+def read(
+    book: Annotated[str, "A text file or its address, which may be packed, or `-` for stdin.", "BOOK"],
+    *,
+    model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`."],
+    out: Annotated[Path, "File for the state."],
+    encoding: Encoding = UTF8,
+    precision: Precision = "float32",
+    device: Device = None,
+) -> None:
+    """Read a text once, for generate --state to go on from.
+    The file has all that the model keeps of the text. FLASH keeps as much of a line as of a library."""
+    require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
+    require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
+    require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
+    require_encoding(encoding)
+    folder = named_folder(model)
+    import torch
+
+    from lineartime.generation.generate import read as read_text
+    from lineartime.load import load_model
+    from lineartime.runtime import pick_device
+
+    loaded, tokenizer, _ = load_model(folder)
+    empty = loaded.to(pick_device(device), getattr(torch, precision)).decoding_state(1)
+    constant, grows = empty.n_bytes, any(cache.growing for cache in empty.caches)
+    empty.reserve(1)
+    note(f"state    {constant / 1e6:.1f} MB, " + ("whatever the length of the text" if not grows else
+                                                  f"and {empty.n_bytes - constant:,} bytes or more for each token"))
+    n_file_bytes = None if book == "-" or packing_of(book) or encoding != UTF8 else size_of(book)
+    begun = time.monotonic()
+    with Terminal() as terminal:
+        def show(n_bytes: int, n_tokens: int) -> None:
+            speed = n_tokens / max(time.monotonic() - begun, 1e-9)
+            terminal.count("bytes", n_bytes, n_file_bytes, f"{n_tokens:,} tokens  {speed:,.0f} tokens/s")
+
+        state = read_text(loaded, tokenizer, text_of(book, encoding), progress=show)
+    state.save(out)
+    note(f"written  {out}: {int(state.seq_lens_B):,} tokens in {out.stat().st_size / 1e6:.1f} MB")
 
 
 def reading(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:

@@ -15,7 +15,9 @@ Several processes read one file by ranges of its bytes, see `ranges_of`. Each re
 groups of rows of parquet, or the words of a text. So every document is read once."""
 
 import codecs
+import contextlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
@@ -221,6 +223,13 @@ def text_blocks(file: IO[bytes], name: object, position: int = 0, stop: int | No
             raise not_in_encoding(f"{name}, byte {position - len(e.object) + e.start}", encoding) from None
         if not block:
             return
+
+
+def text_of(name: Name, encoding: str = UTF8) -> Iterator[str]:
+    """The text of a file of any name, which may be packed, or of stdin (`-`), in blocks."""
+    called = "stdin" if name == "-" else name
+    with reading(called), contextlib.nullcontext(sys.stdin.buffer) if name == "-" else unpacked(name) as file:
+        yield from text_blocks(file, called, encoding=encoding)
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:

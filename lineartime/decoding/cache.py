@@ -3,8 +3,10 @@
 Rows of a batch may differ in length. As in training, attention does not cross documents.
 """
 
+import copy
 import dataclasses
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,10 @@ from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import Past, carried_states, read_states
+from lineartime.settings import require
+
+if TYPE_CHECKING:
+    from lineartime.model import LanguageModel
 
 
 class Cache:
@@ -196,6 +202,32 @@ class DecodingState:
     caches: list[Cache]
     seq_lens_B: Tensor
     start_B: Tensor
+    model: "LanguageModel | None" = dataclasses.field(default=None, repr=False, compare=False)
+    """The model whose state this is. A copy shares it, and a pickle does not have it."""
+    text: str = ""
+    """The last word of a text that `read` has read: it is tokenised together with what follows it."""
+    tokenizer_sha256: str = ""
+    """Of the tokenizer of that text."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
+        return self.repeated(len(self.seq_lens_B))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}
+
+    def save(self, path: Path | str) -> None:
+        """Replace a file by this state. Raises ResourceError, and UsageError for a state that lacks its model."""
+        from lineartime.decoding.state_file import save_state
+
+        save_state(Path(path), self, {})
+
+    @classmethod
+    def load(cls, path: Path | str, model: "LanguageModel") -> "DecodingState":
+        """The state in a file, on the device of its model. Raises CheckpointError for a damaged file, and for a state
+        of other weights, of the same weights in another precision, or of `score`."""
+        from lineartime.decoding.state_file import load_state
+
+        return load_state(Path(path), model)[0]
 
     def in_grid_B(self, config: ModelConfig) -> Tensor:
         """Tokens of each row so far, from where its positions and chunks count: with `document_grid` "own" those of its
@@ -224,8 +256,9 @@ class DecodingState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors with state by name, those of layer 3 as "3.kv_BSE"."""
-        of_caches = {f"{n}.{name}": tensor.contiguous() for n, cache in enumerate(self.caches)
-                     for name, tensor in cache.tensors().items()}
+        longest = int(self.seq_lens_B.max()) if len(self.seq_lens_B) else 0  # a cache that grows has room for more
+        of_caches = {f"{n}.{name}": (tensor[:, :longest] if name in cache.growing else tensor).contiguous()
+                     for n, cache in enumerate(self.caches) for name, tensor in cache.tensors().items()}
         return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **of_caches}
 
     def take(self, tensors: dict[str, Tensor]) -> None:
@@ -239,6 +272,14 @@ class DecodingState:
         for cache in self.caches:
             if isinstance(cache, KeyValueCache):
                 cache.reserve(n_tokens)
+
+    def repeated(self, n_rows: int) -> "DecodingState":
+        """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for another number."""
+        n_own = len(self.seq_lens_B)
+        require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
+        made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
+        made.select(torch.arange(n_rows).clamp(max=n_own - 1))
+        return made
 
     def select(self, rows_B: Tensor) -> None:
         """Keep the rows rows_B, in this order; a row may occur more than once."""

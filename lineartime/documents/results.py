@@ -50,24 +50,16 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
 
 
-def weights_sha256(model: "LanguageModel") -> str:
-    """The hash of a model's weights."""
-    import torch
-
-    digest = hashlib.sha256()
-    for parameter in model.state_dict().values():
-        digest.update(parameter.cpu().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterable[str],
                    settings: dict[str, Any]) -> dict[str, Any]:
     """What rows are made from: the model, the tokenizer, the files as they are now, and settings."""
+    from lineartime.checkpoint import tensors_sha256  # loads PyTorch
+
     files = [[path, *state_of(path)] for name in names for path, _ in files_of(name)]
     head = getattr(model, "head", None)
     fields = to_dict(model.config) | (head.fields() if head else {})
-    return {"weights": weights_sha256(model), "model": fields, "tokenizer": tokenizer.sha256, "files": files,
-            **settings}
+    return {"weights": tensors_sha256(model.state_dict()), "model": fields, "tokenizer": tokenizer.sha256,
+            "files": files, **settings}
 
 
 def state_of(name: str) -> list[int]:

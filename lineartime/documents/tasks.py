@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lineartime.checkpoint import tensors_sha256
 from lineartime.config_json import CLASSIFICATION, ENCODER, Head, model_config_json
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import ALONE, Ranks, launched
@@ -20,7 +21,6 @@ from lineartime.documents import metrics, report, vectors
 from lineartime.documents.classify import head_of, label_losses, logits_of, require_known, targets_of
 from lineartime.documents.examples import read_examples
 from lineartime.documents.pooling import padded, row_means
-from lineartime.documents.results import weights_sha256
 from lineartime.documents.texts import TokenizedTexts, epoch_rows, read_texts, read_vectors, reading_of
 from lineartime.documents.vectors import TEMPERATURE, contrastive_losses, same_texts, score_texts
 from lineartime.finetune_config import FineTuning
@@ -124,7 +124,8 @@ class DocumentTask:
                                                self.watch(f"{name} {self.unit}"), in_pairs=not self.learns_labels)
         self.train, self.validation = self.splits["training"], self.splits["validation"]
         self.facts: dict[str, Any] = {
-            "pretrained_sha256": weights_sha256(self.pretrained), "tokenizer_sha256": self.tokenizer.sha256,
+            "pretrained_sha256": tensors_sha256(self.pretrained.state_dict()),
+            "tokenizer_sha256": self.tokenizer.sha256,
             "documents_sha256": self.train.sha256(), "validation_sha256": self.validation.sha256(),
             "patience": plan.patience}
         self.result_facts: dict[str, Any] = {

@@ -1,16 +1,17 @@
 """Generation: read the prompts piece by piece, then append one token at a time. FLASH needs constant memory."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lineartime.data.read_text import LAST_WORD, cut, read_whole
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.cache import DecodingState
-from lineartime.errors import UsageError
+from lineartime.errors import DataError, UsageError
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.onednn import packed_weights
 from lineartime.model import LanguageModel
@@ -25,18 +26,19 @@ Prompt = TypeVar("Prompt", str, list[int])
 
 @torch.inference_mode()
 def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
-            progress: Callable[[int], None] | None = None) -> tuple[Tensor, DecodingState]:
+            progress: Callable[[int], None] | None = None,
+            state: DecodingState | None = None) -> tuple[Tensor, DecodingState]:
     """Read prompts of any lengths, piece by piece.
     Returns the logits after each prompt's last token, `[B, V]`, and the state.
 
-    progress is called with the number of tokens read of the longest prompt. Raises UsageError for an empty prompt or a
-    token outside the vocabulary."""
+    progress is called with the number of tokens read of the longest prompt. state: of as many rows, which go on with
+    the prompts; it is moved on. Raises UsageError for an empty prompt or a token outside the vocabulary."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
     chunk_size = model.config.chunk_size or 1
     piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
-    state = model.decoding_state(len(prompts))
+    state = model.decoding_state(len(prompts)) if state is None else state
     last_BD = torch.zeros(len(prompts), model.config.d_model, device=device, dtype=dtype)
     for start in range(0, max((len(prompt) for prompt in prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]
@@ -53,6 +55,31 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
         if progress is not None:
             progress(start + width)
     return model.logits(last_BD), state
+
+
+def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
+         progress: Callable[[int, int], None] | None = None) -> DecodingState:
+    """The state of one row that has read a text as the beginning of a document. The text comes in blocks of any length;
+    beside the state memory holds a part of it.
+
+    Its last word waits in `DecodingState.text`, for the tokens at the end depend on what follows. So `generate` goes on
+    from the state as from the whole text, if the tokenizer is byte-level (`Tokenizer.reads_pieces`); another one
+    tokenises what follows on its own. progress is called with the bytes and the tokens that are read. Raises DataError
+    for a text without a character, and UsageError as `prefill` does."""
+    state, ids, pieces = model.decoding_state(1), [tokenizer.end_of_document], cut(blocks)
+    state.tokenizer_sha256, n_bytes = tokenizer.sha256, 0
+    for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
+        found = LAST_WORD.match(text) if last else None
+        end = len(text) if not last else found.end() if found else 0
+        ids, state.text = ids + tokenizer.encode(text[:end]), text[end:]
+        if ids:
+            prefill(model, [ids], state=state)
+        ids, n_bytes = [], n_bytes + len(text[:end].encode())
+        if progress is not None:
+            progress(n_bytes, int(state.seq_lens_B))
+    if not state.text:
+        raise DataError("no text", "read", "give some")
+    return state
 
 
 @torch.inference_mode()
@@ -101,9 +128,12 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
              tokenizer: Tokenizer | None = None, temperature: float = 0.0, top_k: int | None = None,
              top_p: float | None = None, seed: int = 0, stop: Callable[[int, list[int]], bool] | None = None,
              on_token: Callable[[int, int], None] | None = None, on_prompt: Callable[[int], None] | None = None,
-             capture: bool = False) -> list[Prompt]:
+             capture: bool = False, state: DecodingState | None = None) -> list[Prompt]:
     """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids of each row. Texts,
     with the model's tokenizer, give the new texts; a text is read as the beginning of a document.
+
+    state: what every prompt goes on from, such as the text that `read` has read, or a state of as many rows as there
+    are prompts. It stays as it is.
 
     A row ends at one of the model's `end_tokens` (which is not returned) or when `stop(row, new_tokens)` is true.
     on_token: called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a
@@ -113,15 +143,15 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if not prompts:
         return []
-    rows_of_ids = ids_of_prompts(prompts, tokenizer)
+    rows_of_ids = ids_of_prompts(prompts, tokenizer, state)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))
     """Those of the state, of which some have ended."""
     open_rows = set(rows)
     with packed_weights(model):
-        logits_BV, state = prefill(model, rows_of_ids, on_prompt)
-        step = CapturedStep(model, state) if capture else partial(decode_step, model, state=state)
+        logits_BV, now = prefill(model, rows_of_ids, on_prompt, state and state.repeated(len(prompts)))
+        step = CapturedStep(model, now) if capture else partial(decode_step, model, state=now)
         for n_done in range(1, max_new_tokens + 1):
             ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
                            generators=[generators[row] for row in rows])
@@ -140,16 +170,18 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
                 break
             if len(open_rows) < len(rows) and model.config.max_len is not None and not capture:
                 kept = [i for i, row in enumerate(rows) if row in open_rows]  # the others would reach the table's end
-                state.select(torch.tensor(kept))
+                now.select(torch.tensor(kept))
                 ids_B, rows = ids_B[kept], [rows[i] for i in kept]
             logits_BV = step(ids_B)
     made: list[Any] = new if tokenizer is None or not isinstance(prompts[0], str) else list(map(tokenizer.decode, new))
     return made
 
 
-def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The ids of texts, each behind the token that begins a document; ids as they are. Raises UsageError for texts
-    without a tokenizer, for one prompt in place of a list, and for texts and ids together."""
+def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None,
+                   state: DecodingState | None = None) -> list[list[int]]:
+    """The ids of texts, each behind the token that begins a document, or behind the text of a state; ids as they are.
+    Raises UsageError for texts without a tokenizer, for one prompt in place of a list, for texts and ids together, and
+    for what a state's text does not go on with: ids, and texts of another tokenizer."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if isinstance(prompts, str) or (texts and ids) or any(isinstance(row, int) for row in ids):
@@ -157,4 +189,11 @@ def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | No
     if texts and tokenizer is None:
         raise UsageError("texts need the model's tokenizer", "generate",
                          "model, tokenizer, _ = load_model(...), then generate(model, texts, tokenizer=tokenizer, ...)")
-    return ids if tokenizer is None else ids + [[tokenizer.end_of_document, *tokenizer.encode(text)] for text in texts]
+    if state is not None and state.text:
+        is_its_own = tokenizer is not None and state.tokenizer_sha256 == tokenizer.sha256
+        require(is_its_own and not ids, "the state of a text goes on with texts and its own tokenizer", "generate",
+                "give generate both")
+    if tokenizer is None:
+        return ids
+    before, held = ([tokenizer.end_of_document], "") if state is None else ([], state.text)
+    return ids + [before + tokenizer.encode(held + text) for text in texts]

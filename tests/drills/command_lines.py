@@ -35,7 +35,7 @@ TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"
 OUTPUTS = {"out", "predictions", "state"}
 """Options whose path is written."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "score"}
+LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "score", "read"}
 """Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
 SECONDS = 6.0
 
@@ -68,6 +68,7 @@ RECIPES: dict[str, list[list[str]]] = {
                  ["small", "I", "--max-new-tokens", "2"]],
     "score": [["run", "text.txt", "--state", "new"], ["small", "-", "--per", "token"],
               ["exported", "text.jsonl.gz", "--json", "--per", "document"]],
+    "read": [["text.txt", "--model", "run", "--out", "new"], ["-", "--model", "small", "--out", "new"]],
     "export": [["run", "--out", "new", "--device", "cpu"]],
     "info": [["flash"], ["flash", "--plan", "2", *TINY], ["transformer++", "--task", "pg19", "--set", "n_layers=2"]],
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],

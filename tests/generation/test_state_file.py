@@ -1,0 +1,127 @@
+"""A state that was saved goes on as if it had never been: with one prompt, with many, and after a text."""
+
+import copy
+import os
+import pickle
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import lineartime
+from command_line import Call, assert_refused
+from command_line import call as call  # a fixture
+from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
+from lineartime.decoding.cache import DecodingState
+from lineartime.errors import DataError, UsageError
+from lineartime.generation.generate import generate, prefill
+from made_documents import write_model
+from tiny_models import CONFIGS, random_ids, random_model, with_end
+
+TEXT = "It was the 3rd, of May;\n\n  and naïve 世界 Reader's  x=1; " * 20
+
+
+@pytest.mark.parametrize("n_before", [10, 12])
+@pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++", "combiner", "performer"])
+def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before: int, tmp_path: Path) -> None:
+    """Of one row for three prompts of other lengths; the state stays as it is, and so does a copy."""
+    model = random_model(with_end(CONFIGS[name]))
+    before, prompts = random_ids(n_before).tolist(), [[3, 4, 5, 6, 7], [8], [9, 0, 2]]
+    whole, _ = prefill(model, [before + prompt for prompt in prompts])
+    expected = generate(model, [before + prompt for prompt in prompts], max_new_tokens=7)
+    _, made = prefill(model, [before])
+    copy.deepcopy(made).save(tmp_path / "state")
+    with pytest.raises(UsageError, match="does not know its model"):
+        pickle.loads(pickle.dumps(made)).save(tmp_path / "other")
+    state = DecodingState.load(tmp_path / "state", model)
+    kept = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    for _ in range(2):
+        logits_BV, _ = prefill(model, prompts, state=state.repeated(3))
+        torch.testing.assert_close(logits_BV, whole, rtol=0, atol=1e-12)
+        assert generate(model, prompts, max_new_tokens=7, state=state) == expected
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in state.tensors().items())
+    with pytest.raises(UsageError, match="another number of rows: 3 rows for 2 prompts"):
+        generate(model, prompts[:2], max_new_tokens=1, state=state.repeated(3))
+
+
+def record(told: list[int], *now: int) -> None:
+    told += now
+
+
+def test_the_state_of_a_text_is_that_of_the_whole_text_with_what_follows() -> None:
+    """A word may go on behind it. The state has one size."""
+    for tokenizer in (byte_tokenizer(), train_tokenizer([TEXT], 300)):
+        model = random_model(replace(CONFIGS["flash"], vocab_size=tokenizer.vocab_size,
+                                     end_of_document=tokenizer.end_of_document))
+        for text in (TEXT * 80, TEXT + "Rea", "I", " \n "):
+            told: list[int] = []
+            state = lineartime.read(model, tokenizer, [text[:7], text[7:]], progress=partial(record, told))
+            whole = [[tokenizer.end_of_document, *tokenizer.encode(text + more)] for more in ("der", " and", "", "\n")]
+            ids = [tokenizer.encode(state.text + more) for more in ("der", " and", "", "\n")]
+            assert [int(state.seq_lens_B) + len(row) for row in ids] == [len(row) for row in whole]
+            torch.testing.assert_close(prefill(model, ids, state=state.repeated(4))[0], prefill(model, whole)[0],
+                                       rtol=0, atol=1e-10)
+            assert told[-2:] == [len(text.encode()) - len(state.text.encode()), int(state.seq_lens_B)]
+            assert state.n_bytes == model.decoding_state(1).n_bytes and len(state.text) < 20
+        with pytest.raises(UsageError, match="goes on with texts and its own tokenizer"):
+            generate(model, [[1]], max_new_tokens=1, state=state)
+        with pytest.raises(DataError, match="no text"):
+            lineartime.read(model, tokenizer, [])
+
+
+def test_generate_goes_on_from_what_read_has_read(call: Call, tmp_path: Path) -> None:
+    write_model(model := tmp_path / "model")
+    (book := tmp_path / "book.txt").write_text(TEXT)
+    how = ["--temperature", "0", "--max-new-tokens", "12"]
+    code, _, err = call("read", book, "--model", model, "--out", state := tmp_path / "state")
+    assert code == 0 and "whatever the length" in err and "written" in err
+    code, out, _ = call("generate", model, "--state", state, "Who", " is", *how)
+    assert code == 0
+    for number, (prompt, found) in enumerate(zip(("Who", " is"), out.split("== ")[1:], strict=True), 1):
+        whole = call("generate", model, TEXT + prompt, *how)[1]
+        assert f"{number}\n{whole.removeprefix(TEXT)}" == found
+    assert call("read", "-", "--model", model, "--out", piped := tmp_path / "piped", stdin=TEXT)[0] == 0
+    assert piped.read_bytes() == state.read_bytes()
+
+
+def test_what_is_no_state_of_this_model_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
+    write_model(model := tmp_path / "model")
+    write_model(other := tmp_path / "other", attn_scale_len=99)
+    (book := tmp_path / "book.txt").write_text(TEXT)
+    (rows := tmp_path / "rows.csv").write_text("text\na\n")
+    state, scored = tmp_path / "state", tmp_path / "scored"
+    assert call("read", book, "--model", model, "--out", state)[0] == 0
+    assert call("score", model, book, "--state", scored)[0] == 0
+    content = state.read_bytes()
+    for name, bad in (("cut", content[:-100]), ("bit", content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]),
+                      ("none", b""), ("name", content.replace(b"0.kv_BSE", b"0.kv_BSX"))):
+        (tmp_path / name).write_bytes(bad)
+        assert_refused(*call("generate", model, "I", "--state", tmp_path / name)[::2], 4, "damaged", tmp_path / name)
+    for arguments, code, words in (
+            (["generate", other, "--state", state], 4, "another model"),
+            (["generate", model, "--state", state, "--precision", "bfloat16"], 4, "model or precision"),
+            (["generate", model, "--state", scored], 4, "another command"),
+            (["score", model, book, "--state", state], 4, "another command"),
+            (["score", other, book, "--state", scored], 4, "another model"),
+            (["generate", model, "--state", tmp_path / "missing"], 4, "No such file"),
+            (["read", rows, "--model", model, "--out", tmp_path / "new"], 2, "many documents"),
+            (["read", book, "--model", model, "--out", book], 2, "exists already"),
+            (["read", "-", "--model", model, "--out", tmp_path / "new"], 3, "no text")):
+        found, _, err = call(*arguments)
+        assert_refused(found, err[err.find("error: "):], code, words)
+    assert not (tmp_path / "new").exists() and book.read_text() == TEXT
+
+
+def test_a_kill_leaves_the_old_file_whole(tmp_path: Path) -> None:
+    """The process dies before the new file has its name."""
+    path = tmp_path / "state"
+    random_model(CONFIGS["flash"]).decoding_state(1).save(path)
+    before = path.read_bytes()
+    if (child := os.fork()) == 0:
+        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        random_model(CONFIGS["flash"], 1).decoding_state(1).save(path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL and path.read_bytes() == before
