@@ -40,6 +40,7 @@ from lineartime.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
 from lineartime.decoding.cache import DecodingState
+from lineartime.decoding.state_file import load_state, save_state
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.layers import in_order
@@ -244,6 +245,20 @@ class LineartimeCache(Cache):
     def crop(self, max_length: int) -> None:
         """Raises UsageError: a sum over tokens cannot forget some of them exactly."""
         raise UsageError("this cache cannot forget tokens", f"crop({max_length})", "generate without an assistant")
+
+    def save_pretrained(self, path: Path | str, model: Any) -> None:
+        """Replace a file by this cache, which `model` has filled. Raises ResourceError; UsageError if it is empty."""
+        if self.state is None:
+            raise UsageError("the cache is empty", path, "give it to a model first")
+        save_state(Path(path), dataclasses.replace(self.state, model=model.model), {"n_columns": int(self.n_columns)})
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str, model: Any) -> "LineartimeCache":
+        """The cache in a file of `save_pretrained`, for the model that made it. Raises as `DecodingState.load` does."""
+        made = cls()
+        made.state, facts = load_state(Path(path), model.model, {"n_columns"})
+        made.n_columns += facts["n_columns"]
+        return made
 
 
 class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):

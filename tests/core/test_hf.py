@@ -256,6 +256,21 @@ def test_generation_goes_on_from_a_returned_cache(hf64, ours):
     assert torch.equal(turn.sequences, hf64.generate(said_BT, **options).sequences)
 
 
+def test_a_cache_is_a_file(hf64, tmp_path):
+    """With the padding that its rows have had."""
+    batch, options = left_padded(PROMPTS, n_more=2), {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    first = hf64.generate(**batch, max_new_tokens=9, return_dict_in_generate=True, **options)
+    options |= {"attention_mask": torch.nn.functional.pad(batch["attention_mask"], [0, 9], value=1)}
+    first.past_key_values.save_pretrained(tmp_path / "cache", hf64)
+    cache = LineartimeCache.from_pretrained(tmp_path / "cache", hf64)
+    found = hf64.generate(first.sequences, past_key_values=cache, max_new_tokens=16, **options)
+    assert torch.equal(found, hf64.generate(first.sequences, max_new_tokens=16, **options))
+    with pytest.raises(CheckpointError, match="another model or precision"):
+        LineartimeCache.from_pretrained(tmp_path / "cache", copy.deepcopy(hf64).float())
+    with pytest.raises(UsageError, match="the cache is empty"):
+        LineartimeCache().save_pretrained(tmp_path / "cache", hf64)
+
+
 def test_rows_of_a_cache(hf64):
     """Repeated and chosen, as transformers may ask of a cache."""
     ids_BT, cache = packed_ids(), LineartimeCache()
