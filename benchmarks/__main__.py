@@ -14,7 +14,8 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
 VERBS: dict[str, Callable[..., None]] = {
     "step": verbs.benchmark_step, "decode": verbs.benchmark_decode, "op": verbs.benchmark_op,
-    "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall, "report": verbs.report}
+    "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall, "laws": verbs.measure_laws,
+    "report": verbs.report}
 EXAMPLES = {
     "step": ["step flash:compile transformer++ --contexts 512,2048,8192",
              "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"],
@@ -23,6 +24,7 @@ EXAMPLES = {
     "run": ["run bench --json out/bench.jsonl"],
     "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS"],
     "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
+    "laws": ["laws mamba2 --law right-padding", "laws flash llama qwen3_next", "laws flash --set chunk_size=16"],
     "report": ["report lm_pg19", "report speed", "report --into page.md --images images"],
 }
 PROGRAM = "python -m benchmarks"

@@ -24,7 +24,7 @@ from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require_name
 
-Kind = Literal["speed", "table", "recall"]
+Kind = Literal["speed", "table", "recall", "laws"]
 
 
 def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[Any]) -> list[Path]:
@@ -76,6 +76,10 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tup
             return [f"{images}/{name}" for name, _ in own]
 
         return speed_section(tables_of(rows), shown=names, pictures=pictures_of), drawn
+    if kind == "laws":
+        from benchmarks import laws  # transformers takes seconds to import
+
+        return f"{laws.table(rows)}\n", drawn
     name, scale = [*names, "", ""][:2]
     if kind == "recall":
         require_name("task", name, STUDY["tasks"])

@@ -27,7 +27,7 @@ from lineartime.runtime import pick_device
 from lineartime.settings import require, require_name
 from lineartime.training import StopSignal
 
-SPEED, RECALL = "speed", "recall"
+SPEED, RECALL, LAWS = "speed", "recall", "laws"
 """Reports beside those of the tables."""
 DEFAULT = ("flash", "transformer++")
 """Who is measured where nobody is named."""
@@ -192,6 +192,25 @@ def recall(
     say(f"rows     {rows}")
 
 
+def measure_laws(
+    names: Annotated[tuple[str, ...], f"Models ({', '.join(PRESETS)}) and model types of transformers; by default "
+                                      "those of laws.toml.", "NAMES"] = (),
+    only: Annotated[tuple[str, ...], "A law; may be given again; by default all.", "--law LAW"] = (),
+    settings: Annotated[tuple[str, ...], "Set a field of a class's configuration; the value is JSON or a word. May be "
+                                         "given again.", "--set NAME=VALUE"] = (),
+    rows: Annotated[Path | None, "File that gets one JSON row per class.", "--json FILE"] = None,
+) -> None:
+    """What packing, padding, caches and beams must not change, asked of tiny random models of any causal class.
+    Each law holds, is broken without a word, is refused, or is not tried."""
+    from benchmarks import laws  # transformers takes seconds to import
+
+    for name in names or laws.CLASSES:
+        row = laws.measure(name, only, dict(map(laws.setting, settings)))
+        print(*laws.lines(row), sep="\n", flush=True)
+        if rows is not None:
+            append_json_lines(rows, [row])
+
+
 def check_and_show(stop: StopSignal, terminal: Terminal, record: Row) -> None:
     """After a step: raise if somebody asked to stop, else show how far it is."""
     stop.check("what is measured is in the rows; the same command goes on")
@@ -199,30 +218,34 @@ def check_and_show(stop: StopSignal, terminal: Terminal, record: Row) -> None:
 
 
 def report(
-    table: Annotated[str | None, f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, or {RECALL}.",
-                     "TABLE"] = None,
+    table: Annotated[str | None, f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, {RECALL} or "
+                                 f"{LAWS}.", "TABLE"] = None,
     rows: Annotated[Path | None, "File of rows; by default the committed ones."] = None,
     into: Annotated[tuple[Path, ...], "Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, "
                                       "<!-- speed: begin --> or <!-- recall pairs: begin -->; also several."] = (),
     images: Annotated[Path, "Folder for the pictures of --into."] = Path("benchmarks/tables/images"),
 ) -> None:
-    """The paper's numbers beside ours, as Markdown; or `speed`, or `recall`.
+    """The paper's numbers beside ours, as Markdown; or `speed`, `recall` or `laws`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
-    require_name("table", table or SPEED, [*TABLES, SPEED, RECALL])
-    of_paper = table not in (SPEED, RECALL)
+    require_name("table", table or SPEED, [*TABLES, SPEED, RECALL, LAWS])
+    of_paper = table not in (SPEED, RECALL, LAWS)
     require(table is None or not of_paper or not into, "arguments that do not go together", f"{table} and --into",
             "leave out the table: the page's places name theirs")
     path = rows or ROOT / "benchmarks" / "rows" / f"{'quality' if of_paper else table}.jsonl"
-    kind: pages.Kind = "speed" if table == SPEED else "recall" if table == RECALL else "table"
-    measured = {"speed": read_rows, "recall": study.read_rows, "table": read_records}[kind](path)
+    kind = cast(pages.Kind, "table" if of_paper else table)
+    read = {"speed": read_rows, "recall": study.read_rows, "laws": rows_in, "table": read_records}[kind]
+    measured = read(path)
     if not measured:
-        verb = {"speed": "step ... --json FILE", "recall": "recall", "table": "reproduce"}[kind]
+        verb = {"speed": "step ... --json FILE", "recall": "recall", "laws": "laws --json FILE",
+                "table": "reproduce"}[kind]
         raise DataError("no rows to report", path, f"`python -m benchmarks {verb}` writes them")
     if into:
         for written in pages.fill_pages(into, images, kind, measured):
             say(f"written  {written}")
     elif kind == "speed":
         print(speed_section(tables_of(measured)), end="")
+    elif kind == "laws":
+        print(pages.shown(kind, measured, [], "")[0])
     elif kind == "recall":
         print("\n\n".join(f"### {task}\n\n{recall_report.section(measured, task)}" for task in recall_report.ABOUT))
     else:

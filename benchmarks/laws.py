@@ -1,0 +1,342 @@
+"""Laws that a decoder must keep for packing, padding, caches and beams to be right, asked of any class of transformers.
+
+A model is tiny and random, with weights so large that its state matters. A law compares two ways to the same numbers.
+It also returns how far off they would be without what the law is about (the mask, the cache): if that is nothing, the
+model would keep the law whatever it does, so it is not tried."""
+
+import copy
+import dataclasses
+import inspect
+import json
+import math
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks import Row
+from benchmarks.markdown import listed, number, source_line, unique
+from lineartime.config import PRESETS, model_config
+from lineartime.errors import UsageError
+from lineartime.hf import LineartimeConfig
+from lineartime.release.provenance import installed_version, provenance
+from lineartime.settings import require, require_name
+
+SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("laws.toml").read_text(encoding="utf-8"))
+CLASSES: dict[str, dict[str, Any]] = SIZES["classes"]
+LIMIT = 1e-3
+"""Of a difference, in root mean squares of what is right: some classes compute a part in float32 whatever the dtype."""
+MATTERS = 30 * LIMIT
+"""What the state or the mask must change at least for a law to say something."""
+HOLDS, BROKEN, REFUSED, UNTRIED = "holds", "broken", "refused", "not tried"
+N, PIECE = 45, 19
+"""Tokens of a document and of a piece: several chunks of 8, and never whole ones."""
+Draw = Callable[..., Tensor]
+"""Random tokens `[B, T]`."""
+Law = Callable[[Any, Draw], tuple[float, float]]
+"""Of a model and tokens: the difference, and that without what the law is about."""
+
+
+class NoAnswerError(Exception):
+    """A class lacks what a law is about, or says so before it is asked: a result and why."""
+
+
+def gap(got: Tensor, right: Tensor) -> float:
+    """The largest difference, in root mean squares of what is right."""
+    difference = float((got - right).abs().max() / right.square().mean().sqrt())
+    if not math.isfinite(difference):
+        raise NoAnswerError(BROKEN, "a number that is not finite")
+    return difference
+
+
+def forward(model: Any, ids_BT: Tensor, cache: Any = None, mask: Tensor | None = None, *, keep: bool = False,
+            **more: Any) -> tuple[Tensor, Any]:
+    """The logits, and the cache if it is kept, by the names that the class has for them. It is called as `generate`
+    calls it: with positions if it takes any, and if it takes none with a mask for the prompt alone."""
+    taken = inspect.signature(type(model).forward).parameters
+    name = next((name for name in ("past_key_values", "cache_params", "state") if name in taken), "")
+    if keep and not name:
+        raise NoAnswerError(UNTRIED, "its forward takes no cache")
+    said = dict(more)
+    if mask is not None and "position_ids" in taken:
+        said["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+    if mask is not None and (cache is None or "position_ids" in taken):
+        said["attention_mask"] = mask
+    if cache is not None:
+        said[name] = cache
+    output = model(input_ids=ids_BT, use_cache=keep, **said)
+    if output.logits.shape[:2] != ids_BT.shape:
+        shapes = f"logits of {list(output.logits.shape)} for tokens of {list(ids_BT.shape)}"
+        raise NoAnswerError(BROKEN, shapes)
+    kept = getattr(output, name, None) if keep else None
+    if keep and kept is None and cache is None:  # recurrent_gemma gives none back: `generate` makes one
+        return forward(model, ids_BT, DynamicCache(config=model.config), mask, keep=True, **more)
+    return output.logits, cache if kept is None else kept
+
+
+def read(model: Any, pieces: Sequence[Tensor], cache: Any = None, n_read: int = 0) -> tuple[Tensor, Any]:
+    """The logits of a text that is read in pieces, and the cache behind it. n_read: tokens in the cache."""
+    logits = []
+    for ids_BT in pieces:
+        n_read += ids_BT.shape[1]
+        out_BTV, cache = forward(model, ids_BT, cache, ids_BT.new_ones(len(ids_BT), n_read), keep=True)
+        logits.append(out_BTV)
+    return torch.cat(logits, 1), cache
+
+
+def in_pieces(model: Any, draw: Draw, size: int) -> tuple[float, float]:
+    ids_BT = draw(2, N)
+    right, _ = forward(model, ids_BT)
+    got, _ = read(model, [ids_BT[:, :PIECE], *ids_BT[:, PIECE:].split(size, 1)])
+    forgetful, _ = forward(model, ids_BT[:, PIECE:])
+    return gap(got, right), gap(forgetful, right[:, PIECE:])
+
+
+def padded(model: Any, draw: Draw, side: str) -> tuple[float, float]:
+    """Of the shorter of two rows: its prompt, then tokens that are decoded from its own end."""
+    n, next_BN = 32, draw(2, 4)
+    long, short, padding, valid = draw(1, N), draw(1, n), draw(1, N - n), torch.ones(1, n, dtype=torch.long)
+    order = 1 if side == "right" else -1
+    ids_BT = torch.cat([long, torch.cat([short, padding][::order], 1)])
+    mask_BT = torch.cat([torch.ones_like(long), torch.cat([valid, 0 * padding][::order], 1)])
+    where = slice(n) if side == "right" else slice(N - n, N)
+    right, _ = forward(model, torch.cat([short, next_BN[1:]], 1))
+
+    def got(mask: Tensor) -> Tensor:
+        out_BTV, cache = forward(model, ids_BT, None, mask, keep=True)
+        logits = [out_BTV[1:, where]]
+        for token_B1 in next_BN.split(1, 1):
+            mask = torch.cat([mask, mask[:, :1] * 0 + 1], 1)
+            out_BTV, cache = forward(model, token_B1, cache, mask, keep=True)
+            logits.append(out_BTV[1:])
+        return torch.cat(logits, 1)
+
+    return gap(got(mask_BT), right), gap(got(torch.ones_like(mask_BT)), right)
+
+
+def batch(model: Any, draw: Draw) -> tuple[float, float]:
+    ids_BT = draw(4, N)
+    right = torch.cat([forward(model, row)[0] for row in ids_BT.split(1)])
+    got, _ = forward(model, ids_BT)
+    return gap(got, right), gap(got.roll(1, 0), right)
+
+
+def packed(documents: list[Tensor], **how: bool) -> Row:
+    """What transformers' own collator makes of documents."""
+    made = DataCollatorWithFlattening(**how)([{"input_ids": ids_1T[0].tolist()} for ids_1T in documents])
+    return {name: value for name, value in made.items() if name not in ("input_ids", "labels")}
+
+
+def isolated(model: Any, draw: Draw, **how: bool) -> tuple[float, float]:
+    """What a document's neighbour in the row changes in it."""
+    one, other, last = draw(1, N), draw(1, N), draw(1, PIECE)
+
+    def second(first: Tensor, **said: Any) -> Tensor:
+        return forward(model, torch.cat([first, last], 1), **said)[0][:, N:]
+
+    said = packed([one, last], **how)
+    return gap(second(other, **said), second(one, **said)), gap(second(other), second(one))
+
+
+def alone(model: Any, draw: Draw) -> tuple[float, float]:
+    first, last = draw(1, N), draw(1, PIECE)
+    ids_1T, right = torch.cat([first, last], 1), forward(model, last)[0]
+    got, _ = forward(model, ids_1T, **packed([first, last]))
+    return gap(got[:, N:], right), gap(forward(model, ids_1T)[0][:, N:], right)
+
+
+def beams(model: Any, draw: Draw) -> tuple[float, float]:
+    """The scores of four beams."""
+    def scores(ids_BT: Tensor, use_cache: bool) -> Tensor:
+        found = model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), num_beams=4, num_return_sequences=4,
+                               min_new_tokens=12, max_new_tokens=12, do_sample=False, use_cache=use_cache,
+                               return_dict_in_generate=True, output_scores=True)
+        return found.sequences_scores
+
+    ids_BT = draw(2, PIECE)
+    right = scores(ids_BT, False)
+    return gap(scores(ids_BT, True), right), gap(scores(ids_BT.flip(1), False), right)
+
+
+def rollback(model: Any, draw: Draw) -> tuple[float, float]:
+    """Five tokens are read and taken back, then others are read."""
+    prompt, wrong, others = draw(1, N), draw(1, 5), draw(1, PIECE)
+    right, _ = read(model, [prompt, others])
+    kept, _ = read(model, [prompt, wrong, others])
+    _, cache = read(model, [prompt])
+    if getattr(cache, "is_croppable", True) is False:
+        raise NoAnswerError(REFUSED, "cache.is_croppable is False")
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+    _, cache = read(model, [wrong], cache, N)
+    cache.crop(-5)
+    got, _ = read(model, [others], cache, N)
+    return gap(got, right[:, N:]), gap(kept[:, -PIECE:], right[:, N:])
+
+
+def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a cache holds, by where it is."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from tensors_in(value, f"{name}.{key}")
+    elif isinstance(state, list | tuple):
+        yield from tensors_in(dict(enumerate(state)), name)
+    elif hasattr(state, "__dict__"):
+        yield from tensors_in(vars(state), name)
+
+
+def saved(model: Any, draw: Draw) -> tuple[float, float]:
+    """A deep copy of the cache, and its tensors written to a file and read into the cache of another prompt."""
+    prompt, other, wrong, question = draw(1, N), draw(1, N), draw(1, 5), draw(1, PIECE)
+    right, _ = read(model, [prompt, question])
+    (_, cache), (_, loaded) = read(model, [prompt]), read(model, [other])
+    second, file = copy.deepcopy(cache), save({name: each.contiguous().clone() for name, each in tensors_in(cache)})
+    read(model, [wrong], cache, N)  # must not change the copies
+    places, values = dict(tensors_in(loaded)), load(file)
+    if places.keys() != values.keys():
+        raise NoAnswerError(UNTRIED, "the caches of two prompts differ in their tensors")
+    forgetful, _ = read(model, [question], copy.deepcopy(loaded), N)
+    for name, place in places.items():
+        place.copy_(values[name])
+    differences = [gap(read(model, [question], each, N)[0], right[:, N:]) for each in (second, loaded)]
+    return max(differences), gap(forgetful, right[:, N:])
+
+
+def export(model: Any, draw: Draw) -> tuple[float, float]:
+    """A graph of a row of 19 tokens is given 45."""
+    model = copy.deepcopy(model)
+    model.config.use_cache = False
+    free = {"input_ids": {1: torch.export.Dim.AUTO}}
+    graph = torch.export.export(model, (), {"input_ids": draw(1, PIECE)}, dynamic_shapes=free, strict=False).module()
+    ids_1T = draw(1, N)
+    right, _ = forward(model, ids_1T)
+    return gap(graph(input_ids=ids_1T).logits, right), gap(graph(input_ids=ids_1T.flip(1)).logits, right)
+
+
+LAWS: dict[str, Law] = {
+    "decode": partial(in_pieces, size=1), "pieces": partial(in_pieces, size=PIECE),
+    "left-padding": partial(padded, side="left"), "right-padding": partial(padded, side="right"), "batch": batch,
+    "packed": isolated, "packed-lengths": partial(isolated, return_flash_attn_kwargs=True, return_seq_idx=True),
+    "packed-alone": alone, "beams": beams, "rollback": rollback, "saved": saved, "export": export}
+
+
+def tiny_model(name: str, settings: dict[str, Any]) -> Any:
+    """A model of a class, with random weights. Raises UsageError for a name or settings that there are not."""
+    logging.set_verbosity_error()  # that kernels are not installed
+    fields = CLASSES.get(name, {}) | settings
+    preset = fields.pop("preset", name)
+    torch.manual_seed(0)
+    config = our_config(preset, fields) if preset in PRESETS else tiny_config(name, fields)
+    try:
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval().double()
+    except Exception as e:
+        raise UsageError("no tiny model of this class", name, f"{one_line(e)}; give it sizes with --set") from None
+    enlarge(model)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def our_config(preset: str, fields: dict[str, Any]) -> Any:
+    own = model_config(preset)
+    sizes = {name: size for name, size in SIZES["ours"].items() if getattr(own, name) is not None}
+    config = LineartimeConfig(**dataclasses.asdict(model_config(preset, **sizes | fields)))
+    config.pad_token_id = config.eos_token_id = None
+    return config
+
+
+def tiny_config(name: str, fields: dict[str, Any]) -> Any:
+    """Of a class of transformers. Raises UsageError for a name or a field that there is not."""
+    require_name("class", name, [*CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+    kind = CONFIG_MAPPING[name]
+    known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
+    require(fields.keys() <= known, "not a field of its configuration", ", ".join(sorted(fields.keys() - known)))
+    return kind(**{field: size for field, size in SIZES["tiny"].items() if field in known} | fields)
+
+
+@torch.no_grad()
+def enlarge(model: Any) -> None:
+    """Make matrices and convolutions so large that what they give is as large as what they get, or larger."""
+    for weight in model.parameters():
+        spread, aim = float(weight.std()) if weight.dim() > 1 else 0.0, 1.5 / weight.shape[-1] ** 0.5
+        if 0 < spread < aim:
+            weight *= aim / spread
+
+
+def one_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+
+
+@torch.no_grad()
+def ask(model: Any, law: str) -> Row:
+    """The result of a law: how far off it is, or what the class says."""
+    draw = partial(torch.randint, 3, SIZES["tiny"]["vocab_size"], generator=torch.Generator().manual_seed(1))
+    try:
+        difference, without = LAWS[law](model, lambda *shape: draw(shape))
+    except NoAnswerError as e:
+        return dict(zip(("result", "words"), e.args, strict=True))
+    except Exception as e:  # whatever a class says of what it does not do
+        return {"result": REFUSED, "words": one_line(e)}
+    if without < MATTERS:
+        return {"result": UNTRIED, "words": f"it would not matter: {without:.1g}", "difference": difference}
+    return {"result": HOLDS if difference <= LIMIT else BROKEN, "difference": difference, "without": without}
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE for the configuration of any class. Raises UsageError for a text without a value."""
+    name, _, value = text.partition("=")
+    require(bool(name and value), "not a setting", text, "write NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def measure(name: str, laws: tuple[str, ...], settings: dict[str, Any]) -> Row:
+    """A row of a class. Raises UsageError as `tiny_model`, and for an unknown law."""
+    for law in laws:
+        require_name("law", law, LAWS)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny_model(name, settings)
+        found = {law: ask(model, law) for law in laws or LAWS}
+    return {"benchmark": "laws", "class": name, "architecture": type(model).__name__, "settings": settings,
+            "laws": found, "limit": LIMIT, "dtype": "float64", "device": "cpu", "threads": 1,
+            "transformers": installed_version("transformers"), **provenance()}
+
+
+def lines(row: Row) -> Iterator[str]:
+    """For a person: a line for each law, with the command that repeats one that is broken."""
+    for law, found in row["laws"].items():
+        said = found.get("words") or f"{found['difference']:.1e} (without {found['without']:.1g})"
+        again = f"   python -m benchmarks laws {row['class']} --law {law}" if found["result"] == BROKEN else ""
+        yield f"{row['class']:<18} {law:<15} {found['result']:<9} {said}{again}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: of every class and law the newest result, ours first."""
+    newest = {(row["class"], law): found for row in rows for law, found in row["laws"].items()}
+    measured = unique(row["class"] for row in rows)
+    names = [name for name in unique([*CLASSES, *measured]) if name in measured]
+    made = ["|class|" + "|".join(LAWS) + "|", "|---|" + "---|" * len(LAWS)]
+    made += ["|".join(["", f"`{name}`", *(cell(newest.get((name, law))) for law in LAWS), ""]) for name in names]
+    versions = listed(row["transformers"] for row in rows)
+    return "\n".join([*made, "", f"<sub>transformers {versions}; {source_line(rows).removeprefix('<sub>')}"])
+
+
+def cell(found: Row | None) -> str:
+    if found is None or found["result"] == UNTRIED:
+        return "-"
+    if found["result"] == BROKEN:
+        return f"**{number(found['difference'], 2)}**" if "difference" in found else "**shape**"
+    return "✓" if found["result"] == HOLDS else found["result"]
