@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithF
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import Row
-from benchmarks.markdown import listed, number, source_line, unique
+from benchmarks.markdown import listed, source_line, unique
 from lineartime.config import PRESETS, model_config
 from lineartime.errors import UsageError
 from lineartime.hf import LineartimeConfig
@@ -338,5 +338,5 @@ def cell(found: Row | None) -> str:
     if found is None or found["result"] == UNTRIED:
         return "-"
     if found["result"] == BROKEN:
-        return f"**{number(found['difference'], 2)}**" if "difference" in found else "**shape**"
+        return f"**{found['difference']:.2g}**" if "difference" in found else "**shape**"
     return "✓" if found["result"] == HOLDS else found["result"]
