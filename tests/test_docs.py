@@ -90,8 +90,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @every_page
-def test_examples_run(page: Path) -> None:
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page, from top to bottom."""
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         exec(compile(code, "page", "exec"), names)
