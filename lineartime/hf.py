@@ -527,6 +527,11 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         processors.padding, processors.replacement = pad, replacement
         return processors
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises UsageError. `generate_batch` and `transformers serve --continuous-batching` begin with this."""
+        raise UsageError("this model has no keys and values to keep in pages", "continuous batching",
+                         "call generate, with padding for prompts of different lengths")
+
 
 class WithoutPadding(LogitsProcessorList):
     """Logits processors that see the token `replacement` where the ids have `padding`."""

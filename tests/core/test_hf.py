@@ -557,6 +557,9 @@ def test_what_would_be_ignored_is_refused(hf):
         hf.generate(ids_BT[:1, :3], max_new_tokens=3, prompt_lookup_num_tokens=2)
     with pytest.raises(UsageError, match=r"no room for the end-of-document token: 256 tokens"):
         hf.resize_token_embeddings(256)
+    for call in (hf.generate_batch, hf.init_continuous_batching):
+        with pytest.raises(UsageError, match="continuous batching; call generate"):
+            call([[1, 2, 3]])
 
 
 def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
