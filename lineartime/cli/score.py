@@ -32,9 +32,8 @@ def score(
     bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
     require(state is None or state.parent.is_dir(), "cannot write", str(state), "there is no such folder")
     folder = named_folder(model)
-    from lineartime.data.files import file_blocks
+    from lineartime.data.files import file_blocks, stdin_blocks
     from lineartime.data.read_text import PIECE
-    from lineartime.data.streams import stdin_blocks
     from lineartime.load import load_model
     from lineartime.runtime import pick_device
     from lineartime.scoring import open_state

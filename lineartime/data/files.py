@@ -9,7 +9,9 @@ import hashlib
 import io
 import lzma
 import os
+import select
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -132,6 +134,19 @@ def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
             n_read -= len(block)
         while block := file.read(1 << 16):
             yield block
+
+
+def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
+    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and then while nothing
+    comes."""
+    while sys.stdin is not None:
+        # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
+        if select.select([sys.stdin], [], [], 0.2)[0]:
+            if not (block := os.read(sys.stdin.fileno(), size)):
+                return
+            yield block
+        elif ticks:
+            yield b""
 
 
 def opened_new(name: Name) -> Any:

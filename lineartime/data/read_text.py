@@ -15,14 +15,13 @@ Several processes read one file by ranges of its bytes, see `ranges_of`. Each re
 groups of rows of parquet, or the words of a text. So every document is read once."""
 
 import codecs
-import contextlib
+import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
 from lineartime.data.corpora import wiki40b_document
-from lineartime.data.files import Name, files_below, packing_of, reading, size_of, unpacked
+from lineartime.data.files import Name, file_blocks, files_below, packing_of, reading, size_of, stdin_blocks, unpacked
 from lineartime.data.rows import (
     MAX_LINE_BYTES,
     UTF8,
@@ -135,7 +134,8 @@ def _pieces_of_text(name: Name, encoding: str, start: int, stop: int | None) -> 
         end = _before_word(file, stop, size) if stop < size else size
         if start or end < size:
             file.seek(begin)
-        for text, last in cut(text_blocks(file, name, begin, None if packing_of(name) else end, encoding)):
+        blocks = _blocks_of(file, None if packing_of(name) else end - begin)
+        for text, last in cut(text_blocks(blocks, name, begin, encoding)):
             yield Piece(text, last and end == size)
 
 
@@ -206,14 +206,19 @@ def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]
         yield text, False
 
 
-def text_blocks(file: IO[bytes], name: object, position: int = 0, stop: int | None = None,
-                encoding: str = UTF8) -> Iterator[str]:
-    """The text of an open file, which is at byte `position`, up to byte `stop`, without a byte order mark at its
-    beginning. name: for errors."""
+def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
+    """The next bytes of an open file in blocks; None: to its end."""
+    while block := file.read(1 << 20 if n_bytes is None else min(1 << 20, n_bytes)):
+        n_bytes = None if n_bytes is None else n_bytes - len(block)
+        yield block
+
+
+def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encoding: str = UTF8) -> Iterator[str]:
+    """The text of blocks of bytes that begin at byte `position` of a file, without a byte order mark at its beginning.
+    name: for errors."""
     decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding == UTF8 and not position else encoding)()
     may_have_nul = encoding.lower().startswith(("utf-16", "utf-32", "utf16", "utf32"))
-    while True:
-        block = file.read(1 << 20 if stop is None else min(1 << 20, stop - position))
+    for block in itertools.chain(blocks, [b""]):
         if b"\0" in block and not may_have_nul:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + block.index(0)}")
         position += len(block)
@@ -221,15 +226,13 @@ def text_blocks(file: IO[bytes], name: object, position: int = 0, stop: int | No
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
             raise not_in_encoding(f"{name}, byte {position - len(e.object) + e.start}", encoding) from None
-        if not block:
-            return
 
 
 def text_of(name: Name, encoding: str = UTF8) -> Iterator[str]:
     """The text of a file of any name, which may be packed, or of stdin (`-`), in blocks."""
-    called = "stdin" if name == "-" else name
-    with reading(called), contextlib.nullcontext(sys.stdin.buffer) if name == "-" else unpacked(name) as file:
-        yield from text_blocks(file, called, encoding=encoding)
+    if name == "-":
+        return text_blocks(stdin_blocks(), "stdin", encoding=encoding)
+    return text_blocks(file_blocks(name), name, encoding=encoding)
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:

@@ -2,9 +2,8 @@
 its address, which may be packed, or `-` for stdin."""
 
 from lineartime.atomic_io import MAX_BYTES
-from lineartime.data.files import Name, file_blocks
+from lineartime.data.files import Name, file_blocks, stdin_blocks
 from lineartime.data.read_text import BYTE_ORDER_MARK
-from lineartime.data.streams import stdin_blocks
 from lineartime.errors import DataError
 
 

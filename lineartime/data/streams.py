@@ -6,33 +6,17 @@ import importlib
 import itertools
 import json
 import logging
-import os
 import re
-import select
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lineartime.data.files import Name, joined, make_folder, opened_new, size_of
+from lineartime.data.files import Name, joined, make_folder, opened_new, size_of, stdin_blocks
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.data.rows import Row, text_field
 from lineartime.errors import DataError, UsageError
 
 ON_HUB = "hub:"
 HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
-
-
-def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
-    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and then while nothing
-    comes."""
-    while sys.stdin is not None:
-        # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
-        if select.select([sys.stdin], [], [], 0.2)[0]:
-            if not (block := os.read(sys.stdin.fileno(), size)):
-                return
-            yield block
-        elif ticks:
-            yield b""
 
 
 def on_hub(name: str) -> tuple[str, str | None, str, int | None]:

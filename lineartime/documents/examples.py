@@ -124,10 +124,9 @@ def _content_of(given: str | bytes, columns: list[str], fields: Fields) -> str |
     if isinstance(given, bytes):
         if not given:
             raise DataError("nothing on stdin", todo="pipe some text into it")
-        file = io.BytesIO(given)
         if fields.stdin == "jsonl":
-            return json_lines(file, "stdin", encoding=encoding)
-        return "".join(text_blocks(file, "stdin", encoding=encoding))
+            return json_lines(io.BytesIO(given), "stdin", encoding=encoding)
+        return "".join(text_blocks([given], "stdin", encoding=encoding))
     if given.startswith(ON_HUB):
         return hub_rows(given)
     checked(given, "its name", ascii(given))  # rows could not hold it
