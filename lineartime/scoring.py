@@ -20,7 +20,7 @@ from lineartime.data.files import Name
 from lineartime.data.read_text import LAST_WORD, cut, decode_next
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.cache import DecodingState
-from lineartime.decoding.state_file import load_state, save_state
+from lineartime.decoding.state_file import load_state, model_sha256, save_state
 from lineartime.errors import CheckpointError, NumericsError
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision
@@ -60,10 +60,19 @@ class ScoringState:
     n_bytes: int = 0
     bits: float = 0.0
     """Bytes that were read, and the sums of all that is scored."""
+    of_model: str = ""
+    """The hash of the model, once the state was saved: it takes seconds for a large one."""
 
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
-        save_state(path, self.decoding, {name: value for name, value in vars(self).items() if name != "decoding"})
+        if not self.of_model and self.decoding.model is not None:
+            self.of_model = model_sha256(self.decoding.model)
+        save_state(path, self.decoding, {name: getattr(self, name) for name in saved_names(self)}, self.of_model)
+
+
+def saved_names(state: ScoringState) -> list[str]:
+    """The fields that a file has beside the decoding state."""
+    return [name for name in vars(state) if name not in ("decoding", "of_model")]
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
@@ -76,7 +85,7 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
     state.decoding.tokenizer_sha256 = tokenizer.sha256
     if path is None or not path.exists():
         return state
-    decoding, facts = load_state(path, model, {*vars(state)} - {"decoding"})
+    decoding, facts = load_state(path, model, saved_names(state))
     if decoding.tokenizer_sha256 != tokenizer.sha256:
         raise CheckpointError("the state of another tokenizer", path, "name another file")
     return dataclasses.replace(state, decoding=decoding, **facts)

@@ -17,14 +17,17 @@ from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel
 
 
-def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any]) -> None:
-    """Replace a file by a state. facts: what else is kept, for JSON. Raises as `DecodingState.save` does."""
+def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> None:
+    """Replace a file by a state. facts: what else is kept, for JSON. of_model: the model's hash, if it is known. Raises
+    as `DecodingState.save` does."""
     if state.model is None:
         raise UsageError("the state does not know its model", path, "say state.model = model")
     tensors = state.tensors()
-    content = json.dumps([model_sha256(state.model), state.text, state.tokenizer_sha256, facts])
+    content = json.dumps([of_model or model_sha256(state.model), state.text, state.tokenizer_sha256, facts])
+    # One entry: safetensors writes several in any order, and the same state has the same bytes.
+    metadata = {"state": json.dumps([content_sha256(tensors, content), content])}
     with replaced(path) as file:
-        file.write(safetensors.torch.save(tensors, {"content": content, "sha256": content_sha256(tensors, content)}))
+        file.write(safetensors.torch.save(tensors, metadata))
 
 
 def load_state(path: Path, model: LanguageModel, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
@@ -34,14 +37,15 @@ def load_state(path: Path, model: LanguageModel, names: Collection[str] = ()) ->
         open_regular(path).close()
         with safetensors.safe_open(path, "pt") as file:
             # Copies: views of the file lie at any byte, and matmuls of them round otherwise.
-            tensors, metadata = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()
-        if metadata["sha256"] != content_sha256(tensors, metadata["content"]):
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+            sha256, content = json.loads(file.metadata()["state"])
+        if sha256 != content_sha256(tensors, content):
             raise ValueError("its hash is not that of its content")
     except OSError as e:
         raise CheckpointError("cannot read the state", path, e.strerror or str(e)) from None
     except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
         raise CheckpointError("damaged", path, str(e)) from None
-    of_model, text, tokenizer_sha256, facts = json.loads(metadata["content"])
+    of_model, text, tokenizer_sha256, facts = json.loads(content)
     if {*facts} != {*names}:
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
     if of_model != model_sha256(model):
