@@ -28,7 +28,7 @@ def prepare(inputs: Iterable[Path | str], out: Path | str, *, progress: Progress
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
     inputs: files or folders; `find_sources` finds the split of each file. options: the other fields of
-    `PrepareSettings`. progress: called with files hashed and checked, bytes tokenised, ids written.
+    `PrepareSettings`. progress: called with files hashed, bytes checked and tokenised, ids written.
     Raises as `prepare_text` does."""
     options |= {name: tuple(map(str, options[name])) for name in ("validation", "test") if name in options}
     options |= {name: str(options[name]) for name in ("tokenizer",) if name in options}

@@ -90,6 +90,7 @@ def plan(asked: PrepareSettings, work: Name, show: Show = no_show, *, anew: bool
     Raises UsageError for inputs that do not go together and for the work folder of another job, DataError for files
     that cannot be read."""
     job, tokenizer = find_text(asked, work, show)
+    job |= _cut_into_units(job, asked, tokenizer)
     if exists(joined(work, JOB)) and not anew and _read_object(joined(work, JOB)) != job:
         raise UsageError("this folder has the work of other text or settings", work, "choose another or delete it")
     write_text(joined(work, TOKENIZER_FILE), (tokenizer or _trained(asked, job, show)).json)
@@ -154,8 +155,8 @@ def join(work: Name, out: Name, show: Show = no_show) -> Manifest:
 
 
 def find_text(asked: PrepareSettings, work: Name, show: Show) -> tuple[Job, Tokenizer | None]:
-    """The job of some settings, and the tokenizer, unless it is to be trained. Text that can be read only once is
-    copied into the work folder. Raises as `plan` does."""
+    """The job of some settings without its units, and the tokenizer, unless it is to be trained. Text that can be read
+    only once is copied into the work folder; no other text is read. Raises as `plan` does."""
     tokenizer = named_tokenizer(asked)
     make_folder(work)
     saved = save_streams(asked, joined(work, STREAMS), show)
@@ -163,22 +164,15 @@ def find_text(asked: PrepareSettings, work: Name, show: Show) -> tuple[Job, Toke
     asked.require_fitting(sources)
     if tokenizer is None and any(is_token_file(each.path) for each in sources):
         raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
-    slices = [(each.split, _slices_of(each.path, asked, tokenizer)) for each in sources]
-    train, held_out = [own for split, own in slices if split == "train"], asked.held_out
-    if held_out and len(train) == 1 and is_one_document(train[0][0].path):
-        parts = cut_document(train[0], held_out, asked.reading)
-        slices, held_out = [*zip(("train", "validation"), parts, strict=True),
-                            *(each for each in slices if each[0] != "train")], None
     unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))
     # The hash of a copy in the work folder, for it is made anew each time; the time and the like of other files.
     stamps = [hash_of(each.path)["sha256"] if each.path.startswith(joined(work, STREAMS)) else stamp_of(each.path)
               for each in sources]
     return {"settings": asked.for_manifest(None if tokenizer is None else tokenizer.sha256),
             "notes": [f"{unread} files lie beside the .parquet files and were not read"] if unread else [],
-            "reading": asked.reading, "held_out": held_out, "shard_tokens": asked.shard_tokens,
+            "reading": asked.reading, "shard_tokens": asked.shard_tokens,
             "sources": [[each.split, each.name, each.path, stamp]
                         for each, stamp in zip(sources, stamps, strict=True)],
-            "units": _units_of(slices, asked.unit_bytes),
             "tokenizer": None if tokenizer is None else tokenizer.name}, tokenizer
 
 
@@ -198,6 +192,17 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
             path = weights_folder(asked.tokenizer)
         ready = load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=masked)
     return ready if asked.add_tokens is None else with_tokens(ready, asked.add_tokens)
+
+
+def _cut_into_units(job: Job, asked: PrepareSettings, tokenizer: Tokenizer | None) -> Job:
+    """The units of a job; and the share of documents that is held out, or None, also if the only document is cut."""
+    slices = [(split, _slices_of(path, asked, tokenizer)) for split, _, path, _ in job["sources"]]
+    train, held_out = [own for split, own in slices if split == "train"], asked.held_out
+    if held_out and len(train) == 1 and is_one_document(train[0][0].path):
+        parts = cut_document(train[0], held_out, asked.reading)
+        slices, held_out = [*zip(("train", "validation"), parts, strict=True),
+                            *(each for each in slices if each[0] != "train")], None
+    return {"units": _units_of(slices, asked.unit_bytes), "held_out": held_out}
 
 
 def _slices_of(path: str, asked: PrepareSettings, tokenizer: Tokenizer | None) -> list[Slice]:
