@@ -185,15 +185,6 @@ def written_aside(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scratch_folder(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, on the same disk, that is removed at the end. Raises as `unfinished_folder` does.
-    """
-    with unfinished_folder(out.with_name(f"{out.name}.source")) as folder:
-        (folder / "scratch").mkdir()
-        yield folder / "scratch"
-
-
-@contextlib.contextmanager
 def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
     """A hidden folder beside `out`, which one process at a time has. At the end its subfolder `done`, if there is one,
     becomes `out`, and the rest is removed.

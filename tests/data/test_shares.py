@@ -45,8 +45,12 @@ def test_any_number_of_shares_in_any_order_gives_the_same_bytes(store, tmp_path)
         shares.join(work, out)
         expected = contents(tmp_path / "one")
         assert {name: store.cat(f"/out-{n}/{name}") for name in expected} == expected
+    other = PrepareSettings(tuple(inputs), "memory://out", tokenizer="bytes", unit_bytes=5000)
     with pytest.raises(UsageError, match="the work of other text or settings"):
-        shares.plan(PrepareSettings(tuple(inputs), "memory://out", tokenizer="bytes"), "memory://work-3")
+        shares.plan(other, "memory://work-3")
+    shares.plan(other, "memory://work-3", anew=True)
+    with pytest.raises(DataError, match="made from other text or another tokenizer"):
+        shares.join("memory://work-3", "memory://out-4")
 
 
 def test_text_and_tokens_may_be_in_a_store(store, tmp_path):

@@ -34,6 +34,9 @@ def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before:
     expected = generate(model, [before + prompt for prompt in prompts], max_new_tokens=7)
     _, made = prefill(model, [before])
     copy.deepcopy(made).save(tmp_path / "state")
+    for _ in range(6):
+        made.save(tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "state").read_bytes()
     with pytest.raises(UsageError, match="does not know its model"):
         pickle.loads(pickle.dumps(made)).save(tmp_path / "other")
     state = DecodingState.load(tmp_path / "state", model)
