@@ -10,7 +10,8 @@ from benchmarks import Row, measure
 from benchmarks.measure import Case, Setup, Times
 from lineartime.attention.combiner import RowCache
 from lineartime.config import ModelConfig, to_dict
-from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache, larger
+from lineartime.decoding.cache import ChunkState, KeyValueCache, larger
+from lineartime.decoding.state import DecodingState
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step
 from lineartime.generation.onednn import packed_weights

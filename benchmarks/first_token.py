@@ -11,7 +11,7 @@ from pathlib import Path
 import lineartime
 from benchmarks import Row
 from lineartime.data.prepare_config import SAMPLE
-from lineartime.decoding.cache import DecodingState
+from lineartime.decoding.state import DecodingState
 
 
 def measure(name: str, n_tokens: int, path: Path) -> Row:

@@ -39,8 +39,7 @@ from transformers.utils.generic import can_return_tuple
 from lineartime.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
-from lineartime.decoding.cache import DecodingState
-from lineartime.decoding.state_file import load_state, save_state
+from lineartime.decoding.state import DecodingState, load_state, save_state
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.layers import in_order

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import ModelConfig, check_context_parallel
 from lineartime.config_json import Head
-from lineartime.decoding.cache import Cache, DecodingState
+from lineartime.decoding.cache import Cache
 from lineartime.decoding.inputs import DecodeInputs
+from lineartime.decoding.state import DecodingState
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.document_grid import Places, places_of
 from lineartime.errors import UsageError

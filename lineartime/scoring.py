@@ -19,8 +19,7 @@ import torch
 from lineartime.data.files import Name
 from lineartime.data.read_text import LAST_WORD, cut, decode_next
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.decoding.cache import DecodingState
-from lineartime.decoding.state_file import load_state, model_sha256, save_state
+from lineartime.decoding.state import DecodingState, load_state, model_sha256, save_state
 from lineartime.errors import CheckpointError, NumericsError
 from lineartime.model import LanguageModel
 from lineartime.settings import require, require_precision

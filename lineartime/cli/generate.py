@@ -45,7 +45,7 @@ def generate(
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
     import torch
 
-    from lineartime.decoding.cache import DecodingState
+    from lineartime.decoding.state import DecodingState
     from lineartime.generation.generate import check_sampling, generate, ids_of_prompts
     from lineartime.load import load_model
     from lineartime.model import LanguageModel

@@ -3,23 +3,17 @@
 Rows of a batch may differ in length. As in training, attention does not cross documents.
 """
 
-import copy
 import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.config import TOEPLITZ_BELOW
 from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import Past, carried_states, read_states
-from lineartime.settings import require
-
-if TYPE_CHECKING:
-    from lineartime.model import LanguageModel
 
 
 class Cache:
@@ -192,103 +186,3 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
 def with_room(x_BL: Tensor, length: int) -> Tensor:
     """`larger` to at least twice the length, so that an append takes constant time on average."""
     return larger(x_BL, max(length, 2 * x_BL.shape[1]))
-
-
-@dataclasses.dataclass
-class DecodingState:
-    """The decoding state of a model for a batch of rows: a cache per attention layer, and as in `DecodeInputs` the
-    tokens so far and the start of the current document of each row."""
-
-    caches: list[Cache]
-    seq_lens_B: Tensor
-    start_B: Tensor
-    model: "LanguageModel | None" = dataclasses.field(default=None, repr=False, compare=False)
-    """The model whose state this is. A copy shares it, and a pickle does not have it."""
-    text: str = ""
-    """The last word of a text that `read` has read: it is tokenised together with what follows it."""
-    tokenizer_sha256: str = ""
-    """Of the tokenizer of that text."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
-        return self.repeated(len(self.seq_lens_B))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "model": None}
-
-    def save(self, path: Path | str) -> None:
-        """Replace a file by this state. Raises ResourceError, and UsageError for a state that lacks its model."""
-        from lineartime.decoding.state_file import save_state
-
-        save_state(Path(path), self, {})
-
-    @classmethod
-    def load(cls, path: Path | str, model: "LanguageModel") -> "DecodingState":
-        """The state in a file, on the device of its model. Raises CheckpointError for a damaged file, and for a state
-        of other weights, of the same weights in another precision, or of `score`."""
-        from lineartime.decoding.state_file import load_state
-
-        return load_state(Path(path), model)[0]
-
-    def in_grid_B(self, config: ModelConfig) -> Tensor:
-        """Tokens of each row so far, from where its positions and chunks count: with `document_grid` "own" those of its
-        current document."""
-        return self.seq_lens_B - self.start_B if config.document_grid == "own" else self.seq_lens_B
-
-    def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
-               window: int | None = None) -> DecodeInputs:
-        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" a row is its document: one that
-        begins does so with an empty row, and only the first of the tokens may begin one."""
-        if config.document_grid == "row":
-            return DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN, window)
-        before_B = torch.where(begins_BN[:, 0] & (n_new_B > 0), 0, self.in_grid_B(config))
-        return DecodeInputs(before_B, torch.zeros_like(before_B), n_new_B, begins_BN, window)
-
-    def starts_B(self, inputs: DecodeInputs) -> Tensor:
-        """`start_B` after the tokens of `inputs`."""
-        start_B = inputs.start_BN.amax(1) + self.seq_lens_B - inputs.seq_lens_B
-        return torch.where(inputs.n_new_B > 0, start_B, self.start_B)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all caches; constant in T for FLASH."""
-        tensors = [tensor for cache in self.caches for tensor in cache.tensors().values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors with state by name, those of layer 3 as "3.kv_BSE"."""
-        longest = int(self.seq_lens_B.max()) if len(self.seq_lens_B) else 0  # a cache that grows has room for more
-        of_caches = {f"{n}.{name}": (tensor[:, :longest] if name in cache.growing else tensor).contiguous()
-                     for n, cache in enumerate(self.caches) for name, tensor in cache.tensors().items()}
-        return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **of_caches}
-
-    def take(self, tensors: dict[str, Tensor]) -> None:
-        """Become the state, of the same model, that `tensors` gave."""
-        for name, tensor in tensors.items():
-            n, _, field = name.rpartition(".")
-            setattr(self.caches[int(n)] if n else self, field, tensor)
-
-    def reserve(self, n_tokens: int) -> None:
-        """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending does not move them."""
-        for cache in self.caches:
-            if isinstance(cache, KeyValueCache):
-                cache.reserve(n_tokens)
-
-    def repeated(self, n_rows: int) -> "DecodingState":
-        """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for another number."""
-        n_own = len(self.seq_lens_B)
-        require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
-        made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
-        made.select(torch.arange(n_rows).clamp(max=n_own - 1))
-        return made
-
-    def select(self, rows_B: Tensor) -> None:
-        """Keep the rows rows_B, in this order; a row may occur more than once."""
-        rows_B = rows_B.to(self.seq_lens_B.device)
-        for cache in self.caches:
-            entries_B = rows_B
-            if cache.n_heads > 1:  # the heads of a row are adjacent entries
-                heads = torch.arange(cache.n_heads, device=rows_B.device)
-                entries_B = (rows_B[:, None] * cache.n_heads + heads).flatten()
-            for name, tensor in cache.tensors().items():
-                setattr(cache, name, tensor.index_select(0, entries_B))
-        self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lineartime.decoding.cache import ChunkState, DecodingState
+from lineartime.decoding.cache import ChunkState
+from lineartime.decoding.state import DecodingState
 from lineartime.generation.step import last_tokens, step_in_window
 from lineartime.model import LanguageModel
 from lineartime.settings import require

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lineartime.data.read_text import LAST_WORD, cut, read_whole
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.decoding.cache import DecodingState
+from lineartime.decoding.state import DecodingState
 from lineartime.errors import DataError, UsageError
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.onednn import packed_weights

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import Cache, ChunkState, DecodingState
+from lineartime.decoding.cache import Cache, ChunkState
 from lineartime.decoding.inputs import DecodeInputs
+from lineartime.decoding.state import DecodingState
 from lineartime.model import LanguageModel
 from lineartime.settings import require
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from lineartime.attention.combiner import RowCache
 from lineartime.attention.performer import PrefixState
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.decoding.cache import ChunkState, DecodingState, KeyValueCache
+from lineartime.decoding.cache import ChunkState, KeyValueCache
+from lineartime.decoding.state import DecodingState
 from lineartime.errors import UsageError
 from lineartime.generation import cuda_graph, generate
 from lineartime.generation.cuda_graph import CapturedStep

@@ -15,7 +15,7 @@ import lineartime
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
-from lineartime.decoding.cache import DecodingState
+from lineartime.decoding.state import DecodingState
 from lineartime.errors import DataError, UsageError
 from lineartime.generation.generate import generate, prefill
 from made_documents import write_model
