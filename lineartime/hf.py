@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     TokenizersBackend,
 )
-from transformers.cache_utils import Cache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.modeling_outputs import (
@@ -39,10 +38,9 @@ from transformers.utils.generic import can_return_tuple
 from lineartime.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
-from lineartime.decoding.state import DecodingState, load_state, save_state
 from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.layers import in_order
+from lineartime.hf_cache import LineartimeCache
 from lineartime.load import check_shared, has_optimizer, weight_files
 from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, label_logits
 from lineartime.ops.dtypes import at_least_float32
@@ -194,70 +192,6 @@ class Reshaped(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return Reshaped()
-
-
-class LineartimeCache(Cache):
-    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
-
-    is_croppable = False
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.reset()
-
-    def reset(self) -> None:
-        self.state: DecodingState | None = None
-        self.n_columns = 0
-        """Tokens given to each row, padding included; transformers calls this the sequence length."""
-
-    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
-               embeds_BND: Tensor | None = None) -> Tensor:
-        """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
-        if self.state is None:
-            self.state = model.decoding_state(len(ids_BN))
-        require(len(self.state.seq_lens_B) == len(ids_BN), "the cache holds another batch",
-                f"{len(self.state.seq_lens_B)} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
-        # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
-        order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
-        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
-                             None if embeds_BND is None else in_order(embeds_BND, order_BN))
-        self.n_columns += ids_BN.shape[1]
-        back_BN = order_BN.argsort(1)
-        if collected is not None:
-            collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
-        return in_order(x_BND, back_BN)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order; a row may occur more than once."""
-        if self.state is not None:
-            self.state.select(indices)
-
-    reorder_cache = batch_select_indices
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self.batch_select_indices(torch.arange(len(self.state.seq_lens_B)).repeat_interleave(repeats))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.n_columns
-
-    def crop(self, max_length: int) -> None:
-        """Raises UsageError: a sum over tokens cannot forget some of them exactly."""
-        raise UsageError("this cache cannot forget tokens", f"crop({max_length})", "generate without an assistant")
-
-    def save_pretrained(self, path: Path | str, model: Any) -> None:
-        """Replace a file by this cache, which `model` has filled. Raises ResourceError; UsageError if it is empty."""
-        if self.state is None:
-            raise UsageError("the cache is empty", path, "give it to a model first")
-        save_state(Path(path), dataclasses.replace(self.state, model=model.model), {"n_columns": int(self.n_columns)})
-
-    @classmethod
-    def from_pretrained(cls, path: Path | str, model: Any) -> "LineartimeCache":
-        """The cache in a file of `save_pretrained`, for the model that made it. Raises as `DecodingState.load` does."""
-        made = cls()
-        made.state, facts = load_state(Path(path), model.model, {"n_columns"})
-        made.n_columns += facts["n_columns"]
-        return made
 
 
 class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):

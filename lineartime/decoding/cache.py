@@ -35,6 +35,15 @@ class Cache:
         return {name: value for name, value in vars(self).items()
                 if isinstance(value, Tensor) and name not in self.constant}
 
+    def select(self, rows_B: Tensor) -> None:
+        """Keep the rows rows_B, in this order; a row may occur more than once."""
+        entries_B = rows_B
+        if self.n_heads > 1:  # the heads of a row are adjacent entries
+            heads = torch.arange(self.n_heads, device=rows_B.device)
+            entries_B = (rows_B[:, None] * self.n_heads + heads).flatten()
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.index_select(0, entries_B.to(tensor.device)))
+
 
 @dataclasses.dataclass
 class ChunkState(Cache):

@@ -109,12 +109,7 @@ class DecodingState:
         """Keep the rows rows_B, in this order; a row may occur more than once."""
         rows_B = rows_B.to(self.seq_lens_B.device)
         for cache in self.caches:
-            entries_B = rows_B
-            if cache.n_heads > 1:  # the heads of a row are adjacent entries
-                heads = torch.arange(cache.n_heads, device=rows_B.device)
-                entries_B = (rows_B[:, None] * cache.n_heads + heads).flatten()
-            for name, tensor in cache.tensors().items():
-                setattr(cache, name, tensor.index_select(0, entries_B))
+            cache.select(rows_B)
         self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)
 
 

@@ -1,0 +1,141 @@
+"""The cache of the `transformers` classes: a `DecodingState` as their library's `Cache` of layers."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from lineartime.decoding import cache as decoding
+from lineartime.decoding.state import DecodingState, load_state, save_state
+from lineartime.errors import UsageError
+from lineartime.layers import in_order
+from lineartime.model import LanguageModel
+from lineartime.settings import require
+
+
+class LineartimeLayer(LinearAttentionCacheLayerMixin):
+    """The cache of one attention layer as the library's layer of linear attention: its tensors, those of the open
+    chunk too, are the recurrent states 0, 1, .... It holds no tensors itself, so a change is one of the cache."""
+
+    is_compileable = is_croppable = False
+
+    # Not that of the base class, whose dictionaries would hold the tensors a second time.
+    def __init__(self, cache: decoding.Cache, device: torch.device):
+        self.cache, self.device = cache, device
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return dict(enumerate(self.cache.tensors().values()))
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        return dict.fromkeys(self.recurrent_states, True)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UsageError, as all changes of one layer's tokens do: only the model makes them."""
+        raise UsageError("a layer of this cache does not change alone", type(self).__name__,
+                         "give the model the next tokens and the whole cache, or reset the cache")
+
+    update_conv_state = update_recurrent_state = reset = crop = lazy_initialization
+
+    def move(self, device: torch.device | str) -> None:
+        for name, tensor in self.cache.tensors().items():
+            setattr(self.cache, name, tensor.to(device))
+
+    def offload(self) -> None:
+        self.move("cpu")
+
+    def prefetch(self) -> None:
+        self.move(self.device)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.cache.select(indices)
+
+    reorder_cache = batch_select_indices
+
+
+class LineartimeCache(Cache):
+    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
+
+    layer_class_to_replicate, offloading = None, False
+
+    # Not that of the base class, which would set `layers`: they are views of the state, which a copy has its own of.
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.state: DecodingState | None = None
+        self.n_columns = 0
+        """Tokens given to each row, padding included; transformers calls this the sequence length."""
+
+    @property
+    def layers(self) -> list[LineartimeLayer]:
+        """A layer for each attention layer; none before the first tokens."""
+        if self.state is None:
+            return []
+        return [LineartimeLayer(cache, self.state.seq_lens_B.device) for cache in self.state.caches]
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else len(self.state.seq_lens_B)
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
+               embeds_BND: Tensor | None = None) -> Tensor:
+        """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
+        if self.state is None:
+            self.state = model.decoding_state(len(ids_BN))
+        require(self.batch_size == len(ids_BN), "the cache holds another batch",
+                f"{self.batch_size} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
+        # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
+        order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
+        x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
+                             None if embeds_BND is None else in_order(embeds_BND, order_BN))
+        self.n_columns += ids_BN.shape[1]
+        back_BN = order_BN.argsort(1)
+        if collected is not None:
+            collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
+        return in_order(x_BND, back_BN)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; a row may occur more than once."""
+        if self.state is not None:
+            self.state.select(indices)
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.n_columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no longest row."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises UsageError unless it is 0: a sum over tokens cannot forget some of them exactly."""
+        require(tokens_to_remove == 0, "this cache cannot forget tokens", f"crop({tokens_to_remove})",
+                "generate without an assistant")
+
+    def save_pretrained(self, path: Path | str, model: Any) -> None:
+        """Replace a file by this cache, which `model` has filled. Raises ResourceError; UsageError if it is empty."""
+        if self.state is None:
+            raise UsageError("the cache is empty", path, "give it to a model first")
+        save_state(Path(path), dataclasses.replace(self.state, model=model.model), {"n_columns": int(self.n_columns)})
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str, model: Any) -> "LineartimeCache":
+        """The cache in a file of `save_pretrained`, for the model that made it. Raises as `DecodingState.load` does."""
+        made = cls()
+        made.state, facts = load_state(Path(path), model.model, {"n_columns"})
+        made.n_columns += facts["n_columns"]
+        return made
