@@ -20,6 +20,7 @@ from lineartime.settings import require_name
 
 LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("cells.toml").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = LISTS.pop("shapes")  # type: ignore[assignment]
+PEERS: dict[str, dict[str, Any]] = LISTS.pop("peers")  # type: ignore[assignment]
 LINEARTIME, BENCHMARKS = (sys.executable, "-m", "lineartime"), (sys.executable, "-m", "benchmarks")
 TOLD_EVERY_S = 30.0
 """Between two lines of a process's progress."""

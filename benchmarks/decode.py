@@ -2,12 +2,16 @@
 
 import itertools
 import statistics
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from benchmarks import Row, measure
+from benchmarks import Row, measure, peers
 from benchmarks.measure import Case, Setup, Times
+from benchmarks.peers import PACKAGES, Peer
 from lineartime.attention.combiner import RowCache
 from lineartime.config import ModelConfig, to_dict
 from lineartime.decoding.cache import ChunkState, KeyValueCache, larger
@@ -22,6 +26,8 @@ from lineartime.settings import require
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
+PEER_TOKENS = 32
+"""The same of a peer, which closes no chunks."""
 FEW = 8
 """Tokens before the first timed block."""
 
@@ -45,44 +51,49 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                                threads=setup.threads, batch=batch_size)
     cases, variant = [], "captured" if capture else "eager"
     for label, config in configs.items():
-        longest = quadratic_up_to if decoding_bytes(config).per_token else max(contexts)
+        is_peer = label in PACKAGES
+        longest = quadratic_up_to if is_peer or decoding_bytes(config).per_token else max(contexts)
         for precision, n_tokens in itertools.product(precisions, sorted({n for n in contexts if n <= longest})):
             row = {"model": label, "variant": variant, "label": label if not capture else f"{label}:captured",
-                   "attention": "fused" if config.attn_kernel == "softmax" else None, "config": to_dict(config),
+                   "attention": "fused" if config.attn_kernel == "softmax" else None,
+                   "config": None if is_peer else to_dict(config), **peers.about(label),
                    "n_parameters": describe(config).n_parameters, "context_tokens": n_tokens, "context": "filled",
                    "batch_size": batch_size, "dtype": precision, "unit": "token", "block_tokens": whole_chunks(config),
                    "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
             cases.append(Case(decoded_tokens, {
-                "config": to_dict(config), "n_tokens": n_tokens, "batch_size": batch_size, "precision": precision,
-                "repeats": setup.repeats, "capture": capture, "place": setup.place}, row, batch_size))
+                "label": label, "config": to_dict(config), "n_tokens": n_tokens, "batch_size": batch_size,
+                "precision": precision, "repeats": setup.repeats, "capture": capture, "place": setup.place},
+                row, batch_size))
     require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
             "raise --quadratic-up-to for models whose cache grows")
     return measure.side_by_side(cases, "decode", setup, FEW, hold=True)
 
 
-def decoded_tokens(config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int, capture: bool,
+def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int, capture: bool,
                    place: Row) -> Generator[Row, Row, None]:
     """The job of a case: makes the state, then decodes a block whenever it is asked, or a few tokens without timing."""
     on, settings = measure.set_up(**place)
-    model = LanguageModel(ModelConfig(**config)).to(on).eval()
-    block_tokens = whole_chunks(model.config)
-    room = n_tokens + FEW + repeats * block_tokens
-    model.check_length(room)
+    model = peers.build(peers.parse_label(label), ModelConfig(**config)).to(on).eval()
     model.to(getattr(torch, precision))
-    with packed_weights(model):
-        state = filled_state(model, n_tokens, batch_size, room)
-        captured = CapturedStep(model, state) if capture else None
-        ids_B, times, slowest = torch.zeros_like(state.seq_lens_B), Times(), []
-        answer: Row = {"settings": settings}
+    with packed_weights(model) if isinstance(model, LanguageModel) else nullcontext():
+        if isinstance(model, LanguageModel):
+            block_tokens = whole_chunks(model.config)
+            step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, capture)
+            answer: Row = {"settings": settings}
+        else:
+            block_tokens = PEER_TOKENS
+            step, other, facts = peer_steps(model, n_tokens, batch_size, on)
+            answer = {"settings": settings, "block_tokens": block_tokens, **facts}
+        ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
         while True:
             order = yield answer
             # A token of another state comes before, so that the weights are where they are while a text is decoded,
             # whatever the cases before have done to the processor's memory.
-            decode_step(model, ids_B, model.decoding_state(batch_size))
+            other(ids_B)
             measure.wait(on)
             marks = [measure.mark(on)]
             for _ in range(block_tokens if order["timed"] else FEW):
-                ids_B = (decode_step(model, ids_B, state) if captured is None else captured(ids_B)).argmax(-1)
+                ids_B = step(ids_B).argmax(-1)
                 marks.append(measure.mark(on))
             measure.wait(on)
             if order["timed"]:
@@ -93,6 +104,29 @@ def decoded_tokens(config: Row, n_tokens: int, batch_size: int, precision: str, 
                 slowest.append(max(block["gpu_ms" if "gpu_ms" in block else "cpu_ms"]))
                 answer = {"times": times, "slowest_token_ms": measure.spread(slowest),
                           "peak_mib": peak_bytes(on) / 2**20}
+
+
+Step = Callable[[Tensor], Tensor]
+"""Appends a token to every row; the logits of the next."""
+
+
+def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, capture: bool) -> tuple[Step, Step]:
+    """Steps of a model of ours after `n_tokens` tokens, with room for `n_new`, and steps of another, empty state."""
+    model.check_length(n_tokens + n_new)
+    state = filled_state(model, n_tokens, batch_size, n_tokens + n_new)
+    step = CapturedStep(model, state) if capture else lambda ids_B: decode_step(model, ids_B, state)
+    return step, lambda ids_B: decode_step(model, ids_B, model.decoding_state(batch_size))
+
+
+@torch.inference_mode()
+def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device) -> tuple[Step, Step, Row]:
+    """The same of a peer, whose cache has one row that was read, again and again; and what its row says of it."""
+    _, cache = model.extend(torch.randint(model.head.out_features, (1, n_tokens), device=device))
+    cache.reorder_cache(torch.zeros(batch_size, dtype=torch.long, device=device))
+    kept = [each for each in tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(each, Tensor)]
+    facts: Row = {"n_parameters": sum(p.numel() for p in model.parameters()),
+                  "state_bytes": sum(each.numel() * each.element_size() for each in kept)}
+    return lambda ids_B: model.extend(ids_B[:, None], cache)[0], lambda ids_B: model.extend(ids_B[:, None])[0], facts
 
 
 @torch.inference_mode()

@@ -156,8 +156,9 @@ def speed_pictures(table: pd.DataFrame) -> dict[str, Picture]:
     machine = "cpu" if first["device"] == "cpu" else re.sub(r"\W+", "-", first["hardware"].lower()).strip("-")
     parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
              parameters(size_of(table)).replace(" ", ""), f"{table.n_tokens.max()}"]
-    shown = ([("time", "ms", "ms per token of a step"), ("memory", "peak_mib", "peak memory, MiB")]
-             if first["benchmark"] == "step" else [("time", "ms", "ms per generated token")])
+    time = {"step": "ms per token of a step", "forward": "ms per token"}.get(first["benchmark"])
+    shown = ([("time", "ms", time), ("memory", "peak_mib", "peak memory, MiB")]
+             if time else [("time", "ms", "ms per generated token")])
     pictures = {}
     for what, column, y_label in shown:
         panels = speed_panels(table, column, y_label)

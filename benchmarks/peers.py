@@ -1,6 +1,5 @@
 """Who is measured: our models, the paper's unfused attention, and others' models at the size of ours."""
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import Row
+from benchmarks.cells import PEERS
 from lineartime.attention.softmax import Softmax
 from lineartime.config import PRESETS, ModelConfig
+from lineartime.errors import NumericsError
+from lineartime.info import describe
 from lineartime.layers import SequenceInfo, rotate_heads
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.release.provenance import installed_version
 from lineartime.settings import require, require_name
 
-PEER = "flash-pytorch"
-"""Others' FLASH, which is given the size of ours."""
+PACKAGES = {"flash-pytorch": "FLASH-pytorch", **dict.fromkeys(PEERS, "transformers")}
+"""Others' models, and where they come from."""
 
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
             "checkpoint": "checkpointed", "checkpointed": "checkpointed", "windowed": "windowed"}
@@ -57,18 +61,18 @@ class Label:
     @property
     def preset(self) -> str:
         """The model of ours that it is, or whose size it has."""
-        return "flash" if self.model == PEER else self.model
+        return "flash" if self.model in PACKAGES else self.model
 
 
 def parse_label(text: str) -> Label:
     """A model and its variants, with colons. Raises UsageError for an unknown one and for what does not go together."""
     model, *names = text.split(":")
-    require_name("model", model, [*PRESETS, PEER])
+    require_name("model", model, [*PRESETS, *PACKAGES])
     for name in names:
         require_name("variant", name, VARIANTS)
     how = {VARIANTS[name] for name in names}
     label = Label(model, tuple(name for name in dict.fromkeys(VARIANTS.values()) if name in how))
-    preset, is_peer = PRESETS[label.preset], model == PEER
+    preset, is_peer = PRESETS[label.preset], model in PACKAGES
     fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
     for wrong, why in (
             ("unfused" in how and not fused, "only the Transformers have a fused attention"),
@@ -82,11 +86,17 @@ def parse_label(text: str) -> Label:
     return label
 
 
+def about(name: str) -> Row:
+    """The column of a row that says what a peer is; none for a model of ours."""
+    if name not in PACKAGES:
+        return {}
+    return {"peer": {"package": PACKAGES[name], "version": installed_version(PACKAGES[name]), **PEERS.get(name, {})}}
+
+
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
-    """The model, not compiled, with new weights from torch's generator. A peer has the sizes of `config`, the head's
-    matrix tied to the embedding as in ours, and our initial values for matrices. Raises UsageError where it is not
-    installed."""
-    if label.model != PEER:
+    """The model, not compiled, with new weights from torch's generator. Raises UsageError for a peer that is not
+    installed or has another size than `config`, and NumericsError for one that sees what `config` must not."""
+    if label.model not in PACKAGES:
         model = LanguageModel(config)
         model.activation_checkpointing = "checkpointed" in label.how
         if "reference" in label.how:
@@ -95,8 +105,16 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
             if "unfused" in label.how and isinstance(layer, MultiHeadAttention):
                 layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
-    require(importlib.util.find_spec("flash_pytorch") is not None, "a peer is not installed", label.model,
-            "pip install 'FLASH-pytorch>=0.1.9'")
+    package = PACKAGES[label.model]
+    require(installed_version(package) is not None, "a peer is not installed", label.model, f"pip install {package}")
+    peer = flash_pytorch(config) if label.model == "flash-pytorch" else of_transformers(label.model, config)
+    check_sight(peer, config)
+    return peer
+
+
+def flash_pytorch(config: ModelConfig) -> "Peer":
+    """The FLASH of that package with the sizes of ours, the head's matrix tied to the embedding as in ours, and our
+    initial values for matrices."""
     from flash_pytorch import FLASHTransformer
 
     body = FLASHTransformer(
@@ -112,6 +130,35 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
     return Peer(body, head)
 
 
+def of_transformers(name: str, config: ModelConfig) -> "Peer":
+    """A model of transformers with the width, vocabulary and number of parameters of `config` and initial values of its
+    own, the head's matrix tied to the embedding. Raises UsageError where the numbers are 3 % apart."""
+    from transformers import AutoConfig, AutoModel
+
+    no_tokens = dict.fromkeys(f"{which}_token_id" for which in ("pad", "bos", "eos", "cls", "sep"))
+    body = AutoModel.from_config(AutoConfig.for_model(
+        **PEERS[name], **no_tokens, hidden_size=config.d_model, vocab_size=config.vocab_size, use_cache=False))
+    head = nn.Linear(config.d_model, config.vocab_size)
+    nn.init.zeros_(head.bias)
+    head.weight = body.get_input_embeddings().weight
+    peer, wanted = Peer(body, head), describe(config).n_parameters
+    size = sum(parameter.numel() for parameter in peer.parameters())
+    require(abs(size / wanted - 1) < 0.03, "a peer of another size", f"{name} has {size:,} parameters, not {wanted:,}",
+            "take --shape small, or change [peers] in cells.toml")
+    return peer
+
+
+@torch.no_grad()
+def check_sight(peer: "Peer", config: ModelConfig) -> None:
+    """Raise NumericsError unless a peer's first tokens see later ones exactly where those of `config` do."""
+    ids_1T = torch.arange(min(config.context, 300))[None] % config.vocab_size
+    half = ids_1T.shape[1] // 2
+    other_1T = torch.cat([ids_1T[:, :half], ids_1T[:, half:].flip(1)], 1)
+    blind = torch.allclose(peer(ids_1T)[:, :half], peer(other_1T)[:, :half], rtol=0, atol=1e-6)
+    if blind != config.causal:
+        raise NumericsError("not the same task", f"a peer is {'' if blind else 'not '}causal, and ours is the reverse")
+
+
 class Peer(nn.Module):
     """Another's model, called as ours are: ids to logits, or with targets to losses by the same function."""
 
@@ -121,11 +168,19 @@ class Peer(nn.Module):
 
     def forward(self, ids_BT: Tensor, *, at_K: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x_BTD = self.body(ids_BT)
+        x_BTD = getattr(x_BTD, "last_hidden_state", x_BTD)  # of transformers' outputs
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         if targets is None:
             return self.head(x)
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.head.weight, self.head.bias, targets_N).view(targets.shape)
+
+    @torch.inference_mode()
+    def extend(self, ids_BT: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Logits after the last of new tokens, `[B, V]`, and the model's own cache, which has them too."""
+        name = "cache_params" if self.body.config.model_type == "mamba2" else "past_key_values"
+        out = self.body(ids_BT, use_cache=True, **{name: cache})
+        return self.head(out.last_hidden_state[:, -1]), out[name]
 
     def compile_layers(self) -> None:
         """torch.compile in place, the head and the loss left out."""

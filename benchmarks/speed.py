@@ -18,17 +18,18 @@ from lineartime.markdown import in_markdown, markdown
 NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "transformer": "Transformer",
          "transformer+": "Transformer+", "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++",
          "combiner": "Combiner", "performer": "Performer", "performer-matmul": "Performer-Matmul",
-         "flash-pytorch": "FLASH-pytorch"}
+         "flash-pytorch": "FLASH-pytorch", "llama": "Llama", "qwen3.5-hybrid": "Gated DeltaNet hybrid",
+         "mamba2": "Mamba-2", "lfm2": "LFM2", "modernbert": "ModernBERT"}
 OURS = "flash"
 """The side that is compared with every other."""
-TITLES = {"step": "A training step", "decode": "Decoding", "decode-read": "Decoding after contexts that were read"}
+TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
+          "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]
 """Columns that tell the lines of a table apart."""
-SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("transformer++/unfused", "bfloat16"),
-           ("flash-pytorch", "bfloat16"))
-"""The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most to Transformer++ in
-float32."""
+SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama", "float32"), ("lfm2", "float32"),
+           ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
+"""The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most in float32."""
 Pictures = Callable[[pd.DataFrame], Sequence[str]]
 """The paths of a table's pictures."""
 
@@ -167,7 +168,8 @@ def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures
                       ignore_index=True)
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
-    how = f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant. Bold: FLASH is slower."
+    how = (f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant, from Llama down eager. "
+           "Bold: FLASH is slower.")
     parts = [*links(widest, pictures(widest)[:1]), how,
              ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), *sources(cells)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -178,7 +180,7 @@ def title(table: pd.DataFrame) -> str:
     first = table.iloc[0]
     n_tokens = " to ".join(unique(f"{n:,}" for n in (table.n_tokens.min(), table.n_tokens.max())))
     words = TITLES[first["benchmark"]]
-    if first["benchmark"] == "step":
+    if first["benchmark"] in ("step", "forward"):
         words += f" of {n_tokens} tokens"
     elif n_tokens != "1":
         words += f" {n_tokens} rows at once"
@@ -201,7 +203,7 @@ def ratio_table(table: pd.DataFrame) -> str:
     lines = []
     for rival in table.side.unique() if OURS in set(table.side) else ():
         shown: list[list[tuple[int, int]]] = []
-        for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] == "step"),
+        for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] in ("step", "forward")),
                                       ("both eager", "eager", True)):
             both = compare(table, OURS, rival, by_type=by_type, variant=variant)
             for dtype in dtypes_of(table) if by_type else [None]:
@@ -242,7 +244,7 @@ def by_context(words: Sequence[str], contexts: Sequence[int],
 def value_tables(table: pd.DataFrame) -> list[str]:
     """Folded tables by context, with a line for each model, variant and type: of steps tokens per second and memory, of
     decoding times and the size of the state."""
-    if table.benchmark.iat[0] == "step":
+    if table.benchmark.iat[0] in ("step", "forward"):
         shown: dict[str, Callable[[Row], str]] = {"Tokens per second": lambda row: f"{1e3 / row['ms']:,.0f}"}
         if table.peak_mib.notna().any():
             shown["Peak memory, MiB"] = lambda row: "-" if math.isnan(row["peak_mib"]) else f"{row['peak_mib']:,.0f}"

@@ -26,7 +26,6 @@ from lineartime.info import describe
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.release.provenance import installed_version
 from lineartime.runtime import rss_bytes
 from lineartime.training import compute_gradient, make_optimizer
 
@@ -47,6 +46,8 @@ class StepCase:
     tokens: int = 8192
     """In a step; one row where the context is longer."""
     precision: Precision = "float32"
+    reads: bool = False
+    """Only reads: forward to the logits of the last token, without a gradient."""
 
     @property
     def n_rows(self) -> int:
@@ -74,26 +75,28 @@ def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = 
                 return {"wanted": path, **worker.ask()}
 
         for group in groups.values():
-            yield measure.side_by_side([measured_case(case, setup.place, wanted) for case in group], "step", setup,
-                                       WARM_UP, hold=None if setup.device == "cpu" else False)
+            yield measure.side_by_side([measured_case(case, setup.place, wanted) for case in group],
+                                       "forward" if group[0].reads else "step", setup, WARM_UP,
+                                       hold=None if setup.device == "cpu" else False)
 
 
 def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Case:
     """A case with the columns of its row. place: of a `Setup`. wanted: makes what it is compared with."""
-    label, config, peer = case.label, case.config, case.label.model == peers.PEER
+    label, config, is_peer = case.label, case.config, case.label.model in peers.PACKAGES
     n_tokens = case.n_rows * config.context
     row: Row = {"model": label.model, "variant": label.variant, "label": label.text,
-                "config": None if peer else to_dict(config), "n_parameters": describe(config).n_parameters,
+                "config": None if is_peer else to_dict(config), "n_parameters": describe(config).n_parameters,
                 "context_tokens": config.context, "tokens_per_step": n_tokens, "dtype": case.precision, "unit": "step"}
-    if peer:
-        row["peer"] = {"package": "FLASH-pytorch", "version": installed_version("FLASH-pytorch")}
-    elif "reference" in label.how:
+    row |= peers.about(label.model)
+    if "reference" in label.how:
         row["attention"] = "reference"
-    elif (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
+    elif not is_peer and (config.attn_type, config.attn_kernel) == ("quadratic", "softmax"):
         row["attention"] = "unfused" if "unfused" in label.how else "fused"
-    return Case(training_steps, {"label": label.text, "config": to_dict(config), "n_rows": case.n_rows,
-                                 "precision": case.precision, "place": place}, row, n_tokens,
-                lambda: wanted(label.model, config, case.n_rows))
+    arguments = {"label": label.text, "config": to_dict(config), "n_rows": case.n_rows, "precision": case.precision,
+                 "place": place}
+    if case.reads:
+        return Case(forward_passes, arguments, row, n_tokens)
+    return Case(training_steps, arguments, row, n_tokens, lambda: wanted(label.model, config, case.n_rows))
 
 
 def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str,
@@ -112,9 +115,10 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     task, batch = random_batch(fields, n_rows, fields.context, on)
     times: Times = {}
 
-    def step() -> None:
-        compute_gradient(model, task, batch, n_rows, train, n_windows=n_windows)
+    def step() -> float:
+        last_loss, _ = compute_gradient(model, task, batch, n_rows, train, n_windows=n_windows)
         optimizer.step()
+        return last_loss
 
     def free() -> None:
         model.zero_grad(set_to_none=True)
@@ -137,11 +141,34 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                 step()
             measure.wait(on)
             before = measure.mark(on)
-            step()
+            last_loss = step()
             measure.add_times(times if order["timed"] else {}, [before, measure.mark(on, done=True)])
-            answer = {"times": times, **measure.peak_since(imported, on)}
+            if not last_loss < found:
+                raise NumericsError("the loss does not fall", f"{last_loss:.4f} after {found:.4f}, on one batch")
+            answer = {"times": times, "losses": [found, last_loss], **measure.peak_since(imported, on)}
             if order["release"]:
                 free()
+
+
+@torch.inference_mode()
+def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, place: Row) -> Generator[Row, Row, None]:
+    """The job of a case that only reads. Tests hold our forward pass to its reference."""
+    imported = (rss_bytes() or 0) * (place["device"] == "cpu")
+    on, settings = measure.set_up(**place)
+    fields, times = ModelConfig(**config), Times()
+    model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
+    ids_BT = random_batch(fields, n_rows, fields.context, on)[1][0][:, :fields.context]
+    last_B = torch.arange(1, n_rows + 1, device=on) * fields.context - 1
+    answer: Row = {"settings": settings, "n_parameters": sum(p.numel() for p in model.parameters())}
+    while True:
+        order = yield answer | measure.peak_since(imported, on)
+        for timed in [False] * order["warm"] + [order["timed"]]:
+            before = measure.mark(on)
+            model(ids_BT, at_K=last_B)
+            measure.add_times(times if timed else {}, [before, measure.mark(on, done=True)])
+        answer = {"times": times}
+        if order["release"]:
+            measure.release_memory(on)
 
 
 def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Generator[Row, Row, None]:
@@ -200,9 +227,9 @@ def random_batch(config: ModelConfig, n_rows: int, n_tokens: int,
 
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
-               config_of: Callable[[str], ModelConfig]) -> list[StepCase]:
+               config_of: Callable[[str], ModelConfig], reads: bool = False) -> list[StepCase]:
     """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model. Raises
     UsageError for an unknown label."""
     parsed = [peers.parse_label(text) for text in labels]
-    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision)
+    return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads)
             for context in contexts for precision in precisions for label in parsed]

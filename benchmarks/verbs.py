@@ -8,12 +8,13 @@ from typing import Annotated, cast
 
 from benchmarks import ROOT, Row, decode, op, pages, step
 from benchmarks.append import append_json_lines, rows_in
-from benchmarks.cells import LISTS, measure_call, named_calls, shape_named, shaped_config
+from benchmarks.cells import LISTS, PEERS, measure_call, named_calls, shape_named, shaped_config
 from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
 from benchmarks.paper.report import table_section, tables_shown
 from benchmarks.paper.results import read_records
 from benchmarks.paper.tables import TABLES, ScaleName
+from benchmarks.peers import PACKAGES, parse_label
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
@@ -69,30 +70,34 @@ class How:
 
 def benchmark_decode(
     how: How,
-    models: Annotated[tuple[str, ...], f"Models: {', '.join(PRESETS)}.", "MODELS"] = (),
+    models: Annotated[tuple[str, ...], f"Models: {', '.join([*PRESETS, *PEERS])}.", "MODELS"] = (),
     batch: Annotated[int, "Rows that are decoded together."] = 1,
     quadratic_up_to: Annotated[int, "Longest context for models with a key-value cache."] = 32768,
     capture: Annotated[bool, "Each step is a CUDA graph."] = False,
 ) -> None:
     """Time per generated token after contexts of different lengths.
-    Contexts are not read, which would take minutes: the state is filled with random numbers."""
+    Contexts are not read, which would take minutes: the state is filled with random numbers. Peers read one row."""
+    for name in models:
+        require_name("model", name, [*PRESETS, *PEERS])
     measured = decode.benchmark_decode(
-        {name: how.config(name) for name in models or DEFAULT}, how.contexts or (2048, 8192, 32768, 131072), how.setup,
-        batch_size=batch, precisions=how.precisions, quadratic_up_to=quadratic_up_to, capture=capture)
+        {name: how.config(parse_label(name).preset) for name in models or DEFAULT},
+        how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precisions,
+        quadratic_up_to=quadratic_up_to, capture=capture)
     how.show_and_keep(measured)
 
 
 def benchmark_step(
     how: How,
-    labels: Annotated[tuple[str, ...], f"Models ({', '.join(PRESETS)}, flash-pytorch), each with :compile, :checkpoint "
+    labels: Annotated[tuple[str, ...], f"Models ({', '.join([*PRESETS, *PACKAGES])}), each with :compile, :checkpoint "
                                        "or for Transformers :unfused behind it.", "LABELS"] = (),
     tokens: Tokens = 8192,
     together: Annotated[bool, "Measure all contexts and types side by side, not one after another."] = False,
+    reads: Annotated[bool, "Only forward, to the logits of the last token, without a gradient."] = False,
 ) -> None:
     """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
     Any --set applies to every model that has the field."""
     cases = step.step_cases(labels or DEFAULT, how.contexts or (512, 2048, 8192), how.precisions, tokens=tokens,
-                            config_of=how.config)
+                            config_of=how.config, reads=reads)
     for rows in step.benchmark_step(cases, how.setup, together=together):
         how.show_and_keep(rows)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks import decode as decode_module
+from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.decode import benchmark_decode, filled_state
 from benchmarks.measure import Setup
 from lineartime.attention.combiner import RowCache
@@ -88,6 +89,14 @@ def test_a_filled_state_is_like_one_that_was_read(name):
                 assert torch.equal(mine, yours)
     for _ in range(2):
         assert decode_module.decode_step(model, torch.tensor([1, 2]), filled).isfinite().all()
+
+
+def test_a_peer_decodes_beside_ours():
+    config = shaped_config("flash", shape=SHAPES["small"])
+    ours, theirs = decode({"flash": config, "llama": config}, [32], batch_size=3)
+    assert theirs["block_tokens"] == decode_module.PEER_TOKENS and theirs["peer"]["model_type"] == "llama"
+    assert theirs["state_bytes"] == 3 * 32 * 2 * 2 * 64 * 4  # rows, tokens, layers, keys and values, width, bytes
+    assert theirs["cpu_ms"]["n"] == ours["cpu_ms"]["n"] == 2
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+import torch
 
 from benchmarks import measure, peers, step
-from benchmarks.cells import shaped_config
+from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.measure import Setup
 from benchmarks.peers import WINDOW_TOKENS, parse_label
 from benchmarks.step import step_cases
@@ -119,6 +120,41 @@ def test_a_wrong_gradient_of_one_parameter_is_found(here, monkeypatch, name, fac
     config = dataclasses.replace(tiny("flash"), **gated)
     (row,) = benchmark_step(cells("flash", config_of=lambda _: config), Setup(repeats=1))
     assert said in row["failed"]
+
+
+def small(preset: str, **settings) -> ModelConfig:
+    return shaped_config(preset, shape=SHAPES["small"], settings={"context": 32, **settings})
+
+
+def test_models_of_transformers_take_the_same_step(here):
+    """At the size of ours, and what sees more or less than ours fails."""
+    labels = ["flash", "llama", "qwen3.5-hybrid", "mamba2", "lfm2", "modernbert"]
+    *rows, masked = benchmark_step(cells(*labels, config_of=small, tokens=64), Setup(repeats=1))
+    assert "not causal" in masked["failed"]
+    for row in rows:
+        assert row["n_parameters"] == pytest.approx(rows[0]["n_parameters"], rel=0.03)
+        assert row["check"]["error"] <= row["check"]["limit"] and row["losses"][1] < row["losses"][0]
+        assert row["label"] == "flash" or row["peer"]["package"] == "transformers"
+    of_masked = cells("modernbert", "llama", config_of=lambda preset: small(preset, causal=False), tokens=64)
+    for some in (of_masked, [dataclasses.replace(case, reads=True) for case in of_masked]):
+        row, causal = benchmark_step(some, Setup(repeats=1))
+        assert row["cpu_ms"]["n"] == 1 and "is causal" in causal["failed"]
+        assert row["benchmark"] == ("forward" if some[0].reads else "step")
+    (row,) = benchmark_step(cells("llama"), Setup(repeats=1))
+    assert "another size" in row["failed"]
+
+
+def test_a_loss_that_does_not_fall_is_found(here, monkeypatch):
+    monkeypatch.setattr(step, "make_optimizer", lambda parts, train: torch.optim.SGD([torch.zeros(1)]))
+    (row,) = benchmark_step(cells("flash"), Setup(repeats=1))
+    assert "the loss does not fall" in row["failed"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3.5-hybrid", "mamba2", "lfm2"])
+def test_the_cache_of_a_peer_has_what_was_read(name):
+    peer, ids_BT = peers.build(parse_label(name), small("flash")).eval(), torch.arange(24).view(2, 12)
+    _, cache = peer.extend(ids_BT[:, :-1])
+    torch.testing.assert_close(peer.extend(ids_BT[:, -1:], cache)[0], peer(ids_BT)[:, -1])
 
 
 def test_nothing_to_measure():

@@ -10,17 +10,20 @@ def work_here(monkeypatch):
 
     class Here:
         def __init__(self, job, arguments):
-            self.arguments, self.job, self.answers = arguments, job, None
+            self.arguments, self.job, self.answers, self.failed = arguments, job, None, None
 
         def ask(self, order=None):
             asked.append((self.arguments.get("label"), order))
+            if self.failed is not None:
+                return self.failed
             try:
                 if self.answers is None:
                     self.answers = self.job(**self.arguments, **(order or {}))
                     return next(self.answers)
                 return self.answers.send(order)
             except (NumericsError, UsageError) as e:
-                return {"failed": str(e)}
+                self.failed = {"failed": str(e)}
+                return self.failed
 
         def close(self):
             if self.answers is not None:
