@@ -26,8 +26,8 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
         "keep", "context_parallel", "window_tokens")),
     "must be positive": (lambda value: value > 0, (
-        "init_std", "linear_scale_init", "local_scale_init", "linear_divisor", "learning_rate", "adam_epsilon",
-        "clip")),
+        "init_std", "linear_scale_init", "local_scale_init", "linear_divisor", "learning_rate", "muon_learning_rate",
+        "adam_epsilon", "clip")),
     "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
     "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
     "must be above 1": (lambda value: value > 1, ("rope_base",))}
@@ -410,6 +410,9 @@ class TrainConfig:
     clip_scope: Annotated[Literal["local", "global"], '"local": the gradient of each micro-batch is clipped before '
                           'averaging, as in the paper. "global": the averaged gradient is clipped.'] = "local"
 
+    optimizer: Annotated[Literal["adamw", "muon"], '"adamw", as in the paper. "muon": Muon for the matrices of layers, '
+                         "AdamW for everything else."] = "adamw"
+    muon_learning_rate: Annotated[float | None, "Peak learning rate of Muon; None: `learning_rate`."] = None
     micro_batch_tokens: Annotated[int, "Tokens of one forward and backward pass, which are clipped together if "
                                   "clipping is local (in the paper 2^18 / 64 cores)."] = 4096
     seed: Annotated[int, "Seed of the initial weights and of the order of the rows."] = 0
@@ -447,7 +450,11 @@ class TrainConfig:
         yield (self.schedule != "wsd" or self.warmup_steps <= self.decay_from, "the warm-up reaches into the decay",
                f"warmup_steps = {self.warmup_steps}, the decay begins at step {self.decay_from}",
                "lower warmup_steps or decay_share")
+        yield (self.muon_learning_rate is None or self.optimizer == "muon", "muon_learning_rate is for Muon",
+               "optimizer", 'set optimizer = muon, or leave it out')
         if self.shard:
+            yield (self.optimizer == "adamw", "Muon needs whole matrices", "shard = true, optimizer = muon",
+                   "set shard = false or optimizer = adamw")
             yield (self.clip is None or self.clip_scope == "global",
                    "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
                    "set clip_scope = global")

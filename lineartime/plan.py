@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lineartime.config import ModelConfig
-from lineartime.distributed.ordered import require_fitting
+from lineartime.distributed.ordered import parts_of, require_fitting
 from lineartime.distributed.ranks import ALONE, Ranks, in_rows
 from lineartime.distributed.windows import differentiate_windows
 from lineartime.info import mib, print_table
@@ -101,7 +101,8 @@ def plan(config: RunConfig, n_ranks: int) -> Plan:
     n_own = -(-n_all // n_ranks)
     is_sharded, n_pending = config.train.shard and n_ranks > 1, gradients_that_wait(config, ranks)
     weights = 4 * (n_own + n_outer + 3 * n_layer if is_sharded else n_all)
-    moments, gradients = 4 * 2 * n_own, 4 * (n_own * (1 + n_pending) if is_sharded else n_all * n_pending)
+    moments = 4 * sum(sizes_of_moments(config, ranks))
+    gradients = 4 * (n_own * (1 + n_pending) if is_sharded else n_all * n_pending)
     holes = 0 if config.train.shard else int(HOLES * live.most_kept)
     return Plan(process, weights, moments, gradients, live.most - weights - moments - gradients, holes)
 
@@ -115,6 +116,14 @@ def count_by_place(config: RunConfig) -> tuple[int, int, int]:
     return n_all, n_all - n_layers, n_layer
 
 
+def sizes_of_moments(config: RunConfig, ranks: Ranks) -> list[int]:
+    """The numbers in each moment of the optimizer that a process has. The first has most of them where Muon keeps one
+    for a matrix: its parameters are those outside of layers, for which AdamW keeps two."""
+    with torch.device("meta"):
+        parts = parts_of(LanguageModel(config.model), ranks, config.train.optimizer == "muon")
+    return [part.stop - part.start for part in parts for _ in part.moments]
+
+
 def gradients_that_wait(config: RunConfig, ranks: Ranks) -> int:
     """Gradients beside that of a process's last micro-batch: the sums of those before it, see `tree_sum`."""
     return int(math.log2(config.rows_per_step // config.micro_batch_rows // ranks.in_column.size))
@@ -123,13 +132,13 @@ def gradients_that_wait(config: RunConfig, ranks: Ranks) -> int:
 def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
     """The bytes that are alive in two steps of a process, one of `ranks`: its tensors have shapes and no data."""
     is_sharded, n_pending = config.train.shard and ranks.size > 1, gradients_that_wait(config, ranks)
-    n_all, n_outer, n_layer = count_by_place(config)
+    (n_all, n_outer, n_layer), sizes = count_by_place(config), sizes_of_moments(config, ranks)
     with FakeTensorMode():
         model = LanguageModel(config.model)
         parameters = list(model.parameters())
         with LiveBytes(parameters) as live:
             shares = [-(-p.numel() // ranks.size) for p in parameters]
-            held = [torch.empty(n) for n in shares for _ in range(2)]  # moments
+            held = [torch.empty(n) for n in sizes]  # moments
             if is_sharded:
                 # Shares of weights and gradients; all weights outside layers; those of two layers, of one twice.
                 held += [torch.empty(n) for n in shares for _ in range(2 + n_pending)]

@@ -29,8 +29,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of each parameter."""
 
 Wanted = dict[str, tuple[Sequence[int], int, int]]
 """Elements of tensors by name: the shape of the whole tensor, the first element of it flattened, and the end."""
@@ -130,13 +128,14 @@ class Run:
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
-        # The moments are given to AdamW as its first step would make them.
+        # The moments are given to AdamW as its first step would make them, and to Muon, which counts no steps.
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
-            f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop) for part in parts for kind in MOMENTS})
+            f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop)
+            for part in parts for kind in part.moments})
         with torch.no_grad():
             for part in parts:
-                state = {kind: torch.zeros_like(part.own) for kind in MOMENTS}
-                for kind in MOMENTS:
+                state = {kind: torch.zeros_like(part.own) for kind in part.moments}
+                for kind in part.moments:
                     state[kind].view(-1)[: part.stop - part.start] = moments[f"{kind}.{part.name}"]
                 optimizer.state[part.own] = {"step": torch.tensor(float(newest.step), device=part.own.device), **state}
         if self.ranks.is_first:
@@ -149,12 +148,12 @@ class Run:
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
         by file name. Every rank calls it, and writes the moments of its parts."""
-        # The moments of what this rank updates; 0 before the first step, as AdamW would begin.
+        # The moments of what this rank updates; 0 before the first step, as the optimizers begin.
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
         tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.own][kind])
                                if part.own in optimizer.state else torch.zeros_like(held_by(part, part.own))
-                               for part in own for kind in MOMENTS}}
+                               for part in own for kind in part.moments}}
         if self.is_sharded:
             tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}
         # Of several ranks each writes a file, and an index says which elements each file has.
@@ -162,7 +161,7 @@ class Run:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
             for stem in tuple(tensors):
                 tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)
-                files[checkpoint.index_name(stem)] = json.dumps(index_of(stem, model, places), indent=1) + "\n"
+                files[checkpoint.index_name(stem)] = json.dumps(index_of(stem, parts, places), indent=1) + "\n"
         if ranks.is_first:
             if not self.is_sharded:
                 tensors[WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
@@ -223,16 +222,16 @@ def file_of(stem: str, rank: int, n_ranks: int) -> str:
     return f"{stem}-{rank + 1}-of-{n_ranks}"
 
 
-def index_of(stem: str, model: LanguageModel, places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
     """For each tensor of a checkpoint that is in several files its shape, and the files with the elements of each.
 
     places: of each rank, the first element and the end of its part of each parameter, by name."""
     index = {}
-    for name, p in model.named_parameters():
-        for tensor in [name] if stem == WEIGHTS else [f"{kind}.{name}" for kind in MOMENTS]:
-            parts = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[name]]
+    for name, whole, moments in ((part.name, part.whole, part.moments) for part in parts):
+        for tensor in [name] if stem == WEIGHTS else [f"{kind}.{name}" for kind in moments]:
+            files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[name]]
                      for rank, at in enumerate(places) if name in at]
-            index[tensor] = {"shape": list(p.shape), "parts": parts}
+            index[tensor] = {"shape": list(whole.shape), "parts": files}
     return index
 
 

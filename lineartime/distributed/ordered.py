@@ -38,6 +38,17 @@ class ParameterPart(NamedTuple):
     own: nn.Parameter
     """The optimizer's parameter: `whole` itself, a part of its storage, `[stop - start]`, or a copy that is padded to a
     multiple of `VECTOR`."""
+    by_muon: bool = False
+    """Whether Muon updates it, which takes whole matrices: one rank has all of it, the others nothing."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of what the optimizer keeps of each element."""
+        return ("momentum_buffer",) if self.by_muon else ("exp_avg", "exp_avg_sq")
+
+    def uncut(self, x: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as `cut` takes it: Muon's matrices are one row, which is not cut."""
+        return x.reshape(1, -1) if self.by_muon else x
 
 
 def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
@@ -96,16 +107,26 @@ def merge(sums: Sums) -> None:
     sums[-2:] = [(height + 1, left)]
 
 
-def parts_of(model: nn.Module, ranks: Ranks = ALONE) -> list[ParameterPart]:
+def parts_of(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
     """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
-    all of it."""
-    # A part shares the memory of its parameter, so that the optimizer's update is the model's.
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    all of it. muon: whether the matrices of layers are Muon's."""
+    wholes = [ParameterPart(name, p, 0, p.numel(), p, muon and name.startswith("layers.") and is_matrix(name, p))
+              for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
-        return [ParameterPart(name, p, 0, p.numel(), p) for name, p in named]
-    own = cut(tuple(p.shape for _, p in named), ranks.size)[ranks.rank]
-    return [ParameterPart(name, p, start, stop, nn.Parameter(p.detach().view(-1)[start:stop]))
-            for (name, p), (start, stop) in zip(named, own, strict=True)]
+        return wholes
+    # A part shares the memory of its parameter, so that the optimizer's update is the model's.
+    parts = []
+    own = cut(tuple(each.uncut(each.whole).shape for each in wholes), ranks.size)[ranks.rank]
+    for each, (start, stop) in zip(wholes, own, strict=True):
+        flat = each.whole.detach().view(-1)[start:stop]
+        shape = each.whole.shape if each.by_muon and start < stop else flat.shape
+        parts.append(each._replace(start=start, stop=stop, own=nn.Parameter(flat.view(shape))))
+    return parts
+
+
+def is_matrix(name: str, p: Tensor) -> bool:
+    """Whether a parameter is a matrix or a table of embeddings, and no bias, norm, scale or position bias."""
+    return name.endswith("weight") and p.dim() >= 2
 
 
 @cache

@@ -55,7 +55,9 @@ class Division:
 
     def add_ranks(self, gradient: list[Tensor]) -> list[Tensor]:
         """The step's gradient of this rank's parts, from the sum over its own micro-batches."""
-        return gradient if self.is_sharded else exchange(gradient, self.ranks)
+        if self.is_sharded:
+            return gradient
+        return exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
     def norm(self, gradient: list[Tensor]) -> Tensor:
         """The norm of the gradient of all parts of all ranks, `[]`, on the CPU."""
@@ -79,7 +81,7 @@ class Division:
     def share_updates(self) -> None:
         """Bring the parts that the optimizers of all ranks have updated into this rank's model."""
         if self.reduce_scatter is None:
-            gather_parts([part.whole.detach() for part in self.parts], self.ranks)
+            gather_parts([part.uncut(part.whole.detach()) for part in self.parts], self.ranks)
         else:
             write_back(self.parts)
 
@@ -89,7 +91,7 @@ def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torc
     # Whole copies of the model, of whose parameters each rank updates a part; or of every parameter a part alone.
     if not config.shard:
         model.to(device)
-        return Division(parts_of(model, ranks), ranks)
+        return Division(parts_of(model, ranks, config.optimizer == "muon"), ranks)
     layers: list[tuple[nn.Module, Callable[[], None]]] = [
         (layer, partial(layer.init_weights, model.config.init_std)) for layer in model.residual_layers()]
     reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)

@@ -109,7 +109,8 @@ def new_model(config: RunConfig) -> LanguageModel:
     """The run's model, initialised from its seed, or on the meta device if it is to be sharded. Raises ResourceError if
     its training cannot fit into memory."""
     # Refused before memory is asked for: a system without enough of it may kill the process without a word.
-    per_parameter = 4 if torch.cuda.is_available() else 16  # the weight; on a CPU also its gradient and two moments
+    on_cpu = 12 if config.train.optimizer == "muon" else 16  # the weight, its gradient, and one moment or two
+    per_parameter = 4 if torch.cuda.is_available() else on_cpu
     needed, available = per_parameter * config.model.least_parameters, available_bytes()
     if config.train.shard:
         needed //= launched().size  # of the machine that all ranks are on, at most

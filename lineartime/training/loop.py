@@ -16,7 +16,7 @@ from torch import Tensor
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
 from lineartime.config import TrainConfig, to_dict
-from lineartime.distributed.ordered import ParameterPart, require_fitting
+from lineartime.distributed.ordered import ParameterPart, is_matrix, require_fitting
 from lineartime.distributed.ranks import (
     TIMEOUT_S,
     Ranks,
@@ -99,7 +99,7 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
 
 
 class Loop:
-    """The state of `fit`: the model, its optimizer, and the last step that is saved."""
+    """The state of `fit`: the model, its optimizers, and the last step that is saved."""
 
     def __init__(self, run: Run, setup: Setup, device: torch.device, callbacks: Callbacks):
         """Place the model and load the newest checkpoint."""
@@ -111,6 +111,8 @@ class Loop:
             self.model.compile_layers()
         self.division = divide(self.model, self.config, self.ranks, device)
         self.optimizer = make_optimizer(self.division.parts, self.config)
+        self.muon = make_muon(self.division.parts, self.config)
+        self.muon.state = self.optimizer.state  # a parameter is in one of both, and its moments in this
         # The parts that this rank updates are loaded; those of a sharded model are copies, see `write_back`.
         self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
         if self.config.shard:
@@ -122,21 +124,25 @@ class Loop:
         self.model.train()
 
     def step(self, step: int) -> None:
-        """Update the weights once: the gradient, AdamW, and a line of metrics."""
+        """Update the weights once: the gradient, AdamW and Muon, and a line of metrics."""
         config, started, cpu_started = self.config, time.perf_counter(), time.process_time()
         # The rows are a function of the seed and the step, so nothing of the data's order is stored.
         batch = [torch.from_numpy(part).to(self.device) for part in self.setup.objective.batch(step)]
+        rate = learning_rate_at(step, config)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, config)
+            group["lr"] = rate
+        for group in self.muon.param_groups:
+            group["lr"] = rate * (config.muon_learning_rate or config.learning_rate) / config.learning_rate
         with self.errors_explained(step):
             loss, norm = compute_gradient(self.model, self.setup.objective, batch, self.run.config.micro_batch_rows,
                                           config, division=self.division, n_windows=self.run.config.n_windows,
                                           between=partial(self.begin_micro_batch, step))
             self.optimizer.step()
+            self.muon.step()
             self.division.share_updates()
         clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
                  "cpu_s": sum(gather(torch.tensor(time.process_time() - cpu_started), self.ranks).tolist())}
-        self.log({"step": step + 1, "loss": loss, "learning_rate": learning_rate_at(step, config), "grad_norm": norm,
+        self.log({"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm,
                   "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
 
     def begin_micro_batch(self, step: int, number: int) -> None:
@@ -201,13 +207,22 @@ class Loop:
 
 
 def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates. Matrices and embeddings decay;
-    biases, norms, scales and position biases do not."""
-    decayed = [part.own for part in parts if part.name.endswith("weight") and part.whole.dim() >= 2]
-    others = [part.own for part in parts if not (part.name.endswith("weight") and part.whole.dim() >= 2)]
+    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates and that are not Muon's.
+    Matrices and embeddings decay; biases, norms, scales and position biases do not."""
+    parts = [part for part in parts if not part.by_muon]
+    decayed = [part.own for part in parts if is_matrix(part.name, part.whole)]
+    others = [part.own for part in parts if not is_matrix(part.name, part.whole)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
                              eps=config.adam_epsilon, fused=True)
+
+
+def make_muon(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.Muon:
+    """Muon for its matrices that this process updates. An update is as large as AdamW's, so that rates and decay fit
+    both."""
+    own = [part.own for part in parts if part.by_muon and part.start < part.stop]
+    return torch.optim.Muon([{"params": own}], lr=config.learning_rate, weight_decay=config.weight_decay,
+                            adjust_lr_fn="match_rms_adamw")
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

@@ -159,6 +159,8 @@ REFUSED = [
     ({"decay_share": 0.5}, 'decay_share is for schedule "wsd": schedule = linear; leave it out'),
     ({"schedule": "wsd", "decay_share": 0}, "decay_share is a share of the steps: decay_share = 0.0; it lies above 0"),
     ({"schedule": "wsd", "decay_share": 0.9, "steps": 10}, "the warm-up reaches into the decay: warmup_steps = 2, the"),
+    ({"muon_learning_rate": 0.01}, "muon_learning_rate is for Muon: optimizer = adamw; set optimizer = muon, or leave"),
+    ({"optimizer": "muon", "shard": True, "clip": None}, "Muon needs whole matrices: shard = true, optimizer = muon; "),
     ({"from": "small"}, "weights have their own model: model = flash, from = small; leave one out"),
     ({"micro_batch_tokens": 3072}, "tokens_per_step must be a multiple of micro_batch_tokens: 262144 and 3072"),
     ({"context": 3000}, "micro_batch_tokens must be a multiple of context: micro_batch_tokens = 4096, context = 3000;"),

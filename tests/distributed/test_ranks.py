@@ -54,6 +54,7 @@ def cold_ranks(tmp_path):
 
 
 GLOBAL = {"clip_scope": "global"}
+MUON = {"optimizer": "muon"}
 SHARDED = GLOBAL | {"shard": True}
 
 
@@ -79,7 +80,7 @@ def test_any_number_of_ranks_ends_in_the_same_bits(data, ranks, trained, tmp_pat
 @pytest.mark.rest
 @pytest.mark.parametrize(("settings", "numbers"), [
     ({}, [2, 8]), (SHARDED, [4, 8]), ({"clip": "none", "shard": True}, [2]),
-    (GLOBAL | {"precision": "bfloat16"}, [2, 4])], ids=str)
+    (GLOBAL | {"precision": "bfloat16"}, [2, 4]), (MUON | {"precision": "bfloat16"}, [2, 4])], ids=str)
 def test_any_further_number_of_ranks_ends_in_the_same_bits(settings, numbers, data, ranks, tmp_path):
     for n_ranks in (1, *numbers):
         out = tmp_path / str(n_ranks)
@@ -93,7 +94,7 @@ def test_a_timeout_that_is_none_is_refused(seconds):
         pass
 
 
-@pytest.mark.parametrize("settings", [{}, *rest(SHARDED)], ids=["whole", "sharded"])
+@pytest.mark.parametrize("settings", [{}, MUON | GLOBAL, *rest(SHARDED)], ids=["whole", "muon", "sharded"])
 def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_path):
     settings = SIZES | settings | {"steps": 40, "eval_every": 20, "save_every": 15}
     assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]
@@ -219,14 +220,16 @@ def test_evaluate_divides_the_work(data, ranks, trained):
     assert printed[0] == printed[1] and json.loads(printed[0])["loss"] > 0
 
 
-def test_fine_tuning_ends_in_the_same_bits(masked_data, ranks, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", *rest("muon")])
+def test_fine_tuning_ends_in_the_same_bits(optimizer, masked_data, ranks, tmp_path):
     assert ranks.run(1, command(masked_data, tmp_path / "pretrained", **SIZES | {"steps": 2}, causal=False,
                                 warmup_steps=1)) == [0], ranks.printed()
     questions = write_questions(tmp_path / "train.json", 0, 12), write_questions(tmp_path / "dev.json", 100, 4)
     for n_ranks in (1, 2):
         options = ("--questions", questions[0], "--validation", questions[1], "--out", tmp_path / str(n_ranks),
                    "--context", 48, "--learning-rates", "1e-2", "--epochs", 1, "--max-answer-tokens", 6,
-                   "--set", "chunk_size=4", "--set", "tokens_per_step=192", "--set", "micro_batch_tokens=48")
+                   "--set", "chunk_size=4", "--set", "tokens_per_step=192", "--set", "micro_batch_tokens=48",
+                   "--set", f"optimizer={optimizer}")
         assert ranks.run(n_ranks, ["finetune", tmp_path / "pretrained", *options]) == [0] * n_ranks, ranks.printed()
     assert not differences(tmp_path / "2" / "lr-1e-02", state_of(tmp_path / "1" / "lr-1e-02"))
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("1", "2")]

@@ -21,7 +21,7 @@ from drills.disk import disturbed
 
 MODES: dict[str, dict[str, object]] = {
     "whole": {}, "bfloat16": {"precision": "bfloat16"}, "sharded": {"shard": "true", "clip_scope": "global"},
-    "shared rows": {"context_parallel": 2}}
+    "shared rows": {"context_parallel": 2}, "muon": {"optimizer": "muon"}}
 EVERY = [(2, 2), (3, 3), (4, 3), (2, 5)]
 """save_every and eval_every."""
 TIMEOUT_S, CALM_S = 5, 60
