@@ -117,11 +117,13 @@ def count_by_place(config: RunConfig) -> tuple[int, int, int]:
 
 
 def sizes_of_moments(config: RunConfig, ranks: Ranks) -> list[int]:
-    """The numbers in each moment of the optimizer that a process has. The first has most of them where Muon keeps one
-    for a matrix: its parameters are those outside of layers, for which AdamW keeps two."""
+    """The numbers in each moment of the optimizer that a process has."""
     with torch.device("meta"):
-        parts = parts_of(LanguageModel(config.model), ranks, config.train.optimizer == "muon")
-    return [part.stop - part.start for part in parts for _ in part.moments]
+        model = LanguageModel(config.model)
+    if config.train.optimizer == "adamw":
+        return [-(-p.numel() // ranks.size) for p in model.parameters() for _ in range(2)]
+    # The first process has most of them: parameters outside of layers, with two moments, come before Muon's, with one.
+    return [part.stop - part.start for part in parts_of(model, ranks, muon=True) for _ in part.moments]
 
 
 def gradients_that_wait(config: RunConfig, ranks: Ranks) -> int:

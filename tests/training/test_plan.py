@@ -64,6 +64,7 @@ def test_what_several_processes_have():
     alone, four, eight = (planned(n_ranks, **settings) for n_ranks in (1, 4, 8))
     n_matrices = 4 * BASE["n_layers"] * 192 * (2 * 2 * 192 + 128 + 2 * 192)  # of u, v and z, and of the output
     assert planned(1, **settings, optimizer="muon").moments == 2 * n - n_matrices
+    assert planned(8, **settings, optimizer="muon").moments > (2 * n - n_matrices) / 8
     assert alone.weights == four.weights == n and alone.moments == 2 * n
     assert four.moments == pytest.approx(n / 2, rel=1e-3) and eight.moments == pytest.approx(n / 4, rel=1e-3)
     # Eight micro-batches of one process wait as three sums, two of one of four processes as one.
