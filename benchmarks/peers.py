@@ -162,6 +162,8 @@ def check_sight(peer: "Peer", config: ModelConfig) -> None:
 class Peer(nn.Module):
     """Another's model, called as ours are: ids to logits, or with targets to losses by the same function."""
 
+    body: Any
+
     def __init__(self, body: nn.Module, head: nn.Linear):
         super().__init__()
         self.body, self.head = body, head

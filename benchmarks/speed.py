@@ -158,12 +158,12 @@ def sources(table: pd.DataFrame) -> list[str]:
 
 def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
     """A picture and a table of a few lines: FLASH's speed over others in training steps, from the tables that have one
-    of the names, alone or with a hyphen behind it, on the machine of the one with most contexts."""
+    of the names, alone or with a hyphen behind it, on devices like that of the one with most contexts."""
     chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
         return "No training steps of two models were measured side by side yet.\n"
-    widest, same = max(chosen, key=lambda table: table.context.nunique()), ["hardware", "threads", "size"]
+    widest, same = max(chosen, key=lambda table: table.context.nunique()), ["device", "threads", "size"]
     cells = pd.concat([table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()],
                       ignore_index=True)
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
