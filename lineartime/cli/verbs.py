@@ -13,6 +13,7 @@ from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
 from lineartime.distributed.ranks import WITH_RANKS, launched
 from lineartime.errors import UsageError
+from lineartime.processors import share_processors
 
 VERBS: dict[Callable[..., None], list[str]] = {
     prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
@@ -79,6 +80,7 @@ def options(context: typer.Context,
 def main(app: typer.Typer = app, program: str = "lineartime") -> None:
     """Run a command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
+    share_processors()
     if launched().size > 1:  # else PyTorch writes the stack of each failed connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not launched().is_first:  # rank 0 speaks for all, but for errors

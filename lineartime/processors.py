@@ -1,0 +1,28 @@
+"""How this process shares the processors with others. It imports no torch, which reads the first choice once."""
+
+import ctypes
+import os
+import struct
+
+SPINS = "1000"
+"""How often a thread of PyTorch looks whether the others have come, before it sleeps: some 40 µs in place of 5 ms."""
+SLICE_NS = 100_000
+"""Nanoseconds that a thread asks to run for at a time; Linux has 2.8 ms. Who asks for less runs sooner, never more."""
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+"""The number of the system call sched_setattr(2), which has no function in C libraries before glibc 2.41."""
+
+
+def share_processors() -> None:
+    """Let the threads of a step wait for each other without holding up a busy machine; call it before torch is loaded.
+
+    Several threads compute each op together, and it ends with the last of them. Beside other processes that one has
+    often lost its processor, and threads that spin meanwhile take the time that it needs. So they sleep soon, unless
+    GOMP_SPINCOUNT or OMP_WAIT_POLICY is set. And a thread that is woken runs at once if its slices are short, with the
+    same share of the time; this needs Linux 6.12. docs/speed.md has what it gains."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    number = SCHED_SETATTR.get(os.uname().machine) if hasattr(os, "sched_getscheduler") else None
+    if number and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, SLICE_NS, 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
