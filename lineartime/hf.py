@@ -46,7 +46,7 @@ from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, 
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
-from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, padding_token
+from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, LONGEST, padding_token
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
@@ -74,7 +74,7 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
     model_type = "lineartime"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_layers",
-                                               "num_attention_heads": "n_heads", "max_position_embeddings": "context"}
+                                               "num_attention_heads": "n_heads"}
     __eq__ = PreTrainedConfig.__eq__  # the base class would generate an == that ignores our fields
 
     def __init__(self, **fields: Any):
@@ -109,6 +109,11 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest row, which is not that of training: where a position table ends, or more than any text has."""
+        return self.model_config().max_len or LONGEST
 
 
 class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):

@@ -367,6 +367,13 @@ def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(fol
         AutoModelForCausalLM.from_config(config)
 
 
+def test_the_longest_row_is_not_that_of_training(tmp_path):
+    """lm_eval cuts texts to it, and transformers warns of it. A table of positions has an end, FLASH has none."""
+    for name, longest in (("flash", 1 << 30), ("transformer", SIZES["context"])):
+        LineartimeConfig(**to_dict(model_config(name, **SIZES))).save_pretrained(tmp_path)
+        assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == longest
+
+
 def test_a_vocabulary_that_grows_keeps_the_bits_of_its_tokens(hf, ours, tmp_path):
     ids_BT, n = packed_ids(), SIZES["vocab_size"]
     hf.resize_token_embeddings(n + 2, pad_to_multiple_of=8)

@@ -233,14 +233,16 @@ def test_trl_prefers(tmp_path):
 
 
 def test_lm_eval_rolls_the_likelihood_of_a_text():
-    """With add_bos_token=False; otherwise it scores the beginning too."""
+    """With add_bos_token=False; otherwise it scores the beginning too. A text longer than a training row is whole."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     model, tokenizer, _ = lineartime.load_model(SMALL)
-    ids = [tokenizer.end_of_document, *tokenizer.encode(TEXTS[0])]
+    text = " ".join(TEXTS * 120)
+    ids = [tokenizer.end_of_document, *tokenizer.encode(text)]
+    assert len(ids) > model.config.context + 1
     expected = -token_losses(model, torch.tensor([ids])).sum().item()
-    asked = [Instance("loglikelihood_rolling", {}, (TEXTS[0],), 0)]
+    asked = [Instance("loglikelihood_rolling", {}, (text,), 0)]
     found = [HFLM(pretrained=SMALL, device="cpu", dtype="float32", **how).loglikelihood_rolling(asked)[0]
              for how in ({"add_bos_token": False}, {})]
     assert found[0] == pytest.approx(expected, rel=1e-5) and found[1] < expected - 5
