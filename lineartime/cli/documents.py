@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
+from lineartime.data.files import require_there
 from lineartime.data.rows import UTF8
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding, Fields, MaxTokens, PairField, Stdin, TextField
@@ -81,12 +82,13 @@ def classify(
 
 
 def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
-    """Raise UsageError as `check_out` does, and without a file."""
+    """Raise UsageError as `check_out` does, and without a file; DataError for a missing one."""
     from lineartime.documents.results import check_out
 
     require(bool(options.files), "nothing to read", "no file is named", "name files or folders, or - for stdin")
     if options.out is not None:
         check_out(options.out, endings)
+    require_there(options.files)
 
 
 def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", options: ReadOptions,

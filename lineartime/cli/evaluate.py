@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.terminal import Terminal, say, summary
+from lineartime.data.files import require_there
 from lineartime.distributed.ranks import connected, launched
 from lineartime.errors import ResourceError, UsageError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
@@ -67,11 +68,15 @@ def evaluate(options: EvaluateOptions) -> None:
     answers of a fine-tuned model are scored by exact match and F1."""
     folder = named_folder(options.run)
     if options.questions:
+        require_there(options.questions)
         evaluate_questions(folder, options)
         return
     if options.data is None:
         raise UsageError("evaluate needs prepared text", "evaluate",
                          "give --data DATA, or for a fine-tuned run --questions FILE")
+    from lineartime.data.tokens import read_manifest
+
+    read_manifest(options.data)  # refuses what is not prepared text, before torch is imported
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import evaluate, load_with_split
     from lineartime.runtime import pick_device

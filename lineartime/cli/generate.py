@@ -8,7 +8,7 @@ from typing import Annotated
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
-from lineartime.data.files import packing_of, size_of
+from lineartime.data.files import packing_of, require_there, size_of
 from lineartime.data.read_text import ending_of, is_one_document, require_encoding, text_of
 from lineartime.data.rows import UTF8
 from lineartime.data.small_texts import read_small
@@ -100,6 +100,7 @@ def read(
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
     require_encoding(encoding)
+    require_there([book])
     folder = named_folder(model)
     import torch
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from lineartime.cli.options import Device, RankTimeout, given_options
 from lineartime.cli.terminal import Terminal, counted_documents, results_are_files, say, say_stopping
+from lineartime.data.files import require_there
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import DataError, UsageError
 from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
@@ -43,6 +44,8 @@ def finetune(
         raise UsageError("options are missing", f"--task {plan.task}",
                          f"it takes --{'questions' if of_questions else 'documents'}, --validation and --out")
     plan = plan if of_questions else replace(plan, data=documents)
+    named_folder(plan.run)
+    require_there([*plan.data, *plan.validation, *plan.test])
     from lineartime.finetuning import finetune
     from lineartime.training import StopSignal
 

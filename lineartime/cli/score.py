@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import note, say_stopping
+from lineartime.data.files import require_there
 from lineartime.model_names import named_folder
 from lineartime.settings import require
 
@@ -31,6 +32,7 @@ def score(
     Every line is scored given all before it; what does not belong has many bits. A row has a number, the bits, the
     bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
     require(state is None or state.parent.is_dir(), "cannot write", str(state), "there is no such folder")
+    require_there([file])
     folder = named_folder(model)
     from lineartime.data.files import file_blocks, stdin_blocks
     from lineartime.data.read_text import PIECE

@@ -1,5 +1,7 @@
 """The command line: a verb is a function of a module here. Arguments are checked before heavy modules are imported."""
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -81,6 +83,7 @@ def main(app: typer.Typer = app, program: str = "lineartime") -> None:
     """Run a command line; errors become one line on stderr and an exit code, see `errors`."""
     arguments = sys.argv[1:] or ["--help"]
     share_processors()
+    atexit.register(gc.freeze)  # or Python looks through all objects of torch before it ends, for .3 s
     if launched().size > 1:  # else PyTorch writes the stack of each failed connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not launched().is_first:  # rank 0 speaks for all, but for errors

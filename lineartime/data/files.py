@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -189,6 +189,14 @@ def exists(name: Name) -> bool:
     store, path = store_of(name)
     with reading(name):
         return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
+
+
+def require_there(names: Iterable[Name]) -> None:
+    """Raise DataError for a missing file or folder of this machine: said before torch is imported. `-` is stdin."""
+    for name in names:
+        is_elsewhere = name == "-" or is_address(name) or str(name).startswith("hub:")
+        if not is_elsewhere and not glob.has_magic(str(name)) and not os.path.lexists(name):
+            raise DataError("cannot read", name, "no such file or folder")
 
 
 def is_folder(name: Name) -> bool:

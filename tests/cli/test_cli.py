@@ -45,21 +45,27 @@ def test_generation_does_not_load_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_arguments_are_checked_before_torch_is_imported() -> None:
+def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     lines = ["--help", "train --help", "", "no-such-verb", "train", "train flash", "train flush --data x --out y",
              "train flash --data nowhere --out y", "train flash --data x --out y --set n_layer=2", "train missing.toml",
              "train flash --data x --out y --set chunk_size=0", "train flash --data x --out y --steps many",
              "info flesh", "info flash --plan 0", "evaluate x --data y --batch-rows 0", "plot", "embed small",
-             "finetune small --out y --learning-rates 2", "finetune small --task classify --stride 3 --out y"]
+             "finetune small --out y --learning-rates 2", "finetune small --task classify --stride 3 --out y",
+             "finetune smal --task embed --documents . --validation . --out y", "evaluate small --data nowhere",
+             "generate smal", "export smal --out y", "answer smal --question x --document y", "config flesh"]
+    missing = ["embed small nowhere", "classify small nowhere", "score small nowhere",
+               "read nowhere --model small --out y", "prepare nowhere --out y", "generate small --prompt-file nowhere",
+               "finetune small --task embed --documents . --validation nowhere --out y",
+               "evaluate small --questions nowhere"]
     code = ("import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
             "from lineartime.cli.verbs import main\n"
-            f"for line in {lines}:\n"
+            f"for line in {lines + missing}:\n"
             "    sys.argv[1:] = line.split()\n"
             "    try:\n"
             "        main()\n"
             "    except SystemExit as e:\n"
             "        print(e.code, file=sys.stderr)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     ended = iter(done.stderr.splitlines())
     for line in lines:
         said = next(ended)
@@ -67,6 +73,8 @@ def test_arguments_are_checked_before_torch_is_imported() -> None:
             assert said == "0", line
         else:
             assert said.startswith("error: ") and next(ended) == "2", line
+    for line in missing:
+        assert next(ended).startswith("error: cannot read: nowhere") and next(ended) == "3", line
     assert next(ended, None) is None and done.stdout.count("Usage") == 3
 
 
