@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
 from lineartime.data.files import require_there
+from lineartime.data.read_text import require_encoding
 from lineartime.data.rows import UTF8
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding, Fields, MaxTokens, PairField, Stdin, TextField
@@ -88,6 +89,7 @@ def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
     require(bool(options.files), "nothing to read", "no file is named", "name files or folders, or - for stdin")
     if options.out is not None:
         check_out(options.out, endings)
+    require_encoding(options.encoding)
     require_there(options.files)
 
 

@@ -10,6 +10,7 @@ from lineartime.data.files import joined
 from lineartime.errors import UsageError
 from lineartime.model_names import named_folder
 from lineartime.run_config import RESULT_FILE, RUN_FILE
+from lineartime.settings import require
 
 
 def export(
@@ -57,9 +58,11 @@ def plot(
 ) -> None:
     """Draw the curves of runs."""
     split = [text.partition("=") for text in runs]
-    named = {label if equals else Path(label).name: Path(run or label) for label, equals, run in split}
+    named = {label if equals else Path(label).name: Path(path or label) for label, equals, path in split}
     if out is None and len(runs) > 1:
         raise UsageError("the picture needs a file", "plot", "give --out a .png")
+    for run in named.values():
+        require((run / RUN_FILE).exists(), "not a run", str(run), "give the --out folder of `lineartime train`")
     from lineartime.plot import plot_run, plot_side_by_side
 
     say(str(plot_run(Path(runs[0])) if out is None else plot_side_by_side(named, out)))

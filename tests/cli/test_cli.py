@@ -52,11 +52,12 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
              "info flesh", "info flash --plan 0", "evaluate x --data y --batch-rows 0", "plot", "embed small",
              "finetune small --out y --learning-rates 2", "finetune small --task classify --stride 3 --out y",
              "finetune smal --task embed --documents . --validation . --out y", "evaluate small --data nowhere",
-             "generate smal", "export smal --out y", "answer smal --question x --document y", "config flesh"]
+             "generate smal", "export smal --out y", "answer smal --question x --document y", "config flesh",
+             "plot nowhere", "plot A=nowhere B=nowhere --out y.png", "embed small . --encoding utf9"]
     missing = ["embed small nowhere", "classify small nowhere", "score small nowhere",
                "read nowhere --model small --out y", "prepare nowhere --out y", "generate small --prompt-file nowhere",
                "finetune small --task embed --documents . --validation nowhere --out y",
-               "evaluate small --questions nowhere"]
+               "evaluate small --questions nowhere", "generate small --state nowhere"]
     code = ("import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
             "from lineartime.cli.verbs import main\n"
             f"for line in {lines + missing}:\n"
