@@ -369,8 +369,9 @@ def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(fol
 
 def test_the_longest_row_is_not_that_of_training(tmp_path):
     """lm_eval cuts texts to it, and transformers warns of it. A table of positions has an end, FLASH has none."""
-    for name, longest in (("flash", 1 << 30), ("transformer", SIZES["context"])):
-        LineartimeConfig(**to_dict(model_config(name, **SIZES))).save_pretrained(tmp_path)
+    table = dataclasses.replace(CONFIGS["transformer++"], abs_pos="learned")
+    for config, longest in ((CONFIGS["flash"], 1 << 30), (table, table.context)):
+        LineartimeConfig(**to_dict(config)).save_pretrained(tmp_path)
         assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == longest
 
 
