@@ -42,7 +42,6 @@ def generate(
     One prompt is printed as it grows; several are continued together and printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
-    require_there([] if state is None else [state])
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
     import torch
 

@@ -57,7 +57,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     missing = ["embed small nowhere", "classify small nowhere", "score small nowhere",
                "read nowhere --model small --out y", "prepare nowhere --out y", "generate small --prompt-file nowhere",
                "finetune small --task embed --documents . --validation nowhere --out y",
-               "evaluate small --questions nowhere", "generate small --state nowhere"]
+               "evaluate small --questions nowhere"]
     code = ("import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
             "from lineartime.cli.verbs import main\n"
             f"for line in {lines + missing}:\n"
