@@ -11,6 +11,9 @@ from lineartime.ops.dispatch import is_transformed
 from lineartime.ops.dtypes import at_least_float32, matmul_dtype
 from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
+BLOCK_LOGITS = 2**18
+"""Logits whose softmax is made at once on a processor: as many as stay in its cache between the passes over them."""
+
 
 @torch.compiler.disable
 def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *,
@@ -91,47 +94,62 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
     """losses_N, and the `wanted` gradients of x, W and b: of the sum of losses, weighted by `gradient_N` if given."""
     n_tokens, vocab_size = len(x_ND), len(weight_VD)
     weight_VD, bias_V = weight_VD.to(dtype), bias_V.to(dtype)
-    # Buffers of a chunk: logits in the dtype of the matmul, and in the dtype of sums.
+    # Buffers: logits of a chunk in the dtype of the matmul, and of a block of its rows in the dtype of sums.
     narrow_CV = weight_VD.new_empty(min(chunk_tokens, n_tokens), vocab_size)
-    wide_CV = at_least_float32(narrow_CV)
-    losses_N = wide_CV.new_empty(n_tokens)
+    like = at_least_float32(narrow_CV[:0])  # for its dtype alone
+    block = max(BLOCK_LOGITS // vocab_size, 1) if x_ND.device.type == "cpu" else chunk_tokens
+    wide_RV = None if like.dtype == dtype else like.new_empty(min(block, len(narrow_CV)), vocab_size)
+    losses_N = like.new_empty(n_tokens)
     dx_ND = weight_VD.new_empty(x_ND.shape) if wanted[0] else None
-    dweight_VD = wide_CV.new_zeros(weight_VD.shape) if wanted[1] else None
-    dbias_V = wide_CV.new_zeros(vocab_size) if wanted[2] else None
-    part_VD = torch.empty_like(weight_VD) if wanted[1] and wide_CV is not narrow_CV else None
+    dweight_VD = like.new_zeros(weight_VD.shape) if wanted[1] else None
+    dbias_V = like.new_zeros(vocab_size) if wanted[2] else None
+    part_VD = torch.empty_like(weight_VD) if wanted[1] and wide_RV is not None else None
     with torch.autocast(x_ND.device.type, enabled=False):
         for start in range(0, n_tokens, chunk_tokens):
             at = slice(start, start + chunk_tokens)
-            x_CD, targets_C1 = x_ND[at].to(dtype), targets_N[at, None]
-            narrow, wide = narrow_CV[: len(x_CD)], wide_CV[: len(x_CD)]
-            torch.addmm(bias_V, x_CD, weight_VD.t(), out=narrow)
-            if wide_CV is not narrow_CV:
-                wide.copy_(narrow)
-            torch.log_softmax(wide, dim=-1, out=wide)
-            log_p_C1 = wide.gather(1, targets_C1)
-            torch.neg(log_p_C1[:, 0], out=losses_N[at])
+            x_CD, logits_CV = x_ND[at].to(dtype), narrow_CV[: len(x_ND[at])]
+            torch.addmm(bias_V, x_CD, weight_VD.t(), out=logits_CV)
+            for first in range(0, len(x_CD), block):
+                logits_RV = logits_CV[first : first + block]
+                rows = slice(start + first, start + first + len(logits_RV))
+                wide = logits_RV if wide_RV is None else wide_RV[: len(logits_RV)].copy_(logits_RV)
+                take_losses(wide, targets_N[rows, None], losses_N[rows])
+                if any(wanted):
+                    differentiate_logits(wide, targets_N[rows, None], losses_N[rows], dbias_V,
+                                         None if gradient_N is None else gradient_N[rows, None])
+                    if wide_RV is not None:
+                        logits_RV.copy_(wide)
             if any(wanted):
-                # The gradient of the logits: p, less 1 at the target.
-                wide.exp_().scatter_(1, targets_C1, log_p_C1.expm1_())
-                if gradient_N is not None:
-                    wide.mul_(gradient_N[at, None])
-                add_gradients(x_CD, weight_VD, narrow, wide, None if dx_ND is None else dx_ND[at], dweight_VD, dbias_V,
-                              part_VD)
+                add_gradients(x_CD, weight_VD, logits_CV, None if dx_ND is None else dx_ND[at], dweight_VD, part_VD)
     return losses_N, dx_ND, dweight_VD, dbias_V
 
 
-def add_gradients(x_CD: Tensor, weight_VD: Tensor, narrow_CV: Tensor, wide_CV: Tensor, dx_CD: Tensor | None,
-                  dweight_VD: Tensor | None, dbias_V: Tensor | None, part_VD: Tensor | None) -> None:
-    """From the gradient of a chunk's logits, wide_CV, write that of x and add to those of W and b, where there is room
-    for them. narrow_CV: gets it in the dtype of the matmul; it is wide_CV where that is the same. part_VD: room for the
-    chunk's gradient of W where sums have another dtype than the matmul."""
+def take_losses(logits_RV: Tensor, target_R1: Tensor, loss_R: Tensor) -> None:
+    """Write -ln p of the targets to loss_R, and p, the softmax, over the logits."""
+    # -ln p = max - logit + ln(sum of e^(logit - max)). Softmax makes that sum on the way: it is 1 / the largest p.
+    loss_R1 = logits_RV.amax(1, keepdim=True) - logits_RV.gather(1, target_R1)
+    torch.softmax(logits_RV, dim=-1, out=logits_RV)
+    torch.sub(loss_R1[:, 0], logits_RV.amax(1).log_(), out=loss_R)
+
+
+def differentiate_logits(p_RV: Tensor, target_R1: Tensor, loss_R: Tensor, dbias_V: Tensor | None,
+                         gradient_R1: Tensor | None) -> None:
+    """Make p the gradient of the logits, weighted by `gradient_R1` if given, and add it to that of b."""
+    # p, less 1 at the target.
+    p_RV.scatter_(1, target_R1, loss_R[:, None].neg().expm1_())
+    if gradient_R1 is not None:
+        p_RV.mul_(gradient_R1)
     if dbias_V is not None:
-        dbias_V.add_(wide_CV.sum(0))
-    if narrow_CV.dtype != wide_CV.dtype:
-        narrow_CV.copy_(wide_CV)
+        dbias_V.add_(p_RV.sum(0))
+
+
+def add_gradients(x_CD: Tensor, weight_VD: Tensor, dlogits_CV: Tensor, dx_CD: Tensor | None,
+                  dweight_VD: Tensor | None, part_VD: Tensor | None) -> None:
+    """From the gradient of a chunk's logits write that of x and add to that of W, where there is room for them.
+    part_VD: room for the chunk's gradient of W where sums have another dtype than the matmul."""
     if dx_CD is not None:
-        torch.mm(narrow_CV, weight_VD, out=dx_CD)
+        torch.mm(dlogits_CV, weight_VD, out=dx_CD)
     if dweight_VD is not None and part_VD is not None:
-        dweight_VD.add_(torch.mm(narrow_CV.t(), x_CD, out=part_VD))
+        dweight_VD.add_(torch.mm(dlogits_CV.t(), x_CD, out=part_VD))
     elif dweight_VD is not None:
-        dweight_VD.addmm_(narrow_CV.t(), x_CD)
+        dweight_VD.addmm_(dlogits_CV.t(), x_CD)
