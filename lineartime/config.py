@@ -420,7 +420,7 @@ class TrainConfig:
                          "optimizer state stay in float32."] = "float32"
     activation_checkpointing: Annotated[bool, "Recompute each layer in the backward pass instead of keeping its "
                                         "activations."] = False
-    compile: Annotated[bool, "Compile the model with `torch.compile`."] = False
+    compile: Annotated[bool, "Compile the model with `torch.compile`; on a processor this takes more memory."] = False
     shard: Annotated[bool, "Shard parameters, gradients and moments over the processes of `torchrun`; without it the "
                      "moments alone. A sharded run draws other initial values."] = False
     context_parallel: Annotated[int, "Processes of `torchrun` that share each row. Each holds a part of it, of whole "
