@@ -77,6 +77,8 @@ MEASURES = {
                      lambda results: texts_of(results.trained.groupby(level=CELL).size(), "{:.0f}".format)),
     "loss": Measure("Nats per token", "", ("train",),
                     lambda results: texts_of(spread(results.trained.loss), "{:.3f}".format)),
+    "minutes": Measure("Processor minutes of training", "", ("train",), lambda results: texts_of(
+        spread(results.trained.record.map(lambda record: record["train_s"]["cpu"] / 60)), "{:.1f}".format)),
     "perplexity": Measure("Perplexity per token", "perplexity", ("train",),
                           lambda results: texts_of(spread(results.trained.perplexity), four_figures)),
     "word_perplexity": Measure("Perplexity per word", "perplexity", ("train",),

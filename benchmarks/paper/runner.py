@@ -88,7 +88,7 @@ class Place:
 
 def missing_jobs(cells: Sequence[Cell], records: Records) -> list[Job]:
     """The runs that have no row yet: every cell with its first seed, then with its second, ..."""
-    return [Job(cell, seed) for seed in range(max(len(cell.seeds) for cell in cells)) for cell in cells
+    return [Job(cell, seed) for seed in range(max((len(cell.seeds) for cell in cells), default=0)) for cell in cells
             if cell.table.kind == "train" and seed in cell.seeds
             and not found(cell, records, "finetune" if cell.questions else "train", seed)]
 
@@ -103,7 +103,8 @@ def missing_times(cells: Sequence[Cell], records: Records) -> list[list[Cell]]:
     """The columns whose steps have not been timed side by side."""
     columns: dict[str, list[Cell]] = {}
     for cell in cells:
-        columns.setdefault(cell.column, []).append(cell)
+        if cell.table.timed:
+            columns.setdefault(cell.column, []).append(cell)
     return [column for column in columns.values() if not set.intersection(
         *({record["run"] for record in records_of(cell, records, "step")} for cell in column))]
 

@@ -49,6 +49,7 @@ class Table:
     """Row and column of what each scale runs."""
     measures: list[str]
     kind: Literal["train", "step"] = "train"
+    timed: bool = True
     reference: str | None = None
     one_seed: list[str] | Literal["all"] = field(default_factory=list)
     cpu_caption: str = ""
