@@ -2,6 +2,9 @@
 
     pip install '.[onnx]'
     python examples/onnx_decode.py [MODEL [PROMPT]]
+
+onnxruntime 1.32 also runs ONNX's own operator, LinearAttention of opset 27. This graph does not use it: the operator
+adds each token to its state, and FLASH adds a whole chunk.
 """
 
 import sys

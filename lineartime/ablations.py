@@ -221,7 +221,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        c = cache.v_BCE.shape[1]
+        c = cache.chunk_size
         uv_BNF, z_BNS = self.split_uv(uvz_BNF)
         heads, gate_BN = self.heads_next(z_BNS, info, inputs, cache)
         inputs = inputs.for_heads(self.config.n_heads)

@@ -27,6 +27,12 @@ class Places(NamedTuple):
     """The place of each token, if there is an `order_BL`."""
 
 
+def padding_last(valid_BT: Tensor) -> Tensor:
+    """The order with each row's tokens first and its padding last, see `layers.in_order`. ONNX has no stable sort."""
+    count_BT, padding_BT = valid_BT.cumsum(1), (~valid_BT).cumsum(1)
+    return torch.where(valid_BT, count_BT, count_BT[:, -1:] + padding_BT).argsort(1)
+
+
 def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None,
               order_BT: Tensor | None = None) -> Places:
     """The places of rows of `n_tokens`. segment_ids_BT: see `layers.SequenceInfo`. order_BT: the order in which the

@@ -110,7 +110,7 @@ class GatedAttentionUnit(ResidualLayer):
         n, s, e = n_rows * config.n_heads, config.qk_width, config.v_width
         if config.chunk_size is None:
             return KeyValueCache(weight.new_zeros(n, 0, s), weight.new_zeros(n, 0, e), config.n_heads)
-        return empty_chunk_state(n, s, e, config, weight)
+        return empty_chunk_state(n, s, e, config, weight, self.rel_pos_bias)
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class GatedAttentionUnit(ResidualLayer):
         if self.can_step_in_kernel(uvz_BNF, inputs, cache):
             return self.step_in_kernel(uvz_BNF, info, inputs, cache)
         # Otherwise this is a prompt. Chunks that it fills from the first to the last token run as in training.
-        first = inputs.whole_chunks(cache.v_BCE.shape[1])
+        first = inputs.whole_chunks(cache.chunk_size)
         if not first:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
         if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
@@ -158,7 +158,7 @@ class GatedAttentionUnit(ResidualLayer):
         """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer is filled up with values
         of 0, which change no state and which no earlier token sees."""
         assert info.rotary is not None
-        c = cache.v_BCE.shape[1]
+        c = cache.chunk_size
         # The op begins with the state that the cache holds, and leaves there the state after its last chunk.
         state = CarriedState(*cache.past(inputs))
         out_BNE = ops.gated_chunk_attention(

@@ -263,7 +263,8 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
         # The mask covers the new tokens, or those that the cache has seen too.
         (n_rows, n_new), n_past, mask = input_ids.shape, 0 if cache is None else cache.n_columns, attention_mask
-        require(mask is None or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
+        require(mask is None or torch.compiler.is_exporting()  # a graph cannot refuse numbers
+                or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                 f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
                 "one number per row and token")
         valid_BT = input_ids != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
@@ -302,16 +303,17 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                     cache: LineartimeCache | None) -> Tensor | None:
         """Segment ids of documents that begin where positions are 0 again, and at end-of-document tokens; None if
         positions say no more than the mask. Raises UsageError for positions that this model does not take."""
-        if position_ids is None:
+        in_graph = torch.compiler.is_exporting()
+        if position_ids is None or (in_graph and cache is not None):
             return None
         position_BT, expected_BT = position_ids.expand_as(ids_BT), valid_BT.cumsum(1) - 1
         if cache is not None and cache.state is not None:
             expected_BT = expected_BT + cache.state.seq_lens_B[:, None]
-        if ((position_BT == expected_BT) | ~valid_BT).all():
+        if not in_graph and ((position_BT == expected_BT) | ~valid_BT).all():
             return None
         begins_BT = valid_BT & (position_BT == 0)
-        first_BT = torch.where(begins_BT, expected_BT, 0).cummax(1).values
-        packed = cache is None and bool(((position_BT == expected_BT - first_BT) | ~valid_BT).all())
+        first_BT = torch.where(begins_BT, expected_BT, 0).cummax(1)[0]
+        packed = cache is None and (in_graph or bool(((position_BT == expected_BT - first_BT) | ~valid_BT).all()))
         require(packed, "positions that this model does not take", "position_ids",
                 "leave them out: tokens are counted from 0, without padding, and from 0 again where a document begins, "
                 "if there is no cache")
@@ -442,19 +444,22 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         trunk.__dict__.pop("forward", None)  # of a library that put its own there
         return trunk
 
+    def get_encoder(self, modality: str | None = None) -> Any:
+        """This model, which says that there is none; the search of transformers finds `base_model`."""
+        return self
+
     def get_output_embeddings(self) -> Any:
         return Head(self.model.embed.weight, self.model.head_bias)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
                                       **kwargs: Any) -> Any:
         """Give `generate` a `LineartimeCache` instead of its key-value cache."""
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            kind = generation_config.cache_implementation
-            require(kind in (None, "dynamic"), "this model has a cache of its own", f"cache_implementation = {kind}",
-                    "leave it out")
-            generation_config.cache_implementation = None
-            model_kwargs["past_key_values"] = LineartimeCache()
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        kind = generation_config.cache_implementation
+        require(kind in (None, "dynamic"), "this model has a cache of its own", f"cache_implementation = {kind}",
+                "leave it out")
+        model_kwargs["past_key_values"] = LineartimeCache()
 
     def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
         """Processors that never see the padding token: some look up the logits of each token of the prompt."""

@@ -10,7 +10,9 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from lineartime.decoding import cache as decoding
 from lineartime.decoding.state import DecodingState, load_state, save_state
+from lineartime.document_grid import padding_last
 from lineartime.errors import UsageError
+from lineartime.generation.step import DecodeStep
 from lineartime.layers import in_order
 from lineartime.model import LanguageModel
 from lineartime.settings import require
@@ -68,8 +70,10 @@ class LineartimeCache(Cache):
 
     def reset(self) -> None:
         self.state: DecodingState | None = None
-        self.n_columns = 0
-        """Tokens given to each row, padding included; transformers calls this the sequence length."""
+        """Without its model: an exporter takes all that is in a cache for tensors of the graph."""
+        self.n_columns = torch.zeros((), dtype=torch.long)
+        """Tokens given to each row, padding included, which transformers calls the sequence length; a tensor, as all
+        that a graph takes in and gives back."""
 
     @property
     def layers(self) -> list[LineartimeLayer]:
@@ -80,7 +84,7 @@ class LineartimeCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.state is None else len(self.state.seq_lens_B)
+        return -1 if self.state is None else self.state.seq_lens_B.shape[0]
 
     @property
     def is_croppable(self) -> bool:
@@ -88,16 +92,23 @@ class LineartimeCache(Cache):
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
                embeds_BND: Tensor | None = None) -> Tensor:
-        """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND."""
+        """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND. An
+        exported program of one column takes all its tokens for valid."""
+        n_rows = ids_BN.shape[0]  # `len` would fix it in a graph
         if self.state is None:
-            self.state = model.decoding_state(len(ids_BN))
-        require(self.batch_size == len(ids_BN), "the cache holds another batch",
-                f"{self.batch_size} rows, the input has {len(ids_BN)}", "repeat it: batch_repeat_interleave")
+            self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)
+        require(self.batch_size == n_rows, "the cache holds another batch",
+                f"{self.batch_size} rows, the input has {n_rows}", "repeat it: batch_repeat_interleave")
+        self.n_columns = self.n_columns + ids_BN.shape[1]
+        if torch.compiler.is_exporting() and ids_BN.shape[1] == 1 and collected is None and embeds_BND is None:
+            step = DecodeStep(model, self.state.reserve_in_graph(1))
+            x_BD, new = step.hidden(ids_BN[:, 0], step.tensors_of(self.state))
+            self.state.take(new)
+            return x_BD[:, None]
         # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.
-        order_BN = valid_BN.int().argsort(dim=1, descending=True, stable=True)
+        order_BN = padding_last(valid_BN)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
                              None if embeds_BND is None else in_order(embeds_BND, order_BN))
-        self.n_columns += ids_BN.shape[1]
         back_BN = order_BN.argsort(1)
         if collected is not None:
             collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]
@@ -115,7 +126,7 @@ class LineartimeCache(Cache):
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.n_columns
+        return int(self.n_columns)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no longest row."""
@@ -136,6 +147,7 @@ class LineartimeCache(Cache):
     def from_pretrained(cls, path: Path | str, model: Any) -> "LineartimeCache":
         """The cache in a file of `save_pretrained`, for the model that made it. Raises as `DecodingState.load` does."""
         made = cls()
-        made.state, facts = load_state(Path(path), model.model, {"n_columns"})
-        made.n_columns += facts["n_columns"]
+        state, facts = load_state(Path(path), model.model, {"n_columns"})
+        made.state = dataclasses.replace(state, model=None)
+        made.n_columns = made.n_columns + facts["n_columns"]
         return made

@@ -20,7 +20,7 @@ from lineartime import ops
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.distributed.context import exchange_states
 from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.document_grid import places_of
+from lineartime.document_grid import padding_last, places_of
 from lineartime.errors import UsageError
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, rope, rotary
@@ -176,7 +176,7 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
 def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """The order that moves the tokens of each row to its front, so that padding shifts neither positions nor chunk
     boundaries; and the segment ids in it, -1 for padding."""
-    order_BT = padding_mask_BT.int().argsort(dim=1, descending=True, stable=True)
+    order_BT = padding_last(padding_mask_BT.bool())
     ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
     return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
 

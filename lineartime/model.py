@@ -16,7 +16,7 @@ from lineartime.decoding.cache import Cache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.decoding.state import DecodingState
 from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.document_grid import Places, places_of
+from lineartime.document_grid import Places, padding_last, places_of
 from lineartime.errors import UsageError
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import (
@@ -248,7 +248,7 @@ class LanguageModel(nn.Module):
         for number in range(max(int(number_BN.max()), 0) + 1):
             here_BN = number_BN == number
             n_B = here_BN.sum(1)
-            order_BN = here_BN.int().argsort(dim=1, descending=True, stable=True)[:, : max(int(n_B.max()), 1)]
+            order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]
             blocks: list[Tensor] | None = None if collected is None else []
             x_BND = self.extend_rows(ids_BN.gather(1, order_BN), n_B, state, blocks,
                                      None if embeds_BND is None else in_order(embeds_BND, order_BN))
@@ -264,7 +264,10 @@ class LanguageModel(nn.Module):
                     embeds_BND: Tensor | None) -> Tensor:
         """`extend` by tokens that `DecodingState.inputs` takes at once."""
         # Which positions and documents the new tokens have follows from what each row has read.
-        inputs = state.inputs(self.config, n_new_B, self.begins(ids_BN))
+        window = None
+        if torch.compiler.is_exporting():  # a graph reads no lengths
+            window = state.reserve_in_graph(ids_BN.shape[1]) or 0
+        inputs = state.inputs(self.config, n_new_B, self.begins(ids_BN), window)
         self.check_length(inputs.longest)
         x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected, embeds_BND)
         state.seq_lens_B, state.start_B = state.seq_lens_B + n_new_B, state.starts_B(inputs)

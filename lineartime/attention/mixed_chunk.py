@@ -65,7 +65,8 @@ class MixedChunk:
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         config = self.config
-        return empty_chunk_state(n_rows * config.n_heads, config.qk_width, config.v_width, config, weight)
+        return empty_chunk_state(n_rows * config.n_heads, config.qk_width, config.v_width, config, weight,
+                                 self.rel_pos_bias)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:

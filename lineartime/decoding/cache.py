@@ -67,6 +67,11 @@ class ChunkState(Cache):
     bias_M: Tensor | None = None
     """The layer's position bias at key position minus query position: 1 - M, ..., 0."""
 
+    @property
+    def chunk_size(self) -> int:
+        """Slots of the open chunk; a plain number in a graph too."""
+        return int(self.v_BCE.shape[1])
+
     def bias(self, rel_pos_bias: RelPosBias) -> Tensor:
         """`bias_M`, computed at the first call."""
         if self.bias_M is None:
@@ -91,7 +96,7 @@ class ChunkState(Cache):
     def past(self, inputs: DecodeInputs) -> Past:
         """The past of the open chunk, see `reference.Past`: of the document that each row is in before the new
         tokens."""
-        n_carried_B = inputs.n_carried_B(self.v_BCE.shape[1]).to(self.kv_BSE.dtype)
+        n_carried_B = inputs.n_carried_B(self.chunk_size).to(self.kv_BSE.dtype)
         # What divides the sum: the tokens in it, or with chunk_pooling "written" the sum of their gates.
         count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
         return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
@@ -108,7 +113,7 @@ class ChunkState(Cache):
         """The linear half for the chunks from the open one on: `[B, G, C, E]`. Full chunks are added to `kv_BSE`.
 
         gate_BGC: with pooling "written" the gates of tokens in their slots."""
-        c = self.v_BCE.shape[1]
+        c = self.chunk_size
         # The states at the boundaries of the chunks, as in training, from the past on. A query reads that at the
         # beginning of its chunk, if it is of its document.
         kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, self.past(inputs),
@@ -116,7 +121,7 @@ class ChunkState(Cache):
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
         count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling in ("mean", "written") else 1.0
         # The new state is that at the beginning of the chunk which is open now.
-        rows, n_closed_B = torch.arange(len(kv_BPSE), device=kv_BPSE.device), inputs.n_closed_B(c)
+        rows, n_closed_B = torch.arange(kv_BPSE.shape[0], device=kv_BPSE.device), inputs.n_closed_B(c)
         self.kv_BSE = kv_BPSE[rows, n_closed_B]
         if self.written_B is not None:
             self.written_B = count_BP[rows, n_closed_B]
@@ -155,9 +160,10 @@ class KeyValueCache(Cache):
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)
             self.k_BL[:, at], self.v_BL[:, at] = k_BN, v_BN
-        elif inputs.single_token:
-            rows, position_B = torch.arange(k_BN.shape[0], device=k_BN.device), inputs.position_BN[:, 0]
-            self.k_BL[rows, position_B], self.v_BL[rows, position_B] = k_BN[:, 0], v_BN[:, 0]
+        elif inputs.single_token or inputs.window is not None:
+            # Padding is written too: behind a row's tokens, where the next ones overwrite it.
+            rows = torch.arange(k_BN.shape[0], device=k_BN.device)[:, None]
+            self.k_BL[rows, inputs.position_BN], self.v_BL[rows, inputs.position_BN] = k_BN, v_BN
         else:
             rows, n = inputs.valid_BN.nonzero(as_tuple=True)
             position = inputs.position_BN[rows, n]
@@ -170,9 +176,10 @@ class KeyValueCache(Cache):
 
     def bias(self, rel_pos_bias: RelPosBias, length: int) -> Tensor:
         """The position bias at key position minus query position: 1 - length, ..., 0."""
-        if self.bias_L is None or len(self.bias_L) < length:
+        # A graph computes it each time: it may not depend on how long rows were before.
+        if self.bias_L is None or torch.compiler.is_exporting() or len(self.bias_L) < length:
             self.bias_L = bias_table(rel_pos_bias, self.k_BL.shape[1])
-        return self.bias_L[len(self.bias_L) - length :]
+        return self.bias_L[self.bias_L.shape[0] - length :]
 
 
 def bias_table(rel_pos_bias: RelPosBias, length: int) -> Tensor:
@@ -187,7 +194,7 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
     """`x_BL` padded with zeros to at least `length`."""
     if length <= x_BL.shape[1]:
         return x_BL
-    made = x_BL.new_zeros(len(x_BL), length, *x_BL.shape[2:])
+    made = x_BL.new_zeros(x_BL.shape[0], length, *x_BL.shape[2:])
     made[:, : x_BL.shape[1]] = x_BL
     return made
 

@@ -35,7 +35,8 @@ def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: Mod
     return at_least_float32(score_BNL) * scale if bias is None else torch.add(bias, score_BNL, alpha=scale)
 
 
-def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tensor) -> ChunkState:
+def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tensor,
+                      rel_pos_bias: RelPosBias | None) -> ChunkState:
     """The cache of `n` entries (rows times heads) that have no token yet, of `weight`'s dtype and device. s: width of
     keys. e: width of values."""
     assert config.chunk_size is not None
@@ -46,6 +47,8 @@ def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tenso
         state.k_before_BCS, state.v_before_BCE = k_BCS.clone(), v_BCE.clone()
     if config.chunk_pooling == "written":
         state.gate_BC, state.written_B = kv_BSE.new_zeros(n, config.chunk_size), kv_BSE.new_zeros(n)
+    if rel_pos_bias is not None:
+        state.bias(rel_pos_bias)  # now, so that a state has the same tensors before and after its first token
     return state
 
 
@@ -95,19 +98,21 @@ def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs,
                    read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """`extend_chunks` by any number of tokens per row: the open chunk and the new tokens are laid out in whole chunks,
     from the start of the open chunk on."""
-    c = cache.v_BCE.shape[1]
+    c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c
     slot_BN = torch.where(inputs.valid_BN, offset_B[:, None] + torch.arange(v_BNE.shape[1], device=v_BNE.device), -1)
-    n_slots = max(-(-(int(slot_BN.max()) + 1) // c), 1) * c
+    # A graph has room for the most tokens that an open chunk may hold.
+    n_filled = int(slot_BN.max()) + 1 if inputs.window is None else v_BNE.shape[1] + c - 1
+    n_slots = max(-(-n_filled // c), 1) * c
 
     def to_slots(new_BN: Tensor, open_BC: Tensor | None = None, fill: int = 0) -> Tensor:
-        """The tokens of the open chunk, then the new ones, as chunks. Padding goes to an extra last slot, which is cut
-        off."""
-        all_BT = new_BN.new_full((len(new_BN), n_slots + 1, *new_BN.shape[2:]), fill)
+        """The tokens of the open chunk, then the new ones, as chunks. Padding goes to an extra first slot, which is
+        cut off."""
+        all_BT = new_BN.new_full((new_BN.shape[0], n_slots + 1, *new_BN.shape[2:]), fill)
         if open_BC is not None:
-            all_BT[:, :c] = open_BC
-        index = (slot_BN % (n_slots + 1)).view(*slot_BN.shape, *[1] * (new_BN.dim() - 2)).expand_as(new_BN)
-        return to_chunks(all_BT.scatter(1, index, new_BN)[:, :-1], c)
+            all_BT[:, 1 : c + 1] = open_BC
+        index = (slot_BN + 1).view(*slot_BN.shape, *[1] * (new_BN.dim() - 2)).expand_as(new_BN)
+        return to_chunks(all_BT.scatter(1, index, new_BN)[:, 1:], c)
 
     # The open chunk's tokens are of document 0 where they are of the row's current document, and padding before it.
     slot_C, open_start_B = torch.arange(c, device=v_BNE.device), inputs.seq_lens_B - offset_B
@@ -118,7 +123,7 @@ def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs,
     k_lin_BGCS, k_quad_BGCS = to_slots(k_lin_BNS, cache.k_lin_BCS), to_slots(k_quad_BNS, cache.k_quad_BCS)
     v_BGCE = to_slots(v_BNE, cache.v_BCE)
     out_BGCE = torch.zeros_like(v_BGCE)
-    rows, n_closed_B = torch.arange(len(v_BNE), device=v_BNE.device), inputs.n_closed_B(c)
+    rows, n_closed_B = torch.arange(v_BNE.shape[0], device=v_BNE.device), inputs.n_closed_B(c)
 
     if config.chunk_parts != "global":
         q_quad, k_quad, v, ids = to_slots(q_quad_BNS), k_quad_BGCS, v_BGCE, segment_ids_BGC

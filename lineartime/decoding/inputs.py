@@ -23,8 +23,8 @@ class DecodeInputs:
     begins_BN: Tensor
     """True for tokens that start a document."""
     window: int | None = None
-    """Set for a CUDA graph, with one token per row: the number of cached keys that are read. There is no host
-    synchronisation, and no shape depends on the position."""
+    """Set for a graph: the number of cached keys that are read. There is no host synchronisation, and no shape depends
+    on the position."""
 
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
@@ -32,8 +32,8 @@ class DecodeInputs:
         self.position_BN = self.seq_lens_B[:, None] + index_N
         begins_BN = self.begins_BN & self.valid_BN
         starts_BN = torch.where(begins_BN, self.position_BN, -1)
-        if len(index_N) > 1:  # ONNX has no cummax, and one token needs none
-            starts_BN = starts_BN.cummax(1).values
+        if begins_BN.shape[1] > 1:  # ONNX has no cummax, and one token needs none
+            starts_BN = starts_BN.cummax(1)[0]
         self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
         """Start position of each token's document."""
         self.document_BN = begins_BN.cumsum(1)
@@ -44,7 +44,7 @@ class DecodeInputs:
         """Tokens of the longest row, with the new ones; with a window the window."""
         self.any_begins, self.one_document = True, False
         """Whether a new token may start a document; whether all tokens of each row are known to be one document."""
-        self.single_token = True
+        self.single_token = begins_BN.shape[1] == 1
         """Whether every row has exactly one new token, the common case of decoding."""
         self.common_position: int | None = None
         """Position of the first new token, if it is the same in all rows and no row has padding."""
@@ -76,7 +76,8 @@ class DecodeInputs:
         """Where to cut each row so that the first part or the second is whole chunks: behind the tokens that fill the
         open chunk; if there are none, behind the whole chunks, which may be all new tokens. Empty if no row fills
         another chunk than the open one."""
-        if self.begins_BN.shape[1] < chunk_size:  # as in every step of decoding, layer by layer
+        # As in every step of decoding, layer by layer; and in a graph, which knows no lengths.
+        if not self.lengths or self.begins_BN.shape[1] < chunk_size:
             return ()
         rows = list(zip(self.lengths, self.n_new, strict=True))
         before = tuple(min(-length % chunk_size, n_new) for length, n_new in rows)

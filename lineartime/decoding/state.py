@@ -97,6 +97,15 @@ class DecodingState:
             if isinstance(cache, KeyValueCache):
                 cache.reserve(n_tokens)
 
+    def reserve_in_graph(self, n_new: int) -> int | None:
+        """Allocate room for `n_new` more tokens in all key-value caches, which grow by as many: the length that
+        `DecodeInputs.window` wants, or None without such caches. Nothing is read from the device."""
+        lengths = [cache.k_BL.shape[1] for cache in self.caches if isinstance(cache, KeyValueCache)]
+        if not lengths:
+            return None
+        self.reserve(lengths[0] + n_new)
+        return lengths[0] + n_new
+
     def repeated(self, n_rows: int) -> "DecodingState":
         """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for another number."""
         n_own = len(self.seq_lens_B)

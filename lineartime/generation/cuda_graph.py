@@ -57,10 +57,10 @@ class CapturedStep:
 
     def step(self) -> Tensor:
         """Append `ids_B` to the state without host synchronisation: logits_BV."""
-        logits_BV, start_B = step_in_window(self.model, self.ids_B, self.state, self.window)
+        x_BD, start_B = step_in_window(self.model, self.ids_B, self.state, self.window)
         self.state.start_B.copy_(start_B)
         self.state.seq_lens_B.add_(1)
-        return logits_BV
+        return self.model.logits(x_BD)
 
     def capture(self) -> None:
         """Record the step as a graph, after a warm-up run on a side stream, whose update of the positions is undone."""

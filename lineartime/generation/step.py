@@ -17,13 +17,13 @@ from lineartime.settings import require
 
 
 def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int) -> tuple[Tensor, Tensor]:
-    """Append one token to every row without host synchronisation: logits_BV, and the start of each row's document. Of
-    the state only the caches are updated, and full chunks are not closed: the caller does that.
+    """Append one token to every row without host synchronisation: the hidden states x_BD, and the start of each row's
+    document. Of the state only the caches are updated, and full chunks are not closed: the caller does that.
 
     window: the number of cached keys that are read, at least the tokens of the longest row with the new one."""
     ids_B1 = ids_B[:, None]
     inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
-    return model.logits(model.extend_layers(ids_B1, inputs, state.caches)[:, 0]), state.starts_B(inputs)
+    return model.extend_layers(ids_B1, inputs, state.caches)[:, 0], state.starts_B(inputs)
 
 
 def last_tokens(config: ModelConfig, state: DecodingState, window: int | None = None) -> DecodeInputs:
@@ -43,7 +43,8 @@ class DecodeStep(nn.Module):
 
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()
-        state = model.decoding_state(1)
+        with torch.no_grad():
+            state = model.decoding_state(1)
         require(all(cache.replayable or not cache.growing for cache in state.caches),
                 "a step of this model is not one graph", model.config.attn_type, "decode with lineartime.generate")
         self.grows = any(cache.growing for cache in state.caches)
@@ -91,14 +92,19 @@ class DecodeStep(nn.Module):
 
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """ids_B: the next token of each row. A row must not outgrow the window; nothing here looks at its length."""
+        x_BD, new = self.hidden(ids_B, state)
+        return self.model.logits(x_BD), new
+
+    def hidden(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`forward` up to the hidden states x_BD."""
         now = self.to_state(state)
-        logits_BV, now.start_B = step_in_window(self.model, ids_B, now, self.window)
+        x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window)
         now.seq_lens_B = now.seq_lens_B + 1
         new = self.tensors_of(now)
         if any(isinstance(cache, ChunkState) for cache in now.caches):
             is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
             new |= if_else(is_full, self.closed, self.not_closed, new)
-        return logits_BV, new
+        return x_BD, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state that change when chunks are closed, after those that the last token filled were."""

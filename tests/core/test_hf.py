@@ -271,6 +271,39 @@ def test_a_cache_is_a_file(hf64, tmp_path):
         LineartimeCache().save_pretrained(tmp_path / "cache", hf64)
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize(("name", "widths"), [("flash", [1] * 6), ("flash", [2, 5, 3]), ("transformer++", [2, 5, 3]),
+                                              ("llama", [2, 5, 3])])
+def test_exported_for_generation(name, widths):
+    """By the exporter of transformers, as llama: decoding by one token or by many, with a cache that goes in and comes
+    out, padding, documents, and other numbers of rows and tokens than those of the example."""
+    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+
+    config = AutoConfig.for_model(name, num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=300,
+                                  num_attention_heads=2) if name == "llama" else LineartimeConfig(
+        **to_dict(dataclasses.replace(CONFIGS[name], n_layers=1)))
+    torch.manual_seed(0)
+    model, stop = AutoModelForCausalLM.from_config(config).double().eval(), 9
+    cache = transformers.DynamicCache(config=config) if name == "llama" else LineartimeCache()
+    ids_BT, mask_BT = packed_ids()[[0, 1, 0], :23], torch.ones(3, 23, dtype=torch.long)
+    mask_BT[1, :3] = 0
+    position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    step = DynamoExporter().export_for_generation(
+        model, {"input_ids": ids_BT[:2, :13], "attention_mask": mask_BT[:2, :13]}, DynamoConfig(dynamic=True),
+        multi_token_decode=widths[0] > 1).components["decode"].program.module()
+    with torch.no_grad():
+        wanted_BTV = model(ids_BT, attention_mask=mask_BT, position_ids=position_BT).logits
+        model(ids_BT[:, :stop], attention_mask=mask_BT[:, :stop], position_ids=position_BT[:, :stop],
+              past_key_values=cache)
+        for width in widths:
+            at, stop = slice(stop, stop + width), stop + width
+            out = step(input_ids=ids_BT[:, at], attention_mask=mask_BT[:, :stop], position_ids=position_BT[:, at],
+                       past_key_values=cache)
+            cache = out.past_key_values
+            assert (out.logits - wanted_BTV[:, at]).abs().max() < 1e-12
+    assert cache.get_seq_length() == stop
+
+
 def test_rows_of_a_cache(hf64):
     """Repeated and chosen, as transformers may ask of a cache."""
     ids_BT, cache = packed_ids(), LineartimeCache()

@@ -256,6 +256,28 @@ def test_onnx_decodes_the_same_text(tmp_path):
     assert done.stdout.endswith("the same 600 tokens\n")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_onnx_by_transformers_decodes_from_a_cache():
+    """The program of any number of tokens, in pieces, gives the logits of the whole row."""
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    config = lineartime.hf.LineartimeConfig.from_pretrained(SMALL, n_layers=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids_BT = torch.randint(1, 8000, (2, 300), generator=torch.manual_seed(0))
+    cache, stop = lineartime.hf.LineartimeCache(), 250
+    exported = OnnxExporter().export_for_generation(model, {"input_ids": ids_BT[:, :20]}, OnnxConfig(dynamic=True),
+                                                    multi_token_decode=True)
+    with torch.no_grad():
+        wanted_BTV = model(ids_BT).logits
+        model(ids_BT[:, :stop], past_key_values=cache)
+        for width in (10, 3, 37):
+            at, stop = slice(stop, stop + width), stop + width
+            out = exported.runners["decode"](input_ids=ids_BT[:, at], past_key_values=cache,
+                                             position_ids=torch.arange(300)[at].repeat(2, 1))
+            cache = out.past_key_values
+            assert (out.logits - wanted_BTV[:, at]).abs().max() < 1e-5
+
+
 def test_sentence_transformers_gives_the_vectors_of_embed(tmp_path):
     """Of texts that are short, and of one that is longer than a row."""
     from sentence_transformers import SentenceTransformer
