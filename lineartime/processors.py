@@ -5,9 +5,9 @@ import os
 import struct
 
 SPINS = "1000"
-"""How often a thread of PyTorch looks whether the others have come, before it sleeps: some 40 µs in place of 5 ms."""
+"""How often a thread of PyTorch looks whether the others have come, before it sleeps; libgomp has 300,000."""
 SLICE_NS = 100_000
-"""Nanoseconds that a thread asks to run for at a time; Linux has 2.8 ms. Who asks for less runs sooner, never more."""
+"""Nanoseconds that a thread asks to run for at a time, less than the 1 to 3 ms of Linux: it runs sooner, not more."""
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """The number of the system call sched_setattr(2), which has no function in C libraries before glibc 2.41."""
 
