@@ -21,7 +21,7 @@ from lineartime.distributed.ordered import ParameterPart, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel
-from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
+from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig, require_run
 from lineartime.settings import replace_fields
 
 METRICS_FILE = "metrics.jsonl"
@@ -256,8 +256,7 @@ def damaged(path: Path) -> Iterator[None]:
 def read_run(out: Path) -> dict[str, Any]:
     """A run's description, in which a field that is newer than the run has its default. Raises UsageError if it is
     missing, CheckpointError if it is damaged."""
-    if not (out / RUN_FILE).exists():
-        raise UsageError("not a run", out, "give the --out folder of `lineartime train`")
+    require_run(out)
     run = read_json(out / RUN_FILE)
     with damaged(out / RUN_FILE):
         if not all(isinstance(run[name], str) for name in ("id", "preset", "task", "data")):

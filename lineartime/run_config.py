@@ -33,7 +33,7 @@ from lineartime.settings import parse_field, replace_fields, require, require_na
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 RUN_FILE, RESULT_FILE = "run.json", "result.json"
-"""The models that ship with the package, each in a folder of its name."""
+"""Files of a run's folder: what it is, and its scores."""
 
 logger = logging.getLogger(__name__)
 
@@ -303,3 +303,8 @@ def require_same_tokens(weights: str, data: str) -> None:
             "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
             f"prepare the data with --tokenizer {weights}")
+
+
+def require_run(out: Path) -> None:
+    """Raise UsageError unless this is the folder of a run."""
+    require((out / RUN_FILE).exists(), "not a run", str(out), "give the --out folder of `lineartime train`")

@@ -9,8 +9,7 @@ from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.files import joined
 from lineartime.errors import UsageError
 from lineartime.model_names import named_folder
-from lineartime.run_config import RESULT_FILE, RUN_FILE
-from lineartime.settings import require
+from lineartime.run_config import RESULT_FILE, RUN_FILE, require_run
 
 
 def export(
@@ -62,7 +61,7 @@ def plot(
     if out is None and len(runs) > 1:
         raise UsageError("the picture needs a file", "plot", "give --out a .png")
     for run in named.values():
-        require((run / RUN_FILE).exists(), "not a run", str(run), "give the --out folder of `lineartime train`")
+        require_run(run)
     from lineartime.plot import plot_run, plot_side_by_side
 
     say(str(plot_run(Path(runs[0])) if out is None else plot_side_by_side(named, out)))
