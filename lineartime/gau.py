@@ -60,7 +60,8 @@ class GatedAttentionUnit(ResidualLayer):
         W_o."""
         config = self.config
         self.norm = make_norm(config)
-        self.in_proj = nn.Linear(config.d_model, 2 * config.d_inner + config.query_key_dim)
+        self.in_sizes = (config.d_inner, config.d_inner, config.query_key_dim)
+        self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
         self.scale_offset = ScaleOffset(n_made, config.query_key_dim)
         self.rel_pos_bias = RelPosBias(config.bias_len)
         self.out_proj = nn.Linear(out_width, config.d_model)

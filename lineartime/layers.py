@@ -228,6 +228,8 @@ class ResidualLayer(nn.Module):
 
     norm: nn.LayerNorm | ScaleNorm
     in_proj: nn.Linear
+    in_sizes: tuple[int, ...]
+    """The outputs of each matrix that `in_proj` applies, one below the other."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

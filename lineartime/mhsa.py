@@ -86,7 +86,8 @@ class MultiHeadAttention(ResidualLayer):
         d = config.d_model
         self.norm = make_norm(config)
         # q, k, v and perhaps a gate are made by one matmul.
-        self.in_proj = nn.Linear(d, (4 if config.gate else 3) * d)
+        self.in_sizes = (d,) * (4 if config.gate else 3)
+        self.in_proj = nn.Linear(d, sum(self.in_sizes))
         self.out_proj = nn.Linear(d, d)
         # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's position bias.
         if config.attn_type == "mixed_chunk":
@@ -179,7 +180,8 @@ class FeedForward(ResidualLayer):
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config)
         self.norm = make_norm(config)
-        self.in_proj = nn.Linear(config.d_model, (2 if config.ffn == "glu" else 1) * config.d_inner)
+        self.in_sizes = (config.d_inner,) * (2 if config.ffn == "glu" else 1)
+        self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
         self.out_proj = nn.Linear(config.d_inner, config.d_model)
         with torch.random.fork_rng(devices=[]):
             self.init_weights(config.init_std)

@@ -1,9 +1,8 @@
 """The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
-from lineartime.config import TrainConfig, to_dict
-from lineartime.distributed.ordered import ParameterPart, is_matrix, require_fitting
+from lineartime.config import to_dict
+from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import (
     TIMEOUT_S,
     Ranks,
@@ -36,6 +35,7 @@ from lineartime.run_config import RESULT_FILE, RunConfig
 from lineartime.runtime import pick_device
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient
+from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer
 from lineartime.training.stop import StopSignal
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,7 @@ class Loop:
             self.model.compile_layers()
         self.division = divide(self.model, self.config, self.ranks, device)
         self.optimizer = make_optimizer(self.division.parts, self.config)
-        self.muon = make_muon(self.division.parts, self.config)
-        self.muon.state = self.optimizer.state  # a parameter is in one of both, and its moments in this
+        self.muon = Muon(self.model, self.division.parts, self.config, self.optimizer.state)
         # The parts that this rank updates are loaded; those of a sharded model are copies, see `write_back`.
         self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
         if self.config.shard:
@@ -138,7 +137,7 @@ class Loop:
                                           config, division=self.division, n_windows=self.run.config.n_windows,
                                           between=partial(self.begin_micro_batch, step))
             self.optimizer.step()
-            self.muon.step()
+            self.muon.update()
             self.division.share_updates()
         clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
                  "cpu_s": sum(gather(torch.tensor(time.process_time() - cpu_started), self.ranks).tolist())}
@@ -204,39 +203,6 @@ class Loop:
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {self.run.config.model.context}"
             todo = "lower micro_batch_tokens, window_tokens or context, or switch activation_checkpointing on"
             raise ResourceError("out of memory", where, todo) from e
-
-
-def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates and that are not Muon's.
-    Matrices and embeddings decay; biases, norms, scales and position biases do not."""
-    parts = [part for part in parts if not part.by_muon]
-    decayed = [part.own for part in parts if is_matrix(part.name, part.whole)]
-    others = [part.own for part in parts if not is_matrix(part.name, part.whole)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                             eps=config.adam_epsilon, fused=True)
-
-
-def make_muon(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.Muon:
-    """Muon for its matrices that this process updates. An update is as large as AdamW's, so that rates and decay fit
-    both."""
-    own = [part.own for part in parts if part.by_muon and part.start < part.stop]
-    return torch.optim.Muon([{"params": own}], lr=config.learning_rate, weight_decay=config.weight_decay,
-                            adjust_lr_fn="match_rms_adamw")
-
-
-def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`; it ends above 0."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    left, after_warmup = config.steps - step, max(config.steps - config.warmup_steps, 1)
-    if config.schedule == "linear":
-        return config.learning_rate * left / after_warmup
-    if config.schedule == "cosine":
-        return config.learning_rate * (1 - math.cos(math.pi * left / after_warmup)) / 2
-    if config.schedule == "wsd" and step > config.decay_from:
-        return config.learning_rate * left / (config.steps - config.decay_from)
-    return config.learning_rate
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -109,7 +109,7 @@ def orthogonal(x):
     """Newton-Schulz as Muon does it: five steps in bfloat16 on the wide side."""
     x, is_tall = x.bfloat16(), x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
-    x = x / x.norm()
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         a = x @ x.T
         x = torch.addmm(x, torch.addmm(a, a, a, beta=-4.775, alpha=2.0315), x, beta=3.4445)
@@ -147,8 +147,12 @@ def test_a_run_is_the_equations(optimizer, float64, data, tmp_path):
             for name, p in model.named_parameters():
                 if optimizer == "muon" and name.endswith("_proj.weight"):
                     first[name] = 0.95 * first[name] + 0.05 * total[name]
-                    update = orthogonal(0.05 * total[name] + 0.95 * first[name])
-                    p -= 2 * rate * (0.2 * math.sqrt(max(p.shape)) * update + decay * p)
+                    # u, v and z are three matrices of one parameter.
+                    e = model.config.d_inner
+                    sizes = (e, e, len(p) - 2 * e) if "in_proj" in name else (len(p),)
+                    matrices = (0.05 * total[name] + 0.95 * first[name]).split(sizes)
+                    update = torch.cat([0.2 * math.sqrt(max(m.shape)) * orthogonal(m) for m in matrices])
+                    p -= 2 * rate * (update + decay * p)
                     continue
                 first[name] = beta1 * first[name] + (1 - beta1) * total[name]
                 second[name] = beta2 * second[name] + (1 - beta2) * total[name] ** 2

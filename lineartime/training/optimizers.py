@@ -1,0 +1,67 @@
+"""What updates the weights: AdamW, or Muon for the matrices of layers, and their learning rate at each step."""
+
+import math
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.config import TrainConfig
+from lineartime.distributed.ordered import ParameterPart, is_matrix
+from lineartime.model import LanguageModel
+
+
+def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates and that are not Muon's.
+    Matrices and embeddings decay; biases, norms, scales and position biases do not."""
+    parts = [part for part in parts if not part.by_muon]
+    decayed = [part.own for part in parts if is_matrix(part.name, part.whole)]
+    others = [part.own for part in parts if not is_matrix(part.name, part.whole)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=True)
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon for the matrices of layers that this process updates.
+
+    An update is as large as AdamW's, so that rates and decay fit both. Each matrix of a layer is updated by itself,
+    also those that share a parameter because one matmul applies them (`ResidualLayer.in_sizes`)."""
+
+    def __init__(self, model: LanguageModel, parts: Sequence[ParameterPart], config: TrainConfig,
+                 state: MutableMapping[Tensor, Any]):
+        """state: AdamW's, which has the "momentum_buffer" of each parameter here too."""
+        sizes = {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(model.residual_layers())}
+        own = [part for part in parts if part.by_muon and part.start < part.stop]
+        self.kept = state
+        # Rows of a parameter as parameters of their own, in the same memory.
+        self.matrices = {part.own: [nn.Parameter(rows) for rows in part.own.detach().split(
+            sizes.get(part.name, (len(part.own),)))] for part in own}
+        super().__init__([{"params": [matrix for matrices in self.matrices.values() for matrix in matrices]}],
+                         lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+
+    def update(self) -> None:
+        """`step` by the parameters' `.grad`."""
+        for parameter, matrices in self.matrices.items():
+            assert parameter.grad is not None
+            momentum = self.kept[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            sizes = [len(matrix) for matrix in matrices]
+            for matrix, g, m in zip(matrices, parameter.grad.split(sizes), momentum.split(sizes), strict=True):
+                matrix.grad = g
+                self.state[matrix]["momentum_buffer"] = m
+        self.step()
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`; it ends above 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    left, after_warmup = config.steps - step, max(config.steps - config.warmup_steps, 1)
+    if config.schedule == "linear":
+        return config.learning_rate * left / after_warmup
+    if config.schedule == "cosine":
+        return config.learning_rate * (1 - math.cos(math.pi * left / after_warmup)) / 2
+    if config.schedule == "wsd" and step > config.decay_from:
+        return config.learning_rate * left / (config.steps - config.decay_from)
+    return config.learning_rate
