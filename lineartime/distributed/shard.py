@@ -5,6 +5,7 @@ those of the embedding, the last norm and the head together. Parameters stay in 
 a policy of bfloat16 would round the angles of positions too. Every rank takes every W-th micro-batch, and the gradients
 of W consecutive ones are the lower levels of `ordered`'s tree: any number of ranks ends in the same bits."""
 
+import gc
 import hashlib
 import math
 import warnings
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lineartime.distributed.ordered import VECTOR, ParameterPart, tree_sum
 from lineartime.distributed.ranks import Ranks
@@ -95,6 +97,13 @@ def sharded_parts(model: nn.Module, ranks: Ranks) -> list[ParameterPart]:
         start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
         parts.append(ParameterPart(name, p, start, stop, nn.Parameter(padded(local(p)))))
     return parts
+
+
+def forget_shards() -> None:
+    """Drop what PyTorch keeps of sharded models that are no longer used. It has their process group, whose threads
+    would go on while Python ends; now and then that aborted a process whose work was done."""
+    _clear_sharding_prop_cache()
+    gc.collect()  # FSDP2 refers to a model in circles
 
 
 def padded(x: Tensor) -> Tensor:

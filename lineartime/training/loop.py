@@ -27,6 +27,7 @@ from lineartime.distributed.ranks import (
     require_same,
     wait_for_all,
 )
+from lineartime.distributed.shard import forget_shards
 from lineartime.errors import NumericsError, ResourceError
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
@@ -243,4 +244,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
             checkpoint.point(out / "latest", f"step-{last:08d}")  # if the disk failed at the link of the last save
             write_json(out / RESULT_FILE, result)
         wait_for_all(ranks)
+    if config.train.shard:
+        del model
+        forget_shards()
     return result, False

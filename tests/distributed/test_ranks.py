@@ -88,6 +88,17 @@ def test_any_further_number_of_ranks_ends_in_the_same_bits(settings, numbers, da
         assert n_ranks == 1 or not differences(out, state_of(tmp_path / "1"))
 
 
+@pytest.mark.rest
+def test_a_sharded_run_leaves_no_thread(data, tmp_path):
+    """Threads of gloo that go on while Python ends abort the process now and then."""
+    script = ("import atexit, os; from lineartime.cli.verbs import main;"
+              "atexit.register(lambda: os.write(2, b'threads: %d\\n' % len(os.listdir('/proc/self/task')))); main()")
+    ranks = RanksHere([sys.executable, "-c", script], tmp_path)
+    codes = ranks.run(2, command(data, tmp_path / "run", **SIZES, **SHARDED))
+    ranks.close()
+    assert codes == [0, 0] and ranks.printed().count("threads: 1\n") == 2, ranks.printed()
+
+
 @pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), 1e20])
 def test_a_timeout_that_is_none_is_refused(seconds):
     with pytest.raises(UsageError, match="wrong value: rank_timeout"), connected("cpu", seconds):
