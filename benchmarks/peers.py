@@ -14,7 +14,7 @@ from lineartime.attention.softmax import Softmax
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.errors import NumericsError
 from lineartime.info import describe
-from lineartime.layers import SequenceInfo, rotate_heads
+from lineartime.layers import SequenceInfo
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
 from lineartime.ops.cross_entropy import linear_cross_entropy
@@ -195,7 +195,7 @@ class Unfused(Softmax):
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """softmax(q k^T / sqrt(K)) v, as the paper's Transformers had it."""
         assert info.cu_seqlens is None
-        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / q_BTHK.shape[-1] ** 0.5, k_BTHK))
         if self.config.causal:
             visible_TL = torch.ones(score_BHTL.shape[-2:], dtype=torch.bool, device=score_BHTL.device).tril()
@@ -208,7 +208,7 @@ class UnfusedMultiHeadAttention(MultiHeadAttention):
 
     @property
     def core(self) -> Unfused:
-        return Unfused(self.config)
+        return Unfused(self.config, self.query_norm, self.key_norm)
 
 
 def attention_backend(device: torch.device) -> AbstractContextManager[Any]:

@@ -109,6 +109,8 @@ class ModelConfig:
     linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
     keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
                                      "the queries."] = False
+    qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
+                       "keys are divided by their root mean square and multiplied by a learned gain."] = False
     document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
                              "the row, as in the paper's listings. \"own\": with each document, whose output is then "
                              "what it is alone."] = "row"
@@ -184,6 +186,9 @@ class ModelConfig:
                "local_scale_init is for a GAU with local attention", "ffn chunk_parts", "leave it out")
         yield (not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer", "ffn",
                "leave it out: a GAU makes queries and keys from one base")
+        yield (not self.qk_norm or (self.ffn != "gau" and self.attn_type == "quadratic" and not self.has_bias),
+               "qk_norm is for a Transformer's softmax attention without chunks", "ffn attn_type attn_kernel",
+               "leave it out")
         if self.key_conv:
             yield self.key_conv >= 2, "key_conv is 0 or at least 2", "key_conv", None
             yield (self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,

@@ -66,7 +66,7 @@ class MultiHeadAttention(ResidualLayer):
                  document_mask: Literal["exact", "paper"] = "exact", key_conv: int = 0, local_key_conv: bool = False,
                  linear_scale_init: float | None = None, linear_rope: bool = True, linear_gate: bool = False,
                  linear_norm: bool = False, linear_divisor: float | None = None, keys_start_as_queries: bool = False,
-                 init_std: float = 0.02):
+                 qk_norm: bool = False, init_std: float = 0.02):
         # Fields that are not given are those of the preset with this kind of attention.
         presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
         preset = TRANSFORMER_PLUS_PLUS if config is not None else presets.get(attn_type, TRANSFORMER_PLUS_PLUS)
@@ -79,7 +79,7 @@ class MultiHeadAttention(ResidualLayer):
             chunk_pooling=chunk_pooling, chunk_parts=chunk_parts, overlap=overlap, document_mask=document_mask,
             key_conv=key_conv, local_key_conv=local_key_conv, linear_scale_init=linear_scale_init,
             linear_rope=linear_rope, linear_gate=linear_gate, linear_norm=linear_norm, linear_divisor=linear_divisor,
-            keys_start_as_queries=keys_start_as_queries, init_std=init_std)
+            keys_start_as_queries=keys_start_as_queries, qk_norm=qk_norm, init_std=init_std)
         require(config.ffn != "gau", "a model with ffn = gau has no MultiHeadAttention", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config)
@@ -89,13 +89,17 @@ class MultiHeadAttention(ResidualLayer):
         self.in_sizes = (d,) * (4 if config.gate else 3)
         self.in_proj = nn.Linear(d, sum(self.in_sizes))
         self.out_proj = nn.Linear(d, d)
-        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's position bias.
+        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's position bias, and
+        # softmax attention's norms of queries and keys.
         if config.attn_type == "mixed_chunk":
             self.scale_offset = ScaleOffset(2, d)
         if config.attn_type == "rowmajor_axial":
             self.summary_proj, self.summary_key = nn.Linear(d, d), nn.Linear(d, d)
             self.summary_norm = make_norm(config)
         self.rel_pos_bias = RelPosBias(config.bias_len) if config.attn_kernel == "relu2" else None
+        # Their gains are shared by the heads, as in Qwen3, and start as 1.
+        self.query_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
+        self.key_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
         self.key_conv = KeyConv(config) if config.key_conv else None
         self.linear_gate = WriteGate(config) if config.linear_gate else None
         self.linear_norm = ReadNorm(config) if config.linear_norm else None
@@ -126,7 +130,9 @@ class MultiHeadAttention(ResidualLayer):
             return Combiner(config, self.summary_proj, self.summary_key, self.summary_norm)
         if config.attn_type == "linear":
             return Performer(config)
-        return Softmax(config) if self.rel_pos_bias is None else ReluSquared(config, self.rel_pos_bias)
+        if self.rel_pos_bias is not None:
+            return ReluSquared(config, self.rel_pos_bias)
+        return Softmax(config, self.query_norm, self.key_norm)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """W_o of the concatenated heads: `[B, T, D]`."""

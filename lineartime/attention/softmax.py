@@ -5,7 +5,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, KeyValueCache
@@ -18,11 +18,13 @@ class Softmax:
     """softmax(q k^T / sqrt(K)) v of each document, so that no T x T mask is needed."""
 
     config: ModelConfig
+    query_norm: nn.RMSNorm | None
+    key_norm: nn.RMSNorm | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16, all documents run in
         one call of variable-length attention. Documents without `cu_seqlens`, as in compiled models, take a mask."""
-        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         if info.cu_seqlens is None and info.segment_ids_BT is not None:
             # Compiled code has one shape for any documents: a mask, T x T.
             seen_B1TT = (info.segment_ids_BT[:, :, None] == info.segment_ids_BT[:, None])[:, None]
@@ -40,6 +42,11 @@ class Softmax:
             parts.append(out_BHTK.transpose(1, 2))
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
+    def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norm, if the model has one, and RoPE: `[B, T, H, K]` each."""
+        q_BTHK, k_BTHK = normed_heads(q_BTHK, self.query_norm), normed_heads(k_BTHK, self.key_norm)
+        return rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         return empty_key_value_cache(n_rows, self.config, weight)
@@ -50,12 +57,17 @@ class Softmax:
         assert isinstance(cache, KeyValueCache)
         h = self.config.n_heads
         q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h)
-                               for x in (rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK))
+                               for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
         # The new keys and values join those of the cache; a mask hides what a row does not have, or later tokens.
         k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
         mask_B1NL = None if inputs.visible is None else inputs.visible[:, None]
         return unfold_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1), h)
+
+
+def normed_heads(x_BTHK: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    """x after a norm of each head, x itself without one. It is computed in the gain's dtype, float32 under autocast."""
+    return x_BTHK if norm is None else norm(x_BTHK.to(norm.weight.dtype)).to(x_BTHK.dtype)
 
 
 def empty_key_value_cache(n_rows: int, config: ModelConfig, weight: Tensor) -> KeyValueCache:

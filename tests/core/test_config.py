@@ -127,6 +127,9 @@ REFUSED = [
                           ("linear_norm", True), ("linear_divisor", 2))),
     ({"local_key_conv": True}, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_"),
     ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU mak"),
+    *(({"qk_norm": True, **fields}, "qk_norm is for a Transformer's softmax attention without chunks: ffn = ")
+      for fields in ({"attn_kernel": "softmax"}, {"model": "combiner"}, {"model": "performer"},
+                     {"model": "transformer++", "attn_kernel": "relu2"})),
     ({"model": "mc-tfm++", "local_scale_init": 1}, "local_scale_init is for a GAU with local attention: ffn = "),
     ({"linear_divisor": -1, "chunk_pooling": "fixed"}, "linear_divisor must be positive: linear_divisor = -1.0"),
     ({"linear_divisor": 96}, 'chunk_pooling "fixed" and linear_divisor need each other: chunk_pooling = mean, '),

@@ -30,6 +30,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "mc-tfm++": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK),
     "transformer++ relu2": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2"),
     "transformer++ gate": model_config("transformer++", **SIZES, **HEADS, gate=True),
+    "transformer++ qk norm": model_config("transformer++", **SIZES, **HEADS, qk_norm=True),
     "flash": FLASH,
     "flash softmax": replace(FLASH, attn_kernel="softmax"),
     "flash heads": replace(FLASH, n_heads=2),
@@ -65,6 +66,7 @@ COMBINED: dict[str, ModelConfig] = {
                                                   local_key_conv=True),
     "flash-quad key conv": replace(FLASH_QUAD, key_conv=3),
     "transformer++ key conv": model_config("transformer++", **SIZES, **HEADS, key_conv=3, rope_base=100.0),
+    "transformer++ key conv qk norm": model_config("transformer++", **SIZES, **HEADS, key_conv=3, qk_norm=True),
     "transformer++ relu2 key conv": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2", key_conv=3),
 }
 """Options together, which `make test` has one by one."""

@@ -176,6 +176,12 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
     return x_TD + dense(torch.stack(rows), w, "out_proj")
 
 
+def gained(x_TD: Tensor, gain_K: Tensor) -> Tensor:
+    """Each head's slice divided by its root mean square, of which 1e-6 is added to the square, times a gain."""
+    x_THK = x_TD.unflatten(1, (-1, len(gain_K)))
+    return (x_THK / (x_THK.square().mean(2, keepdim=True) + 1e-6).sqrt() * gain_K).flatten(1)
+
+
 def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
     """Multi-head attention: softmax, relu^2, MC-TFM++, Performer or Combiner; with `gate` Eq. 3 around it."""
     n_tokens, n_heads, width = len(x_TD), config.n_heads, config.d_model // config.n_heads
@@ -191,6 +197,8 @@ def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) ->
     near_TD = convolved(config, w, k_TD, ids)
     if config.chunk_size is None:
         k_TD = near_TD
+    if config.qk_norm:
+        q_TD, k_TD = (gained(x_TD, w[f"{name}.weight"]) for x_TD, name in ((q_TD, "query_norm"), (k_TD, "key_norm")))
     qs, ks, vs = heads(q_TD), heads(near_TD if config.local_key_conv else k_TD), heads(v_TD, rotate=False)
     if config.attn_type == "rowmajor_axial":
         attended_TD = combiner(config, w, xn_TD, qs, ks, vs, ids)
