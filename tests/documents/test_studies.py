@@ -1,15 +1,17 @@
 """The studies of listops, retrieval and labels by length: what they draw, how they count, and their page."""
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import lineartime
 from benchmarks import ROOT
 from benchmarks.append import rows_in
-from studies import document_scores, expressions, labelled_texts, listops, retrieval, rows_of
+from studies import document_scores, expressions, labelled_texts, listops, plant, retrieval, rows_of
 
 pytestmark = pytest.mark.rest
 
@@ -58,6 +60,14 @@ def test_books_are_in_one_split_and_every_label_is_tested(by_label: bool) -> Non
     assert all(books.values()) and sum(map(len, books.values())) == len(set.union(*books.values()))
     assert {len(found["train"]) / 4, len(found["test"]) / 2, len(found["validation"])} == {24, 6}
     assert not by_label or {label for _, label in found["test"]} == {"author 0", "author 1", "author 2"}
+
+
+def test_a_planted_name_has_the_same_digit_wherever_it_stands_and_the_text_is_kept() -> None:
+    told = plant.planted(BOOK[:20_000], torch.Generator().manual_seed(0))
+    facts = re.findall(r" ([BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz])([0-9])", told)
+    assert 4 <= len(dict(facts)) == len(set(facts)) <= 64 and len(facts) > len(set(facts)) + 16
+    assert "".join(facts[-1]) == told[-4:] and facts[-1] in facts[:-32]
+    assert re.sub(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", "", told) == BOOK[:20_000]
 
 
 @pytest.mark.parametrize(("table", "name"), [
