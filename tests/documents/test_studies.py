@@ -42,8 +42,21 @@ def test_expressions_have_their_values() -> None:
 
 
 def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
-    asking = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
-    assert retrieval.ranks(asking, np.eye(3)).tolist() == [1, 1, 3]
+    likeness = np.array([[1.0, 0, 0], [0.6, 0.8, 0], [0.7, 0.1, 0.1]])
+    assert retrieval.ranks(likeness).tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("noise", ["", retrieval.NOISE])
+def test_words_find_the_document_that_tells_the_number(noise: str) -> None:
+    _, tokenizer, _ = lineartime.load_model(lineartime.model_folder("small"))
+    passages = [tokenizer.encode(BOOK[at : at + 3000]) for at in range(0, 60_000, 3000)]
+    asking, asked = retrieval.needles(passages, 256, 0, tokenizer, noise)
+    for question, document in zip(asking, asked, strict=True):
+        assert re.findall(r"magic number for (\w+) is: \d{7}\.", document) == [question[:-1].split()[-1]]
+        assert abs(len(tokenizer.encode(document)) - 256) <= 4 and noise[:60] in document
+    for likeness_of in retrieval.WORDS.values():
+        assert (retrieval.ranks(likeness_of(asking, asked)) == 1).all()
+        assert (retrieval.ranks(likeness_of(asking, asked[::-1])) > 1).all()
 
 
 @pytest.mark.parametrize("by_label", [True, False])
