@@ -18,6 +18,7 @@ from benchmarks.peers import PACKAGES, parse_label
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
+from benchmarks.recall.tasks import FORMS, RULER, TASKS
 from benchmarks.speed import read_rows, speed_section, tables_of
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
@@ -160,8 +161,9 @@ def reproduce(
 def recall(
     models: Annotated[tuple[str, ...], "Models of the study, by default all that learn the task; in text also trained "
                                        "ones: folders, or small.", "MODELS"] = (),
-    task: Annotated[str | None, f"{', '.join(study.STUDY['tasks'])}; by default all."] = None,
-    data: Annotated[Path | None, "Prepared text, for the task text."] = None,
+    task: Annotated[str | None, f"{', '.join([*TASKS, *FORMS])}; by default all but {RULER}, of which "
+                                   "trained models are asked."] = None,
+    data: Annotated[Path | None, "Prepared text, for the tasks text and ruler."] = None,
     settings: Setting = {},  # noqa: B006  # which nobody changes
     rows: Annotated[Path, "File of rows, looked at for what is there and added to.", "--json FILE"] = Path(
         "out/recall.jsonl"),
@@ -171,21 +173,24 @@ def recall(
     wrong, known = settings.keys() - {*MODEL_FIELDS, *TRAIN_FIELDS}, study.STUDY["models"]
     require(not wrong, "not a setting of recall", ", ".join(sorted(wrong)))
     trained = [name for name in models if name not in known and (name in shipped_models() or Path(name).is_dir())]
-    require(not trained or (task, data is None) == (study.TEXT, False), "a trained model is asked in text alone",
-            " ".join(trained), "give --task text and --data")
+    require(not trained or (task in FORMS and data is not None), "a trained model is asked in text alone",
+            " ".join(trained), f"give --task {' or '.join(FORMS)} and --data")
+    require(task != RULER or 0 < len(models) == len(trained), f"{RULER} is asked of trained models alone",
+            " ".join(models), "give their folders, or small")
     todo = []
-    for name in [task] if task else [each for each in study.STUDY["tasks"] if each != study.TEXT or data]:
-        about = study.task_of(name, data if task or name == study.TEXT else None)
+    for name in [task] if task else [each for each in study.STUDY["tasks"] if each not in FORMS or data]:
+        about = study.task_of(name, data if task or name in FORMS else None)
         for model in [each for each in models or study.models_of(name) if each not in trained]:
             study.check(model, name, about, settings)  # a wrong one is refused before the first is trained
             todo.append((name, about, model))
     results_are_files()
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         for run in map(named_folder, trained):
-            about = study.task_of(study.TEXT, data)
+            name = cast(str, task)
+            about = study.task_of(name, data)
             length = settings.get("context", about.length)
-            progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(length, about.n_facts))
-            row = study.ask_run(run, cast(Path, data), length, progress)
+            progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(about, length))
+            row = study.ask_run(run, cast(Path, data), name, length, progress)
             append_json_lines(rows, [row])
             say(recall_report.line(row))
         for number, (name, about, model) in enumerate(todo, 1):

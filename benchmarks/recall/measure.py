@@ -19,10 +19,9 @@ from lineartime.model import LanguageModel
 from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
 
 OnStep = Callable[[Row], None]
-TIMES_LONGER = (1, 2, 4, 8)
-"""Lengths of test rows, as multiples of the trained length."""
 TEST_ROWS = 48
-"""Rows that are asked for each number of facts, at the trained length; at n times the length an n-th, at least 6."""
+"""Rows that are asked for each number of facts, at the trained length; at n times the length an n-th, but at least a
+task's `test_rows`."""
 N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
@@ -60,14 +59,14 @@ class Recall:
         return {"accuracy": sum(right) / len(right)}
 
 
-def n_test_rows(times: int) -> int:
+def n_test_rows(task: Task, times: int) -> int:
     """Test rows of so many times the trained length."""
-    return max(6, TEST_ROWS // times)
+    return max(task.test_rows, TEST_ROWS // times)
 
 
-def n_asked(length: int, n_facts: Sequence[int]) -> int:
+def n_asked(task: Task, length: int) -> int:
     """Tokens of all test rows."""
-    return sum(times * length * n_test_rows(times) for times in TIMES_LONGER) * len(n_facts)
+    return sum(times * length * n_test_rows(task, times) for times in task.times) * len(task.n_facts)
 
 
 @torch.inference_mode()
@@ -135,23 +134,25 @@ def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int,
 
 def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int],
                    progress: Callable[[int], None] | None = None) -> Row:
-    """The "accuracy" of `measure`, at the lengths that the model's position tables allow. progress is called with the
-    number of tokens read, of `n_asked`, and may raise."""
+    """The "accuracy" of `measure`, and "whole", the share of rows with all answers right, at the lengths that the
+    model's position tables allow. progress is called with the number of tokens read, of `n_asked`, and may raise."""
     model.eval()
     accuracy: Row = {}
+    whole: Row = {}
     limit, n_read = model.config.max_len, 0
-    for times in TIMES_LONGER:
+    for times in task.times:
         if limit is not None and times * length > limit:
             continue
-        told: Row = {}
+        told, all_right = accuracy.setdefault(str(times * length), {}), whole.setdefault(str(times * length), {})
         for n in n_facts:
-            right = asked(model, task, n, times * length, n_test_rows(times))[0]
-            told[str(n)] = round(right.double().mean().item(), 4)
-            n_read += times * length * n_test_rows(times)
+            n_rows = n_test_rows(task, times)
+            right_BQ = asked(model, task, n, times * length, n_rows)[0]
+            told[str(n)] = round(right_BQ.double().mean().item(), 4)
+            all_right[str(n)] = round(right_BQ.all(1).double().mean().item(), 4)
+            n_read += times * length * n_rows
             if progress is not None:
                 progress(n_read)
-        accuracy[str(times * length)] = told
-    return {"accuracy": accuracy}
+    return {"accuracy": accuracy, "whole": whole}
 
 
 def passed(curve: Sequence[Sequence[float]]) -> int | None:

@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from benchmarks import Row
 from benchmarks.markdown import source_line
-from benchmarks.recall.measure import TIMES_LONGER
-from benchmarks.recall.study import STUDY, TEXT, best_rate
-from benchmarks.recall.tasks import CHANCE, DIGITS, TASKS, WHAT, commonest
+from benchmarks.recall.study import STUDY, best_rate
+from benchmarks.recall.tasks import CHANCE, DIGITS, FORMS, RULER, TASKS, TEXT, Task, commonest
 from lineartime.markdown import markdown
 
-ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (WHAT, CHANCE)}
+ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT].what, CHANCE)}
 """What is asked, and the accuracy of a guess."""
 MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}
 """What a row of recall need not say, as it is the same in all."""
@@ -58,15 +57,16 @@ def without_keys(task: str, n_facts: int) -> float:
 def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
     """The lengths and the numbers of facts that a task was asked at, the trained length first."""
     row = next(row for row in rows if row["task"] == task)
-    return [times * row["length"] for times in TIMES_LONGER], row["n_facts"]
+    return [times * row["length"] for times in Task.times], row["n_facts"]
 
 
 def line(row: Row) -> str:
     """A run in a line."""
-    right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
-                      for length, told in row.get("accuracy", {}).items())
+    right, whole = ("  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
+                              for length, told in row.get(name, {}).items()) for name in ("accuracy", "whole"))
     if row["learning_rate"] is None:  # a trained run, which was asked alone
-        return f"{row['model']}, {row['task']}: {right}"
+        told = f"{row['model']}, {row['task']}, {', '.join(map(str, row['n_facts']))} facts: {right}; a guess {CHANCE}"
+        return told + f"\n  whole numbers: {whole}; a guess 1e-07" * (row["task"] == RULER)
     begin = f"{row['model']}, {row['task']}, rate {row['learning_rate']:g}, seed {row['seed']}: "
     if "failed" in row:
         return begin + row["failed"]

@@ -13,14 +13,12 @@ from benchmarks.append import rows_in
 from benchmarks.cells import shaped_config
 from benchmarks.measure import add_missing
 from benchmarks.recall.measure import OnStep, ask_at_lengths, measure
-from benchmarks.recall.tasks import TASKS, Task, text_task
+from benchmarks.recall.tasks import FORMS, TASKS, Task, text_task
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.evaluation import load_with_split
 from lineartime.release.provenance import provenance
 from lineartime.settings import require, require_name
 
-TEXT = "text"
-"""The task that reads prepared text."""
 ROWS = ROOT / "benchmarks" / "rows" / "recall.jsonl"
 STUDY: dict[str, Any] = tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
 RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
@@ -33,12 +31,12 @@ def models_of(task: str) -> list[str]:
 
 
 def task_of(name: str, data: Path | None) -> Task:
-    """A task by its name. data: prepared text, for the task in text alone. Raises UsageError for another name, for text
-    that is missing or of no use, and as `text_task` does."""
-    require_name("task", name, [*TASKS, TEXT])
-    require((name == TEXT) == (data is not None), "the task text reads prepared text, no other does", f"task = {name}",
-            "give --data a folder made by `lineartime prepare`" if name == TEXT else "leave out --data")
-    return TASKS[name] if data is None else text_task(data)
+    """A task by its name. data: prepared text, for `FORMS` alone. Raises UsageError for another name, for text that is
+    missing or of no use, and as `text_task` does."""
+    require_name("task", name, [*TASKS, *FORMS])
+    require((name in FORMS) == (data is not None), f"{' and '.join(FORMS)} read prepared text, no other task does",
+            f"task = {name}", "give --data what `lineartime prepare` made" if name in FORMS else "leave out --data")
+    return TASKS[name] if data is None else text_task(data, name)
 
 
 def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
@@ -127,14 +125,14 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
         yield row_of(best, seed)
 
 
-def ask_run(run: Path, data: Path, length: int, progress: Callable[[int], None] | None = None) -> Row:
-    """A trained model's accuracy on the task in text, which it has not learned. progress counts tokens, see
+def ask_run(run: Path, data: Path, name: str, length: int, progress: Callable[[int], None] | None = None) -> Row:
+    """A trained model's accuracy on a task in text, which it has not learned. progress counts tokens, see
     `ask_at_lengths`. Raises as `load_with_split` does."""
     model, stream, facts = load_with_split(run, data)
     require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
-    task = text_task(data, length)
-    return {"kind": "recall", "task": TEXT, "model": run.name, "settings": {}, "step": facts.get("step"),
+    task = text_task(data, name)
+    return {"kind": "recall", "task": name, "model": run.name, "settings": {}, "step": facts.get("step"),
             "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
             "n_facts": list(task.n_facts), "curve": [], "passed": None,
             **ask_at_lengths(model, task, length, task.n_facts, progress), **provenance(),
-            "command": shlex.join(["python", "-m", "benchmarks", "recall", run.name, "--task", TEXT])}
+            "command": shlex.join(["python", "-m", "benchmarks", "recall", run.name, "--task", name])}

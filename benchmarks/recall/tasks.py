@@ -7,7 +7,7 @@ or structure, and are not scored. Every draw is a pure function of its generator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,10 @@ class Task:
     """Whether no two facts of a row have the same value."""
     test: Draw | None = None
     """Draws the test rows, where they are of another text than the training rows."""
+    times: tuple[int, ...] = (1, 2, 4, 8)
+    """Lengths of test rows, as multiples of the trained length."""
+    test_rows: int = 6
+    """Fewest test rows of a length."""
     least: int = 1
     """Fewest tokens of a row with the most facts and their questions."""
     answers: tuple[int, ...] | None = None
@@ -181,9 +185,31 @@ TASKS = {
 
 # Recall inside real text: names that are no words, each with a digit behind it, anywhere in an article, and at the end
 # the names again. What stands around a name is language; its digit is in the row alone.
-WHAT, CHANCE = "digits behind names inside articles", 0.1
-TEXT_LENGTH = 512
+CHANCE = 0.1
 CONSONANTS, VOWELS, DIGITS = "bdfgklmnprstvz", "aeiou", "0123456789"
+
+
+class Form(NamedTuple):
+    """How facts are written in a text, and asked for."""
+
+    what: str
+    """In a table's heading."""
+    key: str = " {}"
+    """Of a name; its value stands behind it."""
+    n_digits: int = 1
+    end: str = ""
+    n_questions: int = N_QUESTIONS
+    tested: dict[str, Any] = {"length": 512, "n_facts": SMALL}  # noqa: RUF012
+    """Fields of the task."""
+
+
+TEXT, RULER = "text", "ruler"
+FORMS = {
+    TEXT: Form("digits behind names inside articles"),
+    # The needles of RULER (Hsieh et al. 2024), with one key and with four; but it asks in other words than it tells in.
+    RULER: Form("digits of numbers of seven digits, in sentences inside articles",
+                " The special magic number for {} is: ", 7, ".", 1,
+                {"length": 1024, "n_facts": (1, 4), "times": (1, 2, 4, 8, 16, 32), "test_rows": 24})}
 
 
 def invented(n: int, generator: torch.Generator) -> list[str]:
@@ -194,31 +220,32 @@ def invented(n: int, generator: torch.Generator) -> list[str]:
             for start, end in zip(starts, ends, strict=True)]
 
 
-def text_task(data: Path, length: int = TEXT_LENGTH) -> Task:
-    """The task on prepared text: training rows are of its training split, test rows of its validation split. Raises as
-    `open_split` does."""
-    tokenizer = load_tokenizer(data / TOKENIZER_FILE)
+def text_task(data: Path, name: str = TEXT) -> Task:
+    """The task on prepared text: training rows are of its training split, test rows of its validation split. name: of
+    `FORMS`. Raises as `open_split` does."""
+    tokenizer, form = load_tokenizer(data / TOKENIZER_FILE), FORMS[name]
     digits = tuple(tokenizer.encode(digit)[-1] for digit in DIGITS)
-    train, test = (drawn_from(open_split(data, split), tokenizer, digits) for split in ("train", "validation"))
-    return Task(train, WHAT, tokenizer.vocab_size, length, SMALL, CHANCE, len(DIGITS), test=test, answers=digits,
-                end_of_document=tokenizer.end_of_document)
+    train, test = (drawn_from(open_split(data, split), tokenizer, digits, form) for split in ("train", "validation"))
+    return Task(train, form.what, tokenizer.vocab_size, chance=CHANCE, n_values=len(DIGITS), test=test, answers=digits,
+                end_of_document=tokenizer.end_of_document, **form.tested)
 
 
-def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int]) -> Draw:
+def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int], form: Form) -> Draw:
     """Rows of a split. Facts, such as " Bav7", stand between any two tokens of the text, in order of their places; the
-    questions are names without a digit. The text of a row goes on into the next document; its end-of-document tokens
-    are left out, so that the row is one. digits: the token of each."""
+    questions are keys without a value, or with all of it but its last digit. The text of a row goes on into the next
+    document; its end-of-document tokens are left out, so that the row is one. digits: the token of each."""
 
     def draw(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
         rows = [one_row(n_facts, length, generator) for _ in range(n_rows)]
         return Rows(*(torch.stack(part) for part in zip(*rows, strict=True)))
 
     def one_row(n_facts: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        names = [tokenizer.encode(f" {name}") for name in invented(n_facts, generator)]
-        value_N = torch.tensor(digits)[torch.randint(len(digits), (n_facts,), generator=generator)]
-        asked_Q = torch.randint(n_facts, (N_QUESTIONS,), generator=generator)
-        facts = [[*name, value] for name, value in zip(names, value_N.tolist(), strict=True)]
-        questions = [names[i] for i in asked_Q.tolist()]
+        keys = [tokenizer.encode(form.key.format(name)) for name in invented(n_facts, generator)]
+        value_NV = torch.tensor(digits)[torch.randint(len(digits), (n_facts, form.n_digits), generator=generator)]
+        asked_Q = torch.randint(n_facts, (form.n_questions,), generator=generator)
+        told = [[*key, *value] for key, value in zip(keys, value_NV.tolist(), strict=True)]
+        facts = [[*each, *tokenizer.encode(form.end)] for each in told]
+        questions = [told[i][:-1] for i in asked_Q.tolist()]
         n_text = length - sum(map(len, [*facts, *questions]))
         text = article(stream, n_text, generator)
         cut_N = torch.randint(n_text + 1, (n_facts,), generator=generator).sort()[0]
@@ -226,7 +253,8 @@ def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int])
         written = [part for fact, after in zip(facts, rest, strict=True) for part in (torch.tensor(fact), after)]
         ids_T = torch.cat([head, *written, *map(torch.tensor, questions)])
         place_Q = length - 1 - (torch.tensor([0, *map(len, questions[:0:-1])]).cumsum(0)).flip(0)
-        return ids_T, place_Q, value_N[asked_Q]
+        place_QV = place_Q[:, None] - torch.arange(form.n_digits).flip(0)
+        return ids_T, place_QV.flatten(), value_NV[asked_Q].flatten()
 
     return draw
 

@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.__main__ import app
 from benchmarks.recall import study
-from benchmarks.recall.measure import LEARNED, TIMES_LONGER, Recall, asked, learn, passed
+from benchmarks.recall.measure import LEARNED, Recall, asked, learn, passed
 from benchmarks.recall.tasks import (
     FIRST_PAIR,
     FIRST_VALUE,
+    FORMS,
     N_VALUES,
     TASKS,
     ZOOLOGY_VOCABULARY,
@@ -39,7 +40,7 @@ def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):
 def test_the_answer_stands_in_the_row_before_the_question(name):
     task = TASKS[name]
     for n_facts in task.n_facts:
-        for times in TIMES_LONGER:
+        for times in task.times:
             ids_BT, asked_BQ, answer_BQ = drawn(name, n_facts, times * task.length)
             assert ids_BT.shape == (5, times * task.length) and 0 <= ids_BT.min() and ids_BT.max() < task.vocab_size
             assert asked_BQ.max() < times * task.length
@@ -182,15 +183,35 @@ def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
     assert not (tmp_path / "rows").exists()
 
 
+def test_rulers_numbers_stand_in_sentences_and_are_asked_digit_by_digit(tmp_path):
+    out = prepare_text(tmp_path)
+    task, tokenizer = text_task(out, "ruler"), load_tokenizer(out / TOKENIZER_FILE)
+    for n_facts in task.n_facts:
+        ids_BT, asked_BQ, answer_BQ = task.test(3, n_facts, 1024, torch.Generator().manual_seed(1))
+        for ids, asked_Q, answer_Q in zip(ids_BT.tolist(), asked_BQ.tolist(), answer_BQ.tolist(), strict=True):
+            facts = dict(re.findall(r"The special magic number for (\w+) is: (\d{7})\.", tokenizer.decode(ids)))
+            assert len(facts) == n_facts and len(ids) == 1024 and asked_Q == [*range(1017, 1024)]
+            name = re.findall(r"The special magic number for (\w+) is: $", tokenizer.decode(ids[:1018]))[-1]
+            assert tokenizer.decode(answer_Q) == facts[name] and ids[1018:] == answer_Q[:-1]
+
+
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     data, out, rows = prepare_text(tmp_path), tmp_path / "run", tmp_path / "rows.jsonl"
     train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 2, "warmup_steps": 1})
-    monkeypatch.setattr("benchmarks.recall.measure.TIMES_LONGER", (1,))
+    monkeypatch.setitem(FORMS["text"].tested, "times", (1,))
+    monkeypatch.setitem(FORMS["ruler"].tested, "times", (1,))
+    monkeypatch.setitem(FORMS["ruler"].tested, "test_rows", 2)
     code, printed, err = call("recall", out, "--task", "text", "--data", data, "--json", rows, "--set", "context=640",
                               app=app)
-    assert code == 0 and printed.startswith("run, text: 640: "), err
+    assert code == 0 and printed.startswith("run, text, 4, 8, 16, 32 facts: 640: "), err
+    assert printed.splitlines()[0].endswith("; a guess 0.1")
     asked_row = json.loads(rows.read_text())
     assert asked_row["accuracy"].keys() == {"640"} and asked_row["model"] == "run" and asked_row["curve"] == []
     assert all(0 <= right < 0.5 for right in asked_row["accuracy"]["640"].values())
+    monkeypatch.setattr("benchmarks.recall.measure.TEST_ROWS", 2)
+    code, printed, err = call("recall", out, "--task", "ruler", "--data", data, "--json", rows, app=app)
+    assert code == 0 and "whole numbers: 1024: 0.00 0.00; a guess 1e-07" in printed, err
+    code, _, err = call("recall", "flash", "--task", "ruler", "--data", data, "--json", rows, app=app)
+    assert_refused(code, err, 2, "ruler is asked of trained models alone: flash; give their folders, or small")
     code, _, err = call("recall", out, "--json", rows, app=app)
     assert_refused(code, err, 2, "a trained model is asked in text alone")
