@@ -63,15 +63,15 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     out, best = plan.out, result["best"]
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
-    words, baseline = {"questions": (in_words, None), "classify": (metrics.in_words, "without_reading"),
-                       "embed": (vectors.in_words, "without_training")}[plan.task]
+    words = {"questions": in_words, "classify": metrics.in_words, "embed": vectors.in_words}[plan.task]
     say("")
     for name, scores in result["learning_rates"].items():
         say(f"lr {name:<9} {words(scores.get('held_out', scores))}" + "  <- best" * (best == f"lr-{name}"))
-    if baseline is not None:
-        say(f"{baseline.replace('_', ' ')} {words(result[baseline])}")
     if "test" in result:
         say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
+    for baseline in ("without_reading", "without_training", "TF-IDF"):
+        if baseline in result:
+            say(f"{baseline.replace('_', ' '):<12} {words(result[baseline])}, on the same held-out texts")
     report, following = (("predictions.json", f'answer {out} --question "Who wrote it?" --document FILE')
                          if plan.task == "questions" else ("report.md", f"{plan.task} {out} FILES"))
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")

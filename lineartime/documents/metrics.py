@@ -1,13 +1,14 @@
 """Scores of labels, by scikit-learn."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from lineartime.config_json import Head
-from lineartime.documents.classify import NUMBER, ONE, label_losses
+from lineartime.documents.classify import NUMBER, ONE, SEVERAL, label_losses
 from lineartime.errors import UsageError
 
 
@@ -52,6 +53,19 @@ def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tupl
     both = ((one_LL[targets], one_LL[logits_NL.argmax(1)]) if head.problem_type == ONE else
             (targets > 0, logits_NL > 0))
     return tuple(np.pad(each_NL, ((0, 0), (0, 1))) for each_NL in both)
+
+
+def by_tf_idf(head: Head, train: Sequence[str], train_targets: np.ndarray, texts: Sequence[str],
+              targets: np.ndarray) -> dict[str, Any]:
+    """The scores of counted words, weighted by TF-IDF, with a ridge regression on the training documents; without
+    "loss", as its output is no probability."""
+    words = importlib.import_module("sklearn.feature_extraction.text").TfidfVectorizer(
+        sublinear_tf=True, token_pattern=r"\w+|[^\w\s]")
+    had_NL = np.eye(len(head.labels))[train_targets] if head.problem_type == ONE else train_targets
+    ridge = importlib.import_module("sklearn.linear_model").Ridge().fit(words.fit_transform(train), had_NL)
+    said_NL = ridge.predict(words.transform(texts)).reshape(len(texts), len(head.labels))
+    scores = score_labels(head, said_NL - 0.5 if head.problem_type == SEVERAL else said_NL, targets)
+    return {name: value for name, value in scores.items() if name != "loss"}
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:

@@ -14,29 +14,30 @@ from lineartime.markdown import in_markdown, markdown
 REPORT_FILE = "report.md"
 
 
-def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str, Any], baseline: str,
+def write_report(out: Path, words: str, result: dict[str, Any], scores: dict[str, Any], baselines: list[str],
                  more: list[str]) -> None:
     """Write the report into a folder of `lineartime finetune`.
 
     words: the scores in words, and of what they are. result: "task", "learning_rates", "best", perhaps "test", and the
-    scores of the baseline under its name. scores: of the best model, on the test or else on the validation. more:
+    scores of baselines under their names. scores: of the best model, on the test or else on the validation. more:
     further lines."""
     names = [name for name in scores if name not in ("score", "n_documents")]
 
     def row(scores: dict[str, Any]) -> list[str]:
-        return [f"{scores[name]:.4g}" for name in names]
+        return [f"{scores[name]:.4g}" if name in scores else "" for name in names]
 
     fair = ("No choice was made on these." if "test" in result else
             "The learning rate and the step were chosen on these, so the scores are somewhat too good; `--test` names "
             "others for a fair score.")
     rates = [[f"{name} (best)" if result["best"] == f"lr-{name}" else name, f"{each['best_step']:,} of "
               f"{each['steps']:,}", *row(each["held_out"])] for name, each in result["learning_rates"].items()]
-    spaced = [name.replace("_", " ") for name in (baseline, *names)]
+    spaced = [name.replace("_", " ") for name in names]
     title = "Labels of documents" if result["task"] == "classify" else "Vectors of documents"
     lines = [f"# {title}", "", f"{words}. {fair}", "",
-             markdown(["", *spaced[1:]], [["fine-tuned", *row(scores)], [spaced[0], *row(result[baseline])]], 1), "",
+             markdown(["", *spaced], [["fine-tuned", *row(scores)], *([name.replace("_", " "), *row(result[name])]
+                                                                      for name in baselines)], 1), "",
              "## Learning rates", "", "On the validation, at the best step of each run.", "",
-             markdown(["learning rate", "step", *spaced[1:]], rates, 2), "", *more]
+             markdown(["learning rate", "step", *spaced], rates, 2), "", *more]
     write_atomically(out / REPORT_FILE, "\n".join(lines) + "\n")
 
 

@@ -198,14 +198,18 @@ class DocumentTask:
             targets = targets_of(self.head, texts.labels)
             logits_NL = logits_of(model, read_vectors(model, texts.ids, reading, counted))
             scores = metrics.score_labels(self.head, logits_NL, targets)
-            baseline, without = "without_reading", metrics.simplest(self.head, self.targets, targets)
+            baselines = {"without_reading": metrics.simplest(self.head, self.targets, targets)}
+            if ranks.is_first:
+                train, held_out = ([*map(self.tokenizer.decode, each.ids)] for each in (self.train, texts))
+                baselines["TF-IDF"] = metrics.by_tf_idf(self.head, train, self.targets, held_out, targets)
             lines = report.class_lines(self.head, targets, logits_NL)
         else:
             scores, lines = score_texts(model, texts, reading, counted), [vectors.HOW]
             counted = self.watch("scoring without training", texts.n_tokens, ranks)
-            baseline, without = "without_training", score_texts(self.pretrained.to(device), texts, reading, counted)
-        found = {"task": self.plan.task, baseline: without, **({"test": scores} if "test" in self.splits else {})}
+            baselines = {"without_training": score_texts(self.pretrained.to(device), texts, reading, counted)}
+        found = {"task": self.plan.task, **baselines, **({"test": scores} if "test" in self.splits else {})}
         if ranks.is_first:
             words = f"{self.words(scores)} on {len(texts):,} {'test' if 'test' in found else 'validation'} {self.unit}"
-            report.write_report(out, words, {"best": name, "learning_rates": rates, **found}, scores, baseline, lines)
+            result = {"best": name, "learning_rates": rates, **found}
+            report.write_report(out, words, result, scores, [*baselines], lines)
         return found

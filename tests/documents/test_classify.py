@@ -97,6 +97,7 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     assert np.mean(right) == result["test"]["accuracy"]
     text = (done / report.REPORT_FILE).read_text()
     assert "9 test documents" in text and f"| {best} (best) | {step} of 12 |" in text and "| without reading |" in text
+    assert result["TF-IDF"]["macro_f1"] == 1 and "| TF-IDF |  |" in text  # its words tell the class; it has no loss
 
 
 def test_a_model_of_pairs_asks_for_them(folder, tmp_path, call):
@@ -114,14 +115,15 @@ def test_several_labels(folder, tmp_path):
     result = finetune(plan(folder, tmp_path / "out", "several", learning_rates=(3e-2,), epochs=6), device=CPU)
     model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
     found = lineartime.classify(model, tokenizer, [row["text"] for row in made_rows(9, 4, "several")])
-    assert result["test"]["macro_f1"] > 0.8 and model.head.labels == ("odd", "sea", "town", "wood")
+    assert result["test"]["macro_f1"] > 0.8 and result["TF-IDF"]["macro_f1"] == 1
+    assert model.head.labels == ("odd", "sea", "town", "wood")
     assert any(len(each.label) == 2 for each in found)
 
 
 def test_numbers(folder, tmp_path, call):
     result = finetune(plan(folder, tmp_path / "out", "number", learning_rates=(3e-2,), epochs=6), device=CPU)
     test, without = result["test"], result["without_reading"]
-    assert test["r2"] == test["score"] > 0.8 > 0.1 > without["r2"]
+    assert test["r2"] == test["score"] > 0.8 > 0.1 > without["r2"] and result["TF-IDF"]["r2"] > 0.8
     assert test["mean_absolute_error"] < without["mean_absolute_error"]
     out = call("classify", tmp_path / "out", folder / "test-number.jsonl")[1]
     found = [json.loads(line)["label"] for line in out.splitlines()]
@@ -300,7 +302,7 @@ def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
     rates = {"1e-03": {"best_step": 1, "steps": 2, "held_out": scores}}
     report.write_report(tmp_path, "accuracy 0.5 on 9 documents", {
         "task": "classify", "best": "lr-1e-03", "learning_rates": rates, "without_reading": scores}, scores,
-        "without_reading", report.class_lines(head, targets, logits_NL))
+        ["without_reading"], report.class_lines(head, targets, logits_NL))
     words, more = rendered((tmp_path / report.REPORT_FILE).read_text())
     assert not more
     assert {escaped(" ".join(name.split())) for name in ODD} <= {*words.splitlines()}
@@ -325,6 +327,7 @@ def test_the_command_line_finetunes(folder, tmp_path, call):
     code, out, err = call(*line)
     assert code == 0 and "<- best" in out and "cut       " in out and "documents to 20 tokens" in out, err
     assert "report   " in out and "without reading accuracy" in out
+    assert "\nTF-IDF       accuracy 1.000, macro F1 1.000, on the same held-out texts\n" in out
     assert "complete: " in call(*line)[1]
     for words in ([], ["--max-tokens", 20]):
         err = call("classify", tmp_path / "out", folder / "test-one.jsonl", *words)[2]
