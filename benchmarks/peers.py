@@ -1,5 +1,6 @@
 """Who is measured: our models, the paper's unfused attention, and others' models at the size of ours."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -105,9 +106,14 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
             if "unfused" in label.how and isinstance(layer, MultiHeadAttention):
                 layer.__class__ = UnfusedMultiHeadAttention  # the same weights, another core
         return model
-    package = PACKAGES[label.model]
-    require(installed_version(package) is not None, "a peer is not installed", label.model, f"pip install {package}")
-    peer = flash_pytorch(config) if label.model == "flash-pytorch" else of_transformers(label.model, config)
+    return build_peer(label.model, config, PEERS.get(label.model, {}))
+
+
+def build_peer(name: str, config: ModelConfig, fields: Row) -> "Peer":
+    """A peer with new weights. fields: of its configuration in transformers. Raises as `build` does."""
+    package = PACKAGES.get(name, "transformers")
+    require(installed_version(package) is not None, "a peer is not installed", name, f"pip install {package}")
+    peer = flash_pytorch(config) if name == "flash-pytorch" else of_transformers(name, config, fields)
     check_sight(peer, config)
     return peer
 
@@ -127,24 +133,32 @@ def flash_pytorch(config: ModelConfig) -> "Peer":
     for parameter in body.parameters():
         if parameter.requires_grad and parameter.dim() >= 2:
             nn.init.normal_(parameter, 0, 0.02)
-    return Peer(body, head)
+    return Peer(config, body, head)
 
 
-def of_transformers(name: str, config: ModelConfig) -> "Peer":
+def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
     """A model of transformers with the width, vocabulary and number of parameters of `config` and initial values of its
-    own, the head's matrix tied to the embedding. Raises UsageError where the numbers are 3 % apart."""
+    own, the head's matrix tied to the embedding. Raises UsageError where the numbers are 3 % apart.
+
+    fields: of its configuration; `forgets` among them is the share of its state that a layer forgets with each token at
+    first, in place of what it draws."""
     from transformers import AutoConfig, AutoModel
 
     no_tokens = dict.fromkeys(f"{which}_token_id" for which in ("pad", "bos", "eos", "cls", "sep"))
+    own = {field: value for field, value in fields.items() if field != "forgets"}
     body = AutoModel.from_config(AutoConfig.for_model(
-        **PEERS[name], **no_tokens, hidden_size=config.d_model, vocab_size=config.vocab_size, use_cache=False))
+        **own, **no_tokens, hidden_size=config.d_model, vocab_size=config.vocab_size, use_cache=False))
+    for layer in body.modules():
+        if "forgets" in fields and hasattr(layer, "dt_bias"):  # exp(A_log) * softplus(dt_bias)
+            nn.init.zeros_(layer.A_log)
+            nn.init.constant_(layer.dt_bias, math.log(math.expm1(fields["forgets"])))
     head = nn.Linear(config.d_model, config.vocab_size)
     nn.init.zeros_(head.bias)
     head.weight = body.get_input_embeddings().weight
-    peer, wanted = Peer(body, head), describe(config).n_parameters
+    peer, wanted = Peer(config, body, head), describe(config).n_parameters
     size = sum(parameter.numel() for parameter in peer.parameters())
     require(abs(size / wanted - 1) < 0.03, "a peer of another size", f"{name} has {size:,} parameters, not {wanted:,}",
-            "take --shape small, or change [peers] in cells.toml")
+            "take --shape small and no --set, or change the peer's sizes in cells.toml or study.toml")
     return peer
 
 
@@ -164,9 +178,10 @@ class Peer(nn.Module):
 
     body: Any
 
-    def __init__(self, body: nn.Module, head: nn.Linear):
+    def __init__(self, config: ModelConfig, body: nn.Module, head: nn.Linear):
+        """config: of the model of ours that it stands beside."""
         super().__init__()
-        self.body, self.head = body, head
+        self.config, self.body, self.head = config, body, head
 
     def forward(self, ids_BT: Tensor, *, at_K: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         x_BTD = self.body(ids_BT)
@@ -187,6 +202,20 @@ class Peer(nn.Module):
     def compile_layers(self) -> None:
         """torch.compile in place, the head and the loss left out."""
         self.body.compile()
+
+
+def state_size(model: "LanguageModel | Peer") -> int | None:
+    """Numbers in the matrices through which one row reads what is far back, whatever its length; None where it has no
+    such matrices. The last tokens, which a chunk or a convolution keeps, do not count."""
+    if isinstance(model, LanguageModel):
+        caches = model.decoding_state(1).caches if model.config.decodes else []
+        matrices = [x for cache in caches for name, x in cache.tensors().items() if name.startswith("kv_")]
+        return sum(x.numel() for x in matrices) or None
+    own = model.body.config  # an empty cache of transformers has no matrices to count
+    if own.model_type == "mamba2":
+        return own.num_hidden_layers * own.num_heads * own.head_dim * own.state_size
+    n_linear = getattr(own, "layer_types", []).count("linear_attention")
+    return n_linear * own.linear_num_value_heads * own.linear_key_head_dim * own.linear_value_head_dim or None
 
 
 class Unfused(Softmax):

@@ -19,14 +19,13 @@ import torch
 from benchmarks import Row
 from benchmarks.append import rows_in
 from benchmarks.measure import add_missing
-from benchmarks.recall.measure import OnStep, Recall, asked, learn, passed
+from benchmarks.recall.measure import Model, OnStep, Recall, asked, learn, passed
 from benchmarks.recall.report import spread_text
-from benchmarks.recall.study import best_rate, config_of, training
+from benchmarks.recall.study import best_rate, config_of, new_model, training
 from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
 from lineartime.cli.terminal import Terminal, note, say_stopping
 from lineartime.markdown import markdown
-from lineartime.model import LanguageModel
 from lineartime.training import StopSignal
 from studies import run
 
@@ -52,13 +51,13 @@ class Mixed(Recall):
         rows = self.task.draw(self.config.tokens_per_step // length, n_pairs, length, generator)
         return rows.ids_BT.numpy(), rows.asked_BQ.contiguous().numpy(), rows.answer_BQ.contiguous().numpy()
 
-    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> Row:
+    def evaluate(self, model: Model, progress: Callable[[int], None] | None = None) -> Row:
         """The mean accuracy over the training sets' sizes, of few rows that no training has."""
         right = [accuracy(model, size, N_HELD_OUT) for size in TRAINED]
         return {"accuracy": sum(right) / len(right)}
 
 
-def accuracy(model: LanguageModel, size: tuple[int, int], n_rows: int) -> float:
+def accuracy(model: Model, size: tuple[int, int], n_rows: int) -> float:
     """The share of right answers in test rows of so many tokens and pairs."""
     return asked(model, TASK, size[1], size[0], n_rows, seed=TEST_SEED)[0].double().mean().item()
 
@@ -67,8 +66,10 @@ def learned(model: str, rate: float, seed: int, on_step: OnStep, check: Callable
     """A model that has read the training sets, asked the test sets."""
     note(f"{model}, rate {rate:g}, seed {seed}")
     train = training("zoology", TASK, {**LENGTH_OF_TRAINING, "learning_rate": rate, "seed": seed, "context": LONGEST})
-    told = list(learn(config_of(model, TASK, {"context": LONGEST}), Mixed(TASK, LONGEST, (), train), on_step))
-    curve, trained = [[step, round(loss, 4), round(right, 4)] for step, loss, right, _ in told], told[-1][-1].eval()
+    trained = new_model(model, config_of(model, TASK, {"context": LONGEST}), seed)
+    curve = [[step, round(loss, 4), round(right, 4)]
+             for step, loss, right in learn(trained, Mixed(TASK, LONGEST, (), train), on_step)]
+    trained.eval()
     test = {}
     for size in TESTED:
         check()

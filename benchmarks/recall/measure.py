@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from benchmarks import Row
 from benchmarks.measure import ignore
+from benchmarks.peers import Peer, state_size
 from benchmarks.recall.tasks import Rows, Task
-from lineartime.config import ModelConfig, TrainConfig
+from lineartime.config import TrainConfig
 from lineartime.distributed.ordered import parts_of
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError
-from lineartime.info import describe
 from lineartime.model import LanguageModel
 from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
 
 OnStep = Callable[[Row], None]
+Model = LanguageModel | Peer
 TEST_ROWS = 48
 """Rows that are asked for each number of facts, at the trained length; at n times the length an n-th, but at least a
 task's `test_rows`."""
@@ -50,13 +51,17 @@ class Recall:
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         ids_BT, asked_BQ, answer_BQ = batch
-        at_K = (torch.arange(len(ids_BT))[:, None] * ids_BT.shape[1] + asked_BQ).flatten()
-        return model(ids_BT, at_K=at_K, targets=answer_BQ.flatten())
+        return model(ids_BT, at_K=in_flat(ids_BT, asked_BQ), targets=answer_BQ.flatten())
 
-    def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> Row:
+    def evaluate(self, model: Model, progress: Callable[[int], None] | None = None) -> Row:
         """The mean accuracy over all numbers of facts, of few rows."""
         right = [asked(model, self.task, n, self.length, 16)[0].double().mean().item() for n in self.n_facts]
         return {"accuracy": sum(right) / len(right)}
+
+
+def in_flat(ids_BT: Tensor, asked_BQ: Tensor) -> Tensor:
+    """Places in rows as places in the flattened rows, `[B * Q]`."""
+    return (torch.arange(len(ids_BT))[:, None] * ids_BT.shape[1] + asked_BQ).flatten()
 
 
 def n_test_rows(task: Task, times: int) -> int:
@@ -70,33 +75,28 @@ def n_asked(task: Task, length: int) -> int:
 
 
 @torch.inference_mode()
-def asked(model: LanguageModel, task: Task, n_facts: int, length: int, n_rows: int,
+def asked(model: Model, task: Task, n_facts: int, length: int, n_rows: int,
           seed: int = 7) -> tuple[Tensor, Rows]:
     """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed` at once, where a
     step's batch is drawn after its number of facts."""
     rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed(seed))
     right = []
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
-        part = slice(first, first + at_once)
-        x_BTD = model.hidden(rows.ids_BT[part])
-        at_BQD = rows.asked_BQ[part][..., None].expand(-1, -1, x_BTD.shape[-1])
-        logits_BQV = model.logits(x_BTD.gather(1, at_BQD))
+        ids_BT, asked_BQ, answer_BQ = (each[first : first + at_once] for each in rows)
+        logits_BQV = model(ids_BT, at_K=in_flat(ids_BT, asked_BQ)).view(*answer_BQ.shape, -1)
         if task.answers is not None:
             is_other_V = torch.ones(logits_BQV.shape[-1], dtype=torch.bool)
             is_other_V[list(task.answers)] = False
             logits_BQV = logits_BQV.masked_fill(is_other_V, -torch.inf)
-        right.append(logits_BQV.argmax(-1) == rows.answer_BQ[part])
+        right.append(logits_BQV.argmax(-1) == answer_BQ)
     return torch.cat(right), rows
 
 
-def learn(config: ModelConfig, objective: Recall, on_step: OnStep = ignore) -> Iterator[
-        tuple[int, float, float, LanguageModel]]:
-    """Train a new model; yields step, mean loss since the last time in nats, accuracy, and the model, `N_SCORES`
-    times. on_step: see `measure`. Raises NumericsError for a loss that is not finite."""
-    train = objective.config
-    torch.manual_seed(train.seed)
+def learn(model: Model, objective: Recall, on_step: OnStep = ignore) -> Iterator[tuple[int, float, float]]:
+    """Train a model; yields step, mean loss since the last time in nats and accuracy, `N_SCORES` times. on_step: see
+    `measure`. Raises NumericsError for a loss that is not finite."""
+    train, losses = objective.config, []
     began = time.perf_counter()
-    model, losses = LanguageModel(config), []
     optimizer = make_optimizer(parts_of(model), train)
     for step in range(train.steps):
         for group in optimizer.param_groups:
@@ -107,32 +107,30 @@ def learn(config: ModelConfig, objective: Recall, on_step: OnStep = ignore) -> I
         on_step({"step": step + 1, "steps": train.steps, "loss": losses[-1], "clock": {
             "time": time.time(), "tokens_per_s": (step + 1) * train.tokens_per_step / (time.perf_counter() - began)}})
         if (step + 1) * N_SCORES // train.steps > step * N_SCORES // train.steps:
-            yield step + 1, sum(losses) / len(losses), objective.evaluate(model)["accuracy"], model
+            yield step + 1, sum(losses) / len(losses), objective.evaluate(model)["accuracy"]
             losses.clear()
 
 
-def measure(config: ModelConfig, task: Task, train: TrainConfig, *, length: int, n_facts: Sequence[int],
+def measure(model: Model, task: Task, train: TrainConfig, *, length: int, n_facts: Sequence[int],
             on_step: OnStep = ignore) -> Row:
-    """Train a model on a task and ask it: the columns of a row but for who and where.
+    """Train a new model on a task and ask it: the columns of a row but for who and where.
 
     "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the
     accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts. A model that diverges has "failed".
     on_step is called after every step as `training.train` calls it, and may raise."""
-    began, curve, model = time.process_time(), [], None
-    row: Row = {"n_parameters": describe(config).n_parameters, "length": length, "n_facts": list(n_facts)}
+    began, curve = time.process_time(), []
+    row: Row = {"n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model),
+                "length": length, "n_facts": list(n_facts)}
     try:
-        for step, loss, right, learned in learn(config, Recall(task, length, n_facts, train), on_step):
-            model = learned
+        for step, loss, right in learn(model, Recall(task, length, n_facts, train), on_step):
             curve.append([step, round(loss, 4), round(right, 4)])
     except NumericsError as e:
         row["failed"] = str(e)
     row |= {"curve": curve, "passed": passed(curve), "train_s": round(time.process_time() - began, 1)}
-    if model is None or "failed" in row:
-        return row
-    return row | ask_at_lengths(model, task, length, n_facts)
+    return row if "failed" in row else row | ask_at_lengths(model, task, length, n_facts)
 
 
-def ask_at_lengths(model: LanguageModel, task: Task, length: int, n_facts: Sequence[int],
+def ask_at_lengths(model: Model, task: Task, length: int, n_facts: Sequence[int],
                    progress: Callable[[int], None] | None = None) -> Row:
     """The "accuracy" of `measure`, and "whole", the share of rows with all answers right, at the lengths that the
     model's position tables allow. progress is called with the number of tokens read, of `n_asked`, and may raise."""

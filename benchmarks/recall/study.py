@@ -8,15 +8,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import ROOT, Row
 from benchmarks.append import rows_in
 from benchmarks.cells import shaped_config
 from benchmarks.measure import add_missing
-from benchmarks.recall.measure import OnStep, ask_at_lengths, measure
+from benchmarks.peers import build_peer
+from benchmarks.recall.measure import Model, OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import FORMS, TASKS, Task, text_task
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.evaluation import load_with_split
-from lineartime.release.provenance import provenance
+from lineartime.model import LanguageModel
+from lineartime.release.provenance import installed_version, provenance
 from lineartime.settings import require, require_name
 
 ROWS = ROOT / "benchmarks" / "rows" / "recall.jsonl"
@@ -40,12 +44,24 @@ def task_of(name: str, data: Path | None) -> Task:
 
 
 def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
-    """A model of the study at its sizes, with any field replaced, see `shaped_config`. Raises UsageError for an unknown
-    one."""
+    """A model of the study at its sizes, with any field replaced, see `shaped_config`; for a peer, the model of ours
+    that it is as large as. Raises UsageError for an unknown one."""
     require_name("model", model, STUDY["models"])
-    own = dict(STUDY["models"][model])
+    own = {name: value for name, value in STUDY["models"][model].items() if name != "peer"}
     of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
     return shaped_config(own.pop("preset"), shape=STUDY["sizes"], settings={**of_task, **own, **settings})
+
+
+def peer_of(model: str) -> Row | None:
+    """The configuration of a peer in transformers, but for its width and vocabulary; None for a model of ours."""
+    return STUDY["models"][model].get("peer")
+
+
+def new_model(model: str, config: ModelConfig, seed: int) -> Model:
+    """A model of the study with new weights. config: of `config_of`. Raises as `build_peer` does."""
+    torch.manual_seed(seed)
+    peer = peer_of(model)
+    return LanguageModel(config) if peer is None else build_peer(model, config, peer)
 
 
 def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
@@ -67,6 +83,8 @@ def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Ro
     settings, own = ({each.name: getattr(given, each.name) for each in fields(given)
                       if getattr(given, each.name) != each.default and each.name not in ("learning_rate", "seed")}
                      for given in (config, train))
+    if peer := peer_of(model):
+        settings = {"peer": peer, "vocab_size": config.vocab_size, "context": config.context}
     return {"kind": "recall", "task": task, "model": model, "settings": settings, "training": own,
             "learning_rate": train.learning_rate, "seed": train.seed}
 
@@ -96,9 +114,12 @@ def best_rate(first: Sequence[Row]) -> float:
 def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> None:
     """Raise UsageError for settings that a model cannot have on a task, or rows that are too short for its facts."""
     training(name, task, settings)
-    length = config_of(model, task, {each: settings[each] for each in settings.keys() & MODEL_FIELDS}).context
-    require(length >= task.least, "the row is too short for its facts", f"context = {length}",
+    config = config_of(model, task, {each: settings[each] for each in settings.keys() & MODEL_FIELDS})
+    require(config.context >= task.least, "the row is too short for its facts", f"context = {config.context}",
             f"the task {name} takes {task.least} tokens or more")
+    own = ", ".join(sorted(settings.keys() & {*MODEL_FIELDS} - {"context"}))
+    require(not own or peer_of(model) is None, "a peer has sizes of its own", f"{model}: {own}", "leave out --set")
+    new_model(model, config, 0)
 
 
 def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any], path: Path,
@@ -110,11 +131,12 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
     # Where a row comes from, without the folders of the machine.
     words = [word for each, value in settings.items() for word in ("--set", f"{each}={str(value).lower()}")]
     command = shlex.join(["python", "-m", "benchmarks", "recall", model, "--task", name, *words])
+    versions = {"transformers": installed_version("transformers")} if peer_of(model) else {}
 
     def row_of(rate: float, seed: int) -> Row:
         chosen = replace(train, learning_rate=rate, seed=seed)
-        return add_missing(path, key_of(model, name, config, chosen), command, lambda: measure(
-            config, task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step))
+        return add_missing(path, key_of(model, name, config, chosen), command, lambda: versions | measure(
+            new_model(model, config, seed), task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step))
 
     first = []
     for rate in RATES:

@@ -110,7 +110,8 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
     config = study.config_of("transformer++, conv", task, {"d_model": 32, "context": 40})
     settings = study.training("pairs", task, {"steps": 120, "warmup_steps": 10, "learning_rate": 6e-3, "context": 40,
                                               "tokens_per_step": 320, "seed": 1})
-    curves = [[row[:3] for row in learn(config, Recall(task, 40, (1,), settings))] for _ in range(2)]
+    curves = [[*learn(study.new_model("transformer++, conv", config, 1), Recall(task, 40, (1,), settings))]
+              for _ in range(2)]
     assert curves[0] == curves[1] and len(curves[0]) == 24 and curves[0][-1][0] == 120
     assert curves[0][0][1] > 4 and curves[0][-1][1] < 0.5 and curves[0][-1][2] > 0.9, curves[0][-1]
 
@@ -123,15 +124,12 @@ def test_what_is_asked_is_what_a_perfect_model_knows(monkeypatch):
         def __init__(self, shift):
             self.shift = shift
 
-        def hidden(self, ids_BT):
+        def __call__(self, ids_BT, at_K):
             rows = task.draw(4, 8, 256, torch.Generator().manual_seed((1 << 62) + 7))
             hidden = torch.zeros(*ids_BT.shape, task.vocab_size)
             at = rows.asked_BQ[..., None].expand(-1, -1, task.vocab_size)
             answers = torch.nn.functional.one_hot(rows.answer_BQ, task.vocab_size).float()
-            return hidden.scatter(1, at, answers).roll(self.shift, 1)[: len(ids_BT)]
-
-        def logits(self, x):
-            return x
+            return hidden.scatter(1, at, answers).roll(self.shift, 1)[: len(ids_BT)].flatten(0, 1)[at_K]
 
     assert asked(Oracle(0), task, 8, 256, 4)[0].all()
     assert not asked(Oracle(0), replace(task, answers=(0, 1)), 8, 256, 4)[0].any(), "only those tokens may answer"
@@ -170,6 +168,30 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path, monkeypatch):
     assert [line[: line.index('"curve"')] for line in rows.read_text().splitlines()] == [
         line[: line.index('"curve"')] for line in kept]
     assert call(*command, app=app)[0] == 0 and len(rows.read_text().splitlines()) == 6
+
+
+def test_kin_of_transformers_learn_as_ours_do(call: Call, tmp_path, monkeypatch):
+    """Of about as many parameters as FLASH, and exactly as many numbers of state."""
+    rows = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(study, "RATES", [1e-2])
+    monkeypatch.setattr(study, "SEEDS", 1)
+    for name, value in {"N_SCORES": 3, "TEST_ROWS": 12}.items():
+        monkeypatch.setattr(f"benchmarks.recall.measure.{name}", value)
+    command = ["--task", "pairs", "--set", "steps=24", "--set", "warmup_steps=1", "--set", "context=96", "--set",
+               "tokens_per_step=384", "--json", rows]
+    code, _, err = call("recall", "flash", "gated-deltanet", "mamba2", *command, app=app)
+    assert code == 0, err
+    ours, *theirs = map(json.loads, rows.read_text().splitlines())
+    for row in theirs:
+        assert row["state_size"] == ours["state_size"] == 2 * 64 * 128
+        assert abs(row["n_parameters"] / ours["n_parameters"] - 1) < 0.03
+        assert row["accuracy"].keys() == ours["accuracy"].keys() and row["settings"]["peer"]
+        assert row["curve"][0][1] > row["curve"][-1][1] + 0.5
+    code, _, err = call("recall", "mamba2", *command, "--set", "d_model=32", app=app)
+    assert_refused(code, err, 2, "a peer has sizes of its own: mamba2: d_model; leave out --set")
+    monkeypatch.setattr("benchmarks.peers.installed_version", lambda package: None)
+    code, _, err = call("recall", "mamba2", *command, app=app)
+    assert_refused(code, err, 2, "a peer is not installed: mamba2; pip install transformers")
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
