@@ -14,7 +14,7 @@ for the backward pass. `impl` selects:
 
 | impl | what runs |
 |---|---|
-| None | kernels on CUDA, `windows` in eager training on a processor, for inputs that they support; else the reference |
+| None | kernels on CUDA, `windows` in eager models on a processor, for inputs that they support; else the reference |
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
@@ -75,7 +75,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     check_carried(exchange, uvz_BTF.shape[1], chunk_size, causal)
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_chunks, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
-    if use_windows(impl, causal, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
+    if use_windows(impl, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
         module = windows
     return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
@@ -97,7 +97,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     check_carried(exchange, uv_BTF.shape[1], chunk_size, causal)
     in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
-    if use_windows(impl, causal, exchange is not None, uv_BTF, *heads, w):
+    if use_windows(impl, exchange is not None, uv_BTF, *heads, w):
         module = windows
     return module.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                        segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,

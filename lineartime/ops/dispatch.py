@@ -143,17 +143,14 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
     return not reason
 
 
-def use_windows(impl: str | None, causal: bool, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
-    """Whether `ops.windows` runs in place of the reference: with impl None in eager training on a processor, of causal
-    rows that are not shared by ranks, in the dtype of x. Transforms of `torch.func` and forward mode take the
-    reference."""
-    if impl is not None or not causal or shared or torch.compiler.is_compiling() or x.device.type != "cpu":
+def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
+    """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor, of rows that are not
+    parts of rows, in the dtype of x. Transforms of `torch.func` and forward mode take the reference."""
+    if impl is not None or shared or torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype:
         return False
-    inputs = (x, *parameters)
-    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-    return wants_gradient and not is_transformed(*inputs)
+    return not is_transformed(x, *parameters)
 
 
 @functools.cache

@@ -1,10 +1,11 @@
 """FLASH's attention on a processor, with a backward pass of its own: what is large is recomputed and not kept.
 
 The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
-layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the
-gate, the state that enters each chunk, and heads where the caller gives them. The backward pass goes through the
-windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Scores
-that the causal mask hides are not computed. A backward pass that is itself differentiated is the reference's.
+layer itself needs. Here a row is read in windows of chunks, or if it is not causal in one. Kept are the projection,
+what attention returns before the gate, the states that each chunk reads, and heads where the caller gives them. The
+backward pass goes through the windows from the last to the first, makes activations, heads and scores of one window
+again, and lets them go. Scores that the causal mask hides are not computed. A backward pass that is itself
+differentiated is the reference's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,55 +29,73 @@ there products are so fast that their number counts."""
 
 
 class DocumentWeights(NamedTuple):
-    """What the linear half needs to know of the documents of rows in chunks, as numbers of float32 at least."""
+    """What the linear half needs to know of the documents of rows in chunks, as numbers of float32 at least.
 
+    A query reads states from D directions: the sum over earlier chunks, and when not causal that over later ones. Where
+    a row that is not causal is one document, it reads one state, the sum over all chunks."""
+
+    causal: bool
     ids_BGC: Tensor | None
     """None where a row is one document."""
-    weight_BGC: Tensor
-    """What a query is multiplied with: 0 where the state that enters is of another document. `[B, G, 1]` where a row is
-    one document."""
-    tail_BGC: Tensor | None
-    """1 for tokens of the last document of their chunk, whose k v are in the state that leaves it."""
-    goes_on_BG: Tensor | None
+    weight_BGCD: Tensor
+    """What a query is multiplied with: 0 where the state is of another document. `[B, G, 1, 1]` where a row is one
+    document."""
+    kept_BGCD: Tensor | None = None
+    """1 for tokens whose k v are in the state that leaves their chunk: those of its last document, towards earlier
+    chunks those of its first."""
+    goes_on_BGD: Tensor | None = None
     """1 where that document is the one of the state that enters the chunk."""
+    own_BGC: Tensor | None = None
+    """What a query is multiplied with when it reads its own chunk, which no state has."""
 
     def part(self, rows: slice, window: slice) -> "DocumentWeights":
         """Those of some rows and chunks."""
-        parts = [None if x is None else x[rows, window] for x in self]
+        parts = [x[rows, window] if isinstance(x, Tensor) else x for x in self]
         return DocumentWeights._make(parts)
 
 
-def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str) -> DocumentWeights:
+def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str,
+                      causal: bool) -> DocumentWeights:
     """The documents of the rows of a tensor `[B, T, ...]`; numbers are of its dtype, or of float32."""
-    like = at_least_float32(x_BT[:0])  # for its dtype and device alone
-    ids_BGC = reference.chunk_ids(segment_ids_BT, x_BT, chunk_size, causal=True)
-    if ids_BGC is None:  # a query reads all tokens of the chunks before its own
-        count_G = torch.arange(0, x_BT.shape[1], chunk_size, device=like.device).to(like.dtype)
-        weight_G = 1 / count_G.clamp(min=1) if pooling == "mean" else torch.ones_like(count_G)
-        return DocumentWeights(None, weight_G[:, None].expand(len(x_BT), -1, 1), None, None)
+    like, n_tokens = at_least_float32(x_BT[:0]), x_BT.shape[1]  # the first for its dtype and device alone
+    if segment_ids_BT is None:  # a query reads all tokens of the chunks before its own, or of the row
+        first_G = torch.arange(0, n_tokens, chunk_size, device=like.device).to(like.dtype)
+        count_G = first_G.clamp(min=1) if causal else torch.full_like(first_G, n_tokens)
+        weight_G = 1 / count_G if pooling == "mean" else torch.ones_like(count_G)
+        return DocumentWeights(causal, None, weight_G[:, None, None].expand(len(x_BT), -1, 1, 1))
+    ids_BGC = reference.to_chunks(segment_ids_BT, chunk_size, fill=-1)
     # Values of width 0: only the numbers of tokens are wanted here, not the sums of k v.
     none_BGC0 = like.new_zeros(*ids_BGC.shape, 0)
-    states = reference.states_of_rows(none_BGC0, none_BGC0, ids_BGC, causal=True)
-    (seen_BGC,), count_BGC = reference.tokens_read(states, ids_BGC, None)
+    states = reference.states_of_rows(none_BGC0, none_BGC0, ids_BGC, causal=causal)
+    seen, count_BGC = reference.tokens_read(states, ids_BGC, None)
+    each_BGC = 1 / count_BGC.clamp(min=1) if pooling == "mean" else torch.ones_like(count_BGC)
     last_BG, tail_BGC = reference.last_documents(ids_BGC)
-    weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling == "mean" else seen_BGC
-    return DocumentWeights(ids_BGC, *(x.to(like.dtype) for x in (weight_BGC, tail_BGC, states[0][2] == last_BG)))
+    kept, goes_on = [tail_BGC], [states[0][2] == last_BG]
+    if not causal:  # the same of rows that are read from their end
+        first_BG, head_BGC = reference.last_documents(reference.reversed_ids(ids_BGC))
+        kept.append(head_BGC.flip(1, 2))
+        goes_on.append((states[1][2] == first_BG).flip(1))
+    weights = [seen_BGC * each_BGC for seen_BGC in seen]
+    weight_BGCD, kept_BGCD, goes_on_BGD = (torch.stack(x, -1).to(like.dtype) for x in (weights, kept, goes_on))
+    return DocumentWeights(causal, ids_BGC, weight_BGCD, kept_BGCD, goes_on_BGD,
+                           None if causal else each_BGC.to(like.dtype))
 
 
-def windows_of(n_rows: int, n_chunks: int, chunk_size: int) -> list[tuple[slice, slice]]:
-    """The rows and chunks of each window, in the order in which states go through them."""
+def windows_of(n_rows: int, n_chunks: int, chunk_size: int, causal: bool) -> list[tuple[slice, slice]]:
+    """The rows and chunks of each window, in the order in which states go through them. Rows that are not causal are
+    whole, for their states go both ways."""
     n = max(WINDOW_TOKENS // chunk_size, 1)
-    if n_chunks <= n:  # short rows: several whole ones
-        return [(slice(first, first + n // n_chunks), slice(0, n_chunks))
-                for first in range(0, n_rows, n // n_chunks)]
+    if n_chunks <= n or not causal:  # short rows: several whole ones
+        at_once = max(n // n_chunks, 1)
+        return [(slice(first, first + at_once), slice(0, n_chunks)) for first in range(0, n_rows, at_once)]
     return [(slice(row, row + 1), slice(first, min(first + n, n_chunks)))
             for row in range(n_rows) for first in range(0, n_chunks, n)]
 
 
-def causal_bias(w: Tensor, chunk_size: int) -> Tensor:
-    """The position bias of a chunk, -inf for keys after the query: `[C, C]`, in float32 at least."""
-    hidden_CC = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=w.device).triu(1)
-    return at_least_float32(reference.toeplitz(w, chunk_size)).masked_fill(hidden_CC, -torch.inf)
+def bias_of_chunk(w: Tensor, chunk_size: int, causal: bool) -> Tensor:
+    """The position bias of a chunk: `[C, C]`, in float32 at least; when causal -inf for keys after the query."""
+    bias_CC = at_least_float32(reference.toeplitz(w, chunk_size))
+    return bias_CC.masked_fill(torch.ones_like(bias_CC, dtype=torch.bool).triu(1), -torch.inf) if causal else bias_CC
 
 
 class WindowInputs(NamedTuple):
@@ -85,20 +104,23 @@ class WindowInputs(NamedTuple):
     q_quad_NCS: Tensor
     """Divided by n."""
     k_quad_NCS: Tensor
-    q_lin_NCS: Tensor
-    """Multiplied with the weight of what it reads."""
-    k_lin_NCS: Tensor
-    """0 where the token's k v do not leave the chunk."""
+    q_lin_NCF: Tensor
+    """Multiplied with the weight of what it reads in each of D directions, F = D S."""
+    k_lin_NCF: Tensor
+    """0 where the token's k v do not leave the chunk in a direction."""
     v_NCE: Tensor
+    own: tuple[Tensor, Tensor] | None
+    """q and k `[N, C, S]` of the linear half inside the chunk, where it has that; q is multiplied with its weight."""
     ids_NC: Tensor | None
-    """DocumentWeights; None where a row is one."""
+    """The documents; None where a row is one."""
     bias_CC: Tensor
+    causal: bool
 
     @property
     def blocks(self) -> list[tuple[slice, slice]]:
-        """The queries of each block, and the keys up to the last of them."""
+        """The queries of each block, and its keys: when causal up to the last of the queries."""
         c = len(self.bias_CC)
-        size = c if self.v_NCE.dtype == torch.bfloat16 else BLOCK
+        size = BLOCK if self.causal and self.v_NCE.dtype != torch.bfloat16 else c
         return [(slice(first, min(first + size, c)), slice(0, min(first + size, c))) for first in range(0, c, size)]
 
 
@@ -112,75 +134,126 @@ def tokens(x_NC: Tensor, like_BT: Tensor) -> Tensor:
     return reference.from_chunks(x_NC.unflatten(0, (len(like_BT), -1)), like_BT.shape[1])
 
 
-def weighted(x_NCS: Tensor, weight_BGC: Tensor | None) -> Tensor:
-    """x times a weight for each token, in x's dtype, rounded once; None: x."""
-    if weight_BGC is None:
+def weighted(x_NCS: Tensor, weight_BGCD: Tensor | None) -> Tensor:
+    """x times each token's weight of each direction, side by side: `[N, C, D S]`, in x's dtype, rounded once. None:
+    x."""
+    if weight_BGCD is None:
         return x_NCS
-    return torch.mul(x_NCS, weight_BGC.flatten(0, 1)[..., None], out=torch.empty_like(x_NCS))
+    out_NCDS = x_NCS.new_empty(*x_NCS.shape[:2], weight_BGCD.shape[-1], x_NCS.shape[2])
+    return torch.mul(x_NCS[:, :, None], weight_BGCD.flatten(0, 1)[..., None], out=out_NCDS).flatten(2)
+
+
+def unweighted(dx_NCF: Tensor, weight_BGCD: Tensor | None) -> Tensor:
+    """The gradient of x, from that of what `weighted` returns."""
+    if weight_BGCD is None or weight_BGCD.shape[-1] == 1:
+        return weighted(dx_NCF, weight_BGCD)
+    dx_NCDS = dx_NCF.unflatten(2, (weight_BGCD.shape[-1], -1))
+    return (dx_NCDS * weight_BGCD.flatten(0, 1)[..., None]).sum(2).to(dx_NCF.dtype)
 
 
 def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeights, bias_CC: Tensor) -> WindowInputs:
     """The window of some tokens, of whose documents alone `documents` tells."""
     # The heads are scaled by 1 / n and by the documents' weights here, so that both halves are plain matmuls.
     q_quad, k_quad, q_lin, k_lin = (chunks(head_BTS, len(bias_CC)) for head_BTS in heads)
-    ids_BGC, weight_BGC, tail_BGC, _ = documents
-    return WindowInputs(q_quad / len(bias_CC), k_quad, weighted(q_lin, weight_BGC), weighted(k_lin, tail_BGC),
-                  chunks(v_BTE, len(bias_CC)), None if ids_BGC is None else ids_BGC.flatten(0, 1), bias_CC)
+    causal, ids_BGC, weight_BGCD, kept_BGCD, _, own_BGC = documents
+    own = None if own_BGC is None else (weighted(q_lin, own_BGC[..., None]), k_lin)
+    return WindowInputs(q_quad / len(bias_CC), k_quad, weighted(q_lin, weight_BGCD), weighted(k_lin, kept_BGCD),
+                        chunks(v_BTE, len(bias_CC)), own, None if ids_BGC is None else ids_BGC.flatten(0, 1), bias_CC,
+                        causal)
 
 
-def relu_scores(inputs: WindowInputs, rows: slice, keys: slice) -> Tensor:
-    """relu(q k^T / n + b) of a block, in float32 at least: 0 for keys of other documents and keys after the query."""
-    # The bias is -inf for keys after the query, which relu makes 0. Scores of other documents are set to 0.
+def product(x_NRS: Tensor, y_NMS: Tensor, hidden_NRM: Tensor | None) -> Tensor:
+    """x y^T of a block, and 0 where hidden."""
+    product_NRM = torch.bmm(x_NRS, y_NMS.mT)
+    return product_NRM if hidden_NRM is None else product_NRM.masked_fill_(hidden_NRM, 0.0)
+
+
+def block_scores(inputs: WindowInputs, rows: slice, keys: slice) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Of a block: which keys are of other documents, relu(q k^T / n + b), in float32 at least, and the weights of the
+    linear half inside the chunk; the first and last where there are any. relu is 0 for keys that are hidden."""
+    ids_NC, hidden_NRM, own_NRM = inputs.ids_NC, None, None
+    if ids_NC is not None:
+        hidden_NRM = ~reference.same_document(ids_NC[:, rows], ids_NC[:, keys])
+    # When causal the bias is -inf for keys after the query, which relu makes 0.
     score_NRM = torch.bmm(inputs.q_quad_NCS[:, rows], inputs.k_quad_NCS[:, keys].mT) + inputs.bias_CC[rows, keys]
-    if inputs.ids_NC is not None:
-        score_NRM.masked_fill_(~reference.same_document(inputs.ids_NC[:, rows], inputs.ids_NC[:, keys]), 0.0)
-    return score_NRM.relu_()
+    if hidden_NRM is not None:
+        score_NRM.masked_fill_(hidden_NRM, 0.0)
+    if inputs.own is not None:
+        q_NCS, k_NCS = inputs.own
+        own_NRM = product(q_NCS[:, rows], k_NCS[:, keys], hidden_NRM)
+    return hidden_NRM, score_NRM.relu_(), own_NRM
 
 
-def attend(inputs: WindowInputs, kv_NSE: Tensor) -> Tensor:
-    """Both halves of a window: `[N, C, E]`. kv_NSE: the states that enter its chunks."""
-    # The linear half first; the quadratic half is added to it block by block.
-    out_NCE = torch.bmm(inputs.q_lin_NCS, kv_NSE)
+def attend(inputs: WindowInputs, kv_NFE: Tensor) -> Tensor:
+    """Both halves of a window: `[N, C, E]`. kv_NFE: the states that its chunks read."""
+    # What the linear half reads from states first; what is inside the chunk is added to it block by block.
+    out_NCE = torch.bmm(inputs.q_lin_NCF, kv_NFE)
     for rows, keys in inputs.blocks:
-        a_NRM = relu_scores(inputs, rows, keys).square_().to(out_NCE.dtype)
-        out_NCE[:, rows].baddbmm_(a_NRM, inputs.v_NCE[:, keys])
+        _, relu_NRM, own_NRM = block_scores(inputs, rows, keys)
+        a_NRM = relu_NRM.square_() if own_NRM is None else own_NRM + relu_NRM.square_()
+        out_NCE[:, rows].baddbmm_(a_NRM.to(out_NCE.dtype), inputs.v_NCE[:, keys])
     return out_NCE
 
 
-def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NSE: Tensor, dkv_NSE: Tensor,
-                  dbias_CC: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The gradients of the heads of a `WindowInputs`, each `[N, C, S]`, and of v; to dbias_CC its part is added.
+def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NFE: Tensor,
+                  dbias_CC: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None, Tensor]:
+    """The gradients of the heads of a `WindowInputs`, `[N, C, S]` and `[N, C, F]`, of its `own`, and of v; to dbias_CC
+    its part is added.
 
-    kv_NSE: the states that enter the chunks. dkv_NSE: the gradients of those that leave them."""
-    # The linear half: out = q_lin kv, and kv of later chunks has k_lin v.
-    dq_lin_NCS, dk_lin_NCS = torch.bmm(dout_NCE, kv_NSE.mT), torch.bmm(inputs.v_NCE, dkv_NSE.mT)
-    dv_NCE = torch.bmm(inputs.k_lin_NCS, dkv_NSE)
-    dq_NCS, dk_NCS = torch.empty_like(dq_lin_NCS), torch.zeros_like(dk_lin_NCS)
+    kv_NFE: the states that the chunks read. dkv_NFE: the gradients of those that they make."""
+    # The linear half: out = q_lin kv, and kv of other chunks has k_lin v.
+    dq_lin_NCF, dk_lin_NCF = torch.bmm(dout_NCE, kv_NFE.mT), torch.bmm(inputs.v_NCE, dkv_NFE.mT)
+    dv_NCE = torch.bmm(inputs.k_lin_NCF, dkv_NFE)
+    dq_NCS, dk_NCS = torch.empty_like(inputs.q_quad_NCS), torch.zeros_like(inputs.k_quad_NCS)
+    down = None if inputs.own is None else (torch.empty_like(inputs.own[0]), torch.zeros_like(inputs.own[1]))
     for rows, keys in inputs.blocks:
-        # The weight is relu^2, so the gradient of a score is 2 relu times that of the weight.
-        relu_NRM = relu_scores(inputs, rows, keys)
+        hidden_NRM, relu_NRM, own_NRM = block_scores(inputs, rows, keys)
         dout_NRE, v_NME = dout_NCE[:, rows], inputs.v_NCE[:, keys]
-        dv_NCE[:, keys].baddbmm_(relu_NRM.square().to(v_NME.dtype).mT, dout_NRE)
-        dscore_NRM = relu_NRM.mul_(torch.bmm(dout_NRE, v_NME.mT)).mul_(2)
+        a_NRM = relu_NRM.square() if own_NRM is None else own_NRM + relu_NRM.square()
+        dv_NCE[:, keys].baddbmm_(a_NRM.to(v_NME.dtype).mT, dout_NRE)
+        da_NRM = product(dout_NRE, v_NME, None if own_NRM is None else hidden_NRM)
+        # The weight is relu^2, so the gradient of a score is 2 relu times that of the weight.
+        dscore_NRM = relu_NRM.mul_(da_NRM).mul_(2)
         dbias_CC[rows, keys] += dscore_NRM.sum(0)
         dscore_NRM = dscore_NRM.to(v_NME.dtype)
         dq_NCS[:, rows] = torch.bmm(dscore_NRM, inputs.k_quad_NCS[:, keys])
         dk_NCS[:, keys].baddbmm_(dscore_NRM.mT, inputs.q_quad_NCS[:, rows])
-    return (dq_NCS, dk_NCS, dq_lin_NCS, dk_lin_NCS), dv_NCE
+        if down is not None and inputs.own is not None:
+            down[0][:, rows] = torch.bmm(da_NRM, inputs.own[1][:, keys])
+            down[1][:, keys].baddbmm_(da_NRM.mT, inputs.own[0][:, rows])
+    return (dq_NCS, dk_NCS, dq_lin_NCF, dk_lin_NCF), down, dv_NCE
 
 
-def walk_states(added_NSE: Tensor, state_BSE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
-    """The states before each chunk of a window, or backwards after it: `[N, S, E]`. state_BSE, the first, becomes that
+def walk_states(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
+    """The states before each chunk of a window, or backwards after it: `[N, F, E]`. state_BFE, the first, becomes that
     after the last: state = added + goes_on * state."""
-    added_BGSE = added_NSE.unflatten(0, (len(state_BSE), -1))
-    states_BGSE, n_chunks = torch.empty_like(added_BGSE), added_BGSE.shape[1]
+    added_BGFE = added_NFE.unflatten(0, (len(state_BFE), -1))
+    states_BGFE, n_chunks = torch.empty_like(added_BGFE), added_BGFE.shape[1]
     for i in reversed(range(n_chunks)) if backwards else range(n_chunks):
         # The chunk reads the state as it was. Then the state is dropped where its document ends, and gets the chunk's.
-        states_BGSE[:, i] = state_BSE
+        states_BGFE[:, i] = state_BFE
         if goes_on_BG is not None:
-            state_BSE *= goes_on_BG[:, i, None, None]
-        state_BSE += added_BGSE[:, i]
-    return states_BGSE.flatten(0, 1)
+            state_BFE *= goes_on_BG[:, i, None, None]
+        state_BFE += added_BGFE[:, i]
+    return states_BGFE.flatten(0, 1)
+
+
+def states_read(added_NFE: Tensor, state_BFE: Tensor, documents: DocumentWeights, *,
+                backwards: bool = False) -> Tensor:
+    """The states of all directions that each chunk of a window reads, one below the other: `[N, F, E]`. Backwards: the
+    gradients of those that it makes, from the gradients of those that it reads.
+
+    added_NFE: what each chunk adds. state_BFE: that of earlier chunks, see `walk_states`."""
+    goes_on_BGD = documents.goes_on_BGD
+    if documents.causal:
+        return walk_states(added_NFE, state_BFE, None if goes_on_BGD is None else goes_on_BGD[..., 0],
+                           backwards=backwards)
+    if goes_on_BGD is None:  # one document: every chunk reads the sum over all
+        added_BGFE = added_NFE.unflatten(0, (len(state_BFE), -1))
+        return added_BGFE.sum(1, keepdim=True).expand_as(added_BGFE).flatten(0, 1)
+    directions = zip(added_NFE.chunk(2, 1), state_BFE.chunk(2, 1), goes_on_BGD.unbind(-1), (False, True), strict=True)
+    return torch.cat([walk_states(added, state, goes_on, backwards=backwards != from_end)
+                      for added, state, goes_on, from_end in directions], 1)
 
 
 HeadsOf = Callable[[slice, slice], Iterable[Tensor]]
@@ -192,47 +265,49 @@ TakeGradient = Callable[[slice, slice, list[Tensor]], None]
 
 def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
                 chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.gated_head_attention` of causal rows. For the backward pass also what attention says before the gate,
-    attended_BTE, and the states that enter the chunks, kv_BGSE. s: the width of heads."""
+    """`reference.gated_head_attention`. For the backward pass also what attention says before the gate, attended_BTE,
+    and the states that the chunks read, kv_BGFE. s: the width of heads."""
     (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // 2
-    n_chunks, bias_CC = -(-n_tokens // chunk_size), causal_bias(w, chunk_size)
+    n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
     out_BTE, attended_BTE = (uv_BTF.new_empty(n_rows, n_tokens, e) for _ in range(2))
-    kv_BGSE = uv_BTF.new_empty(n_rows, n_chunks, s, e)
-    for rows, window in windows_of(n_rows, n_chunks, chunk_size):
+    kv_BGFE = uv_BTF.new_empty(n_rows, n_chunks, s * documents.weight_BGCD.shape[-1], e)
+    for rows, window in windows_of(n_rows, n_chunks, chunk_size, documents.causal):
         span, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
         u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
         if window.start == 0:  # a row begins: nothing was read before
-            state_BSE = bias_CC.new_zeros(len(u_BTE), s, e)
-        # The states that enter the window's chunks, attention, and the gate.
+            state_BFE = bias_CC.new_zeros(len(u_BTE), *kv_BGFE.shape[2:])
+        # The states that the window's chunks read, attention, and the gate.
         inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
-        kv_NSE = walk_states(torch.bmm(inputs.k_lin_NCS.mT, inputs.v_NCE), state_BSE, here.goes_on_BG)
-        kv_BGSE[rows, window] = kv_NSE.unflatten(0, (len(u_BTE), -1))
-        attended_BTE[rows, span] = tokens(attend(inputs, kv_NSE), u_BTE)
+        kv_NFE = states_read(torch.bmm(inputs.k_lin_NCF.mT, inputs.v_NCE), state_BFE, here)
+        kv_BGFE[rows, window] = kv_NFE.unflatten(0, (len(u_BTE), -1))
+        attended_BTE[rows, span] = tokens(attend(inputs, kv_NFE), u_BTE)
         torch.mul(u_BTE, attended_BTE[rows, span], out=out_BTE[rows, span])
-    return out_BTE, attended_BTE, kv_BGSE
+    return out_BTE, attended_BTE, kv_BGFE
 
 
 def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: Tensor, attended_BTE: Tensor,
-                       kv_BGSE: Tensor, documents: DocumentWeights, chunk_size: int, duv_BTF: Tensor,
+                       kv_BGFE: Tensor, documents: DocumentWeights, chunk_size: int, duv_BTF: Tensor,
                        take_gradient: TakeGradient) -> Tensor:
     """The gradient of w. That of uv is written to duv_BTF, those of heads are given to `take_gradient`."""
-    n_rows, n_chunks, s, e = kv_BGSE.shape
-    bias_CC = causal_bias(w, chunk_size)
+    n_rows, n_chunks, *state_size = kv_BGFE.shape
+    bias_CC = bias_of_chunk(w, chunk_size, documents.causal)
     dbias_CC = torch.zeros_like(bias_CC)
-    for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size)):
+    for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size, documents.causal)):
         span, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
         u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
         if window.stop == n_chunks:  # a row ends, where the backward pass begins: nothing reads the state that leaves
-            dstate_BSE = bias_CC.new_zeros(len(u_BTE), s, e)
+            dstate_BFE = bias_CC.new_zeros(len(u_BTE), *state_size)
         inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
         # The gradient of the states walks backwards: from the chunks that read a state to those that made it.
         dattended_NCE = chunks(dout_BTE[rows, span] * u_BTE, chunk_size)
-        dkv_NSE = walk_states(torch.bmm(inputs.q_lin_NCS.mT, dattended_NCE), dstate_BSE, here.goes_on_BG,
-                              backwards=True)
-        (dq_quad, dk_quad, dq_lin, dk_lin), dv_NCE = differentiate(
-            dattended_NCE, inputs, kv_BGSE[rows, window].flatten(0, 1), dkv_NSE, dbias_CC)
+        dkv_NFE = states_read(torch.bmm(inputs.q_lin_NCF.mT, dattended_NCE), dstate_BFE, here, backwards=True)
+        (dq_quad, dk_quad, dq_lin, dk_lin), down, dv_NCE = differentiate(
+            dattended_NCE, inputs, kv_BGFE[rows, window].flatten(0, 1), dkv_NFE, dbias_CC)
         # Undo what `make_inputs` did to the heads, then silu and the gate.
-        dheads = dq_quad / chunk_size, dk_quad, weighted(dq_lin, here.weight_BGC), weighted(dk_lin, here.tail_BGC)
+        dq_lin, dk_lin = unweighted(dq_lin, here.weight_BGCD), unweighted(dk_lin, here.kept_BGCD)
+        if down is not None and here.own_BGC is not None:
+            dq_lin, dk_lin = dq_lin + weighted(down[0], here.own_BGC[..., None]), dk_lin + down[1]
+        dheads = dq_quad / chunk_size, dk_quad, dq_lin, dk_lin
         take_gradient(rows, span, [tokens(dhead_NCS, u_BTE) for dhead_NCS in dheads])
         (u_raw_BTE, v_raw_BTE), (du_BTE, dv_BTE) = (x[rows, span].chunk(2, dim=-1) for x in (uv_BTF, duv_BTF))
         silu_backward(dout_BTE[rows, span] * attended_BTE[rows, span], u_raw_BTE, grad_input=du_BTE)
@@ -262,7 +337,7 @@ class GatedHeadAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, attended_BTE, kv_BGSE = ctx.saved_tensors
+        *inputs, attended_BTE, kv_BGFE = ctx.saved_tensors
         if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
             return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
         uv_BTF, *heads, w = inputs
@@ -273,7 +348,7 @@ class GatedHeadAttention(torch.autograd.Function):
                 whole[rows, span] = part
 
         dw = differentiate_rows(dout_BTE, uv_BTF, lambda rows, span: (x[rows, span] for x in heads), w, attended_BTE,
-                                kv_BGSE, ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
+                                kv_BGFE, ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
         return duv_BTF, *all_dheads, dw, None, None, None
 
 
@@ -302,7 +377,7 @@ class GatedChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, attended_BTE, kv_BGSE = ctx.saved_tensors
+        *inputs, attended_BTE, kv_BGFE = ctx.saved_tensors
         if must_be_followed(dout_BTE):
             return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
         uvz_BTF, gamma_4S, beta_4S, sin, cos, w = inputs
@@ -322,7 +397,7 @@ class GatedChunkAttention(torch.autograd.Function):
 
         dw = differentiate_rows(
             dout_BTE, uvz_BTF[..., :-s], partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
-            attended_BTE, kv_BGSE, ctx.documents, ctx.chunk_size, duvz_BTF[..., :-s], take_gradient)
+            attended_BTE, kv_BGFE, ctx.documents, ctx.chunk_size, duvz_BTF[..., :-s], take_gradient)
         return duvz_BTF, dgamma_4S, dbeta_4S, None, None, dw, None, None, None
 
 
@@ -353,9 +428,9 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
                           exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows."""
-    assert causal and exchange is None
-    documents = lay_out_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling)
-    definition = partial(reference.gated_chunk_attention, chunk_size=chunk_size, causal=True,
+    assert exchange is None
+    documents = lay_out_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling, causal)
+    definition = partial(reference.gated_chunk_attention, chunk_size=chunk_size, causal=causal,
                          segment_ids_BT=segment_ids_BT, pooling=pooling)
     return GatedChunkAttention.apply(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, documents, chunk_size, definition)[0]
 
@@ -365,14 +440,14 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
                          exchange: reference.Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention`, for what `dispatch.use_windows` allows. What "written" divides by, q has
     here."""
-    assert causal and exchange is None
+    assert exchange is None
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
-    documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling)
+    documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling, causal)
 
     def definition(uv_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
         # The heads have their divisor already, so "written" and "fixed" are sums here.
         *heads, w = heads_and_w
-        return reference.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=True,
+        return reference.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                               segment_ids_BT=segment_ids_BT,
                                               pooling="mean" if pooling == "mean" else "sum")
 

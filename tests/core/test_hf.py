@@ -515,7 +515,7 @@ def test_the_states_of_every_block(hf64):
         assert (x_BTD - alone[1]).abs().max() < 1e-11
         decoded = hf64(**batch, output_hidden_states=True, use_cache=True).hidden_states
         for a, b in zip(states, decoded, strict=True):
-            assert (a - b)[valid_BT].abs().max() < 1e-11
+            assert (a - b)[valid_BT].abs().max() < max(1e-11, 1e-15 * a[valid_BT].abs().max())  # some are 1e5
 
 
 def test_padding_is_a_token_of_its_own(hf64, folder):

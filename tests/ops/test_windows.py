@@ -20,41 +20,44 @@ LAYOUTS = {"one document": None,
            "begins at chunks": [[0] * 64 + [1] * 64 + [2] * 172, [0] * 299 + [1], [-1] * 300]}
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize(("chunk", "window", "pooling", "layout"), [
     (128, 4096, "mean", "documents and padding"), (128, 256, "written", "documents and padding"),
     (64, 128, "written", "begins at chunks"), (50, 50, "sum", "documents and padding"),
     (300, 1, "mean", "begins at chunks"), (128, 256, "mean", "one document")])
 def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int, pooling: str, layout: str,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+                                                         causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows in one window, windows of single rows, of single chunks; chunks that blocks do not divide."""
     monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     inputs = {name: x.double() for name, x in head_inputs(3, 300, 16, torch.float64, chunk).items()}
-    ours, theirs = (run_heads(module.gated_head_attention, inputs, pooling == "written", chunk_size=chunk, causal=True,
-                              segment_ids_BT=ids_BT, pooling=pooling) for module in (windows, reference))
+    ours, theirs = (run_heads(module.gated_head_attention, inputs, pooling == "written", chunk_size=chunk,
+                              causal=causal, segment_ids_BT=ids_BT, pooling=pooling)
+                    for module in (windows, reference))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
     if pooling != "written":
         inputs = make_inputs(3, 300, torch.float64, chunk=chunk, parameters=None)
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
-                    causal=True, segment_ids_BT=ids_BT, pooling=pooling, floor=2e-15)
+                    causal=causal, segment_ids_BT=ids_BT, pooling=pooling, floor=2e-15)
         position_BT = torch.arange(300) + torch.tensor([[0], [7], [1000]])  # each row has its own angles
         inputs["sin"], inputs["cos"] = reference.rotary(position_BT, S, torch.float64)
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
-                    causal=True, floor=2e-15)
+                    causal=causal, floor=2e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["one document", "documents and padding"])
-def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: str) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: str, causal: bool) -> None:
     """With parameters of float32, as in training, and of the same type, as in a model that is cast."""
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     for parameters in (torch.float32, dtype):
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention,
-                    make_inputs(3, 300, dtype, chunk=64, parameters=parameters), chunk_size=64, causal=True,
+                    make_inputs(3, 300, dtype, chunk=64, parameters=parameters), chunk_size=64, causal=causal,
                     segment_ids_BT=ids_BT)
     inputs = head_inputs(3, 300, 16, dtype, 64)
-    exact, ours, theirs = (run_heads(module.gated_head_attention, given, True, chunk_size=64, causal=True,
+    exact, ours, theirs = (run_heads(module.gated_head_attention, given, True, chunk_size=64, causal=causal,
                                      segment_ids_BT=ids_BT, pooling="written")
                            for module, given in ((reference, {name: x.double() for name, x in inputs.items()}),
                                                  (windows, inputs), (reference, inputs)))
@@ -92,7 +95,7 @@ def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: t
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager training of causal rows on a processor; all else takes the reference."""
+    """Eager models on a processor; all else takes the reference."""
     ran = []
     for name in ("gated_chunk_attention", "gated_head_attention"):
         plain = getattr(windows, name)
@@ -112,10 +115,10 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
             call(torch.ones(1, 20, dtype=torch.long))
         return bool(ran)
 
-    assert runs() and runs(preset="flash+") and runs(dtype=torch.bfloat16)
-    assert not runs("c4") and not runs(impl="reference") and not runs(grad=False) and not runs(compiled=True)
+    assert runs() and runs(preset="flash+") and runs(dtype=torch.bfloat16) and runs("c4") and runs(grad=False)
+    assert not runs(impl="reference") and not runs(compiled=True)
     assert not runs(dtype=torch.float16) and not runs(preset="flash-quad")
-    assert not dispatch.use_windows(None, True, False, torch.empty(0, 5, 3, requires_grad=True))
+    assert not dispatch.use_windows(None, False, torch.empty(0, 5, 3, requires_grad=True))
     with pytest.raises(UsageError, match="it is reference or triton"):
         runs(impl="windows")
 
