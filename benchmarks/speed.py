@@ -171,7 +171,7 @@ def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures
     how = (f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant, from Llama down eager. "
            "Bold: FLASH is slower.")
     parts = [*links(widest, pictures(widest)[:1]), how,
-             ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), *sources(cells)]
+             ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), sources(cells)[0]]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
