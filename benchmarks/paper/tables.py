@@ -86,6 +86,7 @@ assert {column.task for table in TABLES.values() for column in table.columns.val
 PAPER: dict[str, dict[str, Any]] = read_toml("paper", parse_float=str)
 """By name of the table: numbers, with the digits they were printed with, by measure, row and column; perhaps "hardware"
 and "note"."""
+assert PAPER.keys() == TABLES.keys()
 
 
 def printed(table: str, measure: str, row: str | None, column: str) -> str:
