@@ -199,6 +199,18 @@ class Peer(nn.Module):
         out = self.body(ids_BT, use_cache=True, **{name: cache})
         return self.head(out.last_hidden_state[:, -1]), out[name]
 
+    @property
+    def embed(self) -> nn.Linear:
+        """What has the embedding's matrix, for those who ask a model for its device."""
+        return self.head
+
+    def check_length(self, length: int) -> None:
+        """Rows may have any length."""
+
+    def residual_layers(self) -> tuple[()]:
+        """None of ours, whose matrices Muon would take."""
+        return ()
+
     def compile_layers(self) -> None:
         """torch.compile in place, the head and the loss left out."""
         self.body.compile()

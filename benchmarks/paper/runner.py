@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,6 +35,7 @@ from lineartime.training import StopSignal
 
 Records = Mapping[str, list[Record]]
 """Of `by_key`."""
+PEER = (sys.executable, "-m", "benchmarks.paper.peer")
 SAVE_S = 600.0
 """A run is given so long to save when this process ends."""
 STOPPED = "what ran has saved; the same command goes on"
@@ -165,17 +167,19 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
     trained_run, rows = folder / "run", []
     given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(trained_run)}
     folder.mkdir(parents=True, exist_ok=True)
+    peer = given.pop("peer", None)
     # Numbers, truth values and plain strings are written alike in TOML and JSON.
     write_atomically(folder / "settings.toml", "".join(f"{name} = {json.dumps(value)}\n"
                                                        for name, value in given.items()))
+    file = str(folder / "settings.toml")
     stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
-        ("train", ["train", str(folder / "settings.toml"), "--device", place.device],
+        ("train", [peer, file, place.device] if peer else ["train", file, "--device", place.device],
          lambda: trained(trained_run, cell.table.evaluations))]
     if cell.questions:
         stages.append(("finetune", finetune_arguments(trained_run, cell.questions, place),
                        lambda: finetuned(folder / "questions")))
     for kind, arguments, result in stages:
-        failed = call(arguments, f"{job.label}, {kind}", folder / f"{kind}.log", place, stop)
+        failed = call(arguments, f"{job.label}, {kind}", folder / f"{kind}.log", place, stop, PEER if peer else None)
         if kind == "train" and not failed:
             failed = evaluate(job, folder, place, stop)
         if stop.number is not None:
@@ -228,6 +232,7 @@ def trained(folder: Path, evaluations: Iterable[str]) -> Record:
                      **{f"{name}_tokens": split.tokens for name, split in manifest.splits.items()}},
             "tokens": n_tokens, "epochs": n_tokens / manifest.splits["train"].tokens,
             "curve": [[line["step"], line["held_out"]["loss"]] for line in read_metrics(folder) if "held_out" in line],
+            **{name: result[name] for name in ("n_parameters", "state_size", "peer") if name in result},
             "held_out": result["held_out"], "peak_mib": result.get("peak_mib"), **times_of(folder),
             **{name: {key: value for key, value in each.items() if key not in ("checkpoint", "step")}
                for name, each in said.items()}}
@@ -252,14 +257,16 @@ def times_of(folder: Path) -> Record:
             "step_ms": {name: spread([1e3 * value for value in values]) for name, values in seconds.items()}}
 
 
-def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: StopSignal) -> str | None:
+def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: StopSignal,
+         program: Sequence[str] | None = None) -> str | None:
     """Run a verb of ours in a process of its own, its output in a file; asked to stop, it saves and ends.
 
-    Returns the error that a table shows: the numbers went bad, or memory ran out. Raises any other."""
+    program: in place of `lineartime`. Returns the error that a table shows: the numbers went bad, or memory ran out.
+    Raises any other."""
     if stop.number is not None:
         return None
     place.tell(f"  {label}: starts")
-    code = run([*LINEARTIME, *arguments], log, save_s=SAVE_S, stop=lambda: stop.number is not None,
+    code = run([*(program or LINEARTIME), *arguments], log, save_s=SAVE_S, stop=lambda: stop.number is not None,
                tell=lambda line: place.tell(f"  {label}: {line}"), threads=place.threads)
     if code == 0 or stop.number is not None:
         return None

@@ -79,6 +79,8 @@ def read_toml(name: str, **options: Any) -> dict[str, Any]:
 
 
 CONTENT = read_toml("tables")
+PEERS: dict[str, Settings] = CONTENT.pop("peers")
+"""Models of transformers: their configurations, but for width and vocabulary. A cell's settings name one as "peer"."""
 TABLES = {name: table_of(name, entry, CONTENT["presets"]) for name, entry in CONTENT.items() if name != "presets"}
 """By name, in the order of `tables.toml`."""
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}

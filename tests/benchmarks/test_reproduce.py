@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import text_files
 from benchmarks.__main__ import app
-from benchmarks.paper import runner, tables
+from benchmarks.cells import run
+from benchmarks.paper import peer, runner, tables
 from benchmarks.paper.results import by_key, read_records, records_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
 from command_line import Call
@@ -18,14 +20,15 @@ from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.run_config import run_config
-from lineartime.training import StopSignal
+from lineartime.training import Callbacks, StopSignal
 from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
 
 
 def config_of(cell):
-    return run_config({**cell.settings(), "data": "-", "out": "-"})
+    return run_config({name: value for name, value in cell.settings().items() if name != "peer"}
+                      | {"data": "-", "out": "-"})
 
 
 def test_every_cell_is_a_run_that_can_be_configured():
@@ -149,6 +152,36 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
     less = by_key([{name: value for name, value in row.items() if name != "long"}])
     assert runner.missing_jobs([cell], less)[0] == job
     assert [row["kind"] for row in runner.run_job(job, less, place, StopSignal())] == ["train"]
+
+
+def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
+    """By the same loop, in a process of its own; its settings say which it is, so its rows are not those of ours."""
+    place, _ = tiny
+    ours = dataclasses.replace(TABLES["speedup"].models["FLASH"], fields={})
+    theirs = dataclasses.replace(ours, fields={"peer": "mamba2"})
+    table = dataclasses.replace(TABLES["speedup"], models={"FLASH": ours, "Mamba-2": theirs}, timed=False)
+    monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(table, cells={"cpu": [("Mamba-2", "512")]}))
+    monkeypatch.setitem(tables.SCALES, "cpu", dataclasses.replace(TINY, seeds=1))
+    monkeypatch.setitem(tables.PEERS, "mamba2", {"model_type": "mamba2", "num_hidden_layers": 1, "num_heads": 2,
+                                                 "head_dim": 16, "n_groups": 1, "state_size": 4, "chunk_size": 64})
+    started = []
+
+    def here(command, log, **_):
+        started.append(command[2])
+        if command[2] == "benchmarks.paper.peer":
+            settings = tomllib.loads(Path(command[-2]).read_text(encoding="utf-8"))
+            peer.train(command[-3], settings, command[-1], Callbacks())
+            return 0
+        return run(command, log)
+
+    monkeypatch.setattr(runner, "run", here)
+    assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 1 and len(started) == 2
+    (cell,) = cells_of("speedup", "cpu")
+    (row,) = records_of(cell, by_key(read_records(place.rows)), "train", 0)
+    assert row["settings"]["peer"] == "mamba2" and row["peer"]["package"] == "transformers"
+    assert row["n_parameters"] != row["state_size"] == 32 * 4
+    assert [step for step, _ in row["curve"]] == [2, 4, 6] and row["held_out"]["loss"] < row["curve"][0][1]
+    assert not records_of(dataclasses.replace(cell, row="FLASH"), by_key(read_records(place.rows)), "train")
 
 
 @pytest.mark.parametrize(("code", "said", "result"), [
