@@ -1,7 +1,7 @@
 """FLASH's attention on a processor, with a backward pass of its own: what is large is recomputed and not kept.
 
 The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
-layer itself needs. Here a row is read in windows of chunks, or if it is not causal in one. Kept are the projection,
+layer itself needs. Here a row is read in windows of chunks. Kept are the projection,
 what attention returns before the gate, the states that each chunk reads, and heads where the caller gives them. The
 backward pass goes through the windows from the last to the first, makes activations, heads and scores of one window
 again, and lets them go. Scores that the causal mask hides are not computed. A backward pass that is itself
@@ -81,13 +81,12 @@ def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: i
                            None if causal else each_BGC.to(like.dtype))
 
 
-def windows_of(n_rows: int, n_chunks: int, chunk_size: int, causal: bool) -> list[tuple[slice, slice]]:
-    """The rows and chunks of each window, in the order in which states go through them. Rows that are not causal are
-    whole, for their states go both ways."""
+def windows_of(n_rows: int, n_chunks: int, chunk_size: int) -> list[tuple[slice, slice]]:
+    """The rows and chunks of each window, in the order in which states go through them."""
     n = max(WINDOW_TOKENS // chunk_size, 1)
-    if n_chunks <= n or not causal:  # short rows: several whole ones
-        at_once = max(n // n_chunks, 1)
-        return [(slice(first, first + at_once), slice(0, n_chunks)) for first in range(0, n_rows, at_once)]
+    if n_chunks <= n:  # short rows: several whole ones
+        return [(slice(first, first + n // n_chunks), slice(0, n_chunks))
+                for first in range(0, n_rows, n // n_chunks)]
     return [(slice(row, row + 1), slice(first, min(first + n, n_chunks)))
             for row in range(n_rows) for first in range(0, n_chunks, n)]
 
@@ -263,6 +262,29 @@ TakeGradient = Callable[[slice, slice, list[Tensor]], None]
 """(rows, span of tokens, gradients of their heads, each `[B, T, S]`) -> None."""
 
 
+def open_window(uv_BTF: Tensor, heads_of: HeadsOf, documents: DocumentWeights, bias_CC: Tensor, rows: slice,
+                window: slice) -> tuple[slice, DocumentWeights, Tensor, WindowInputs]:
+    """The span of tokens of a window, its documents, u_BTE, and what attention takes."""
+    span = slice(window.start * len(bias_CC), window.stop * len(bias_CC))
+    here = documents.part(rows, window)
+    u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
+    return span, here, u_BTE, make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
+
+
+def go_both_ways(documents: DocumentWeights, chunk_size: int) -> bool:
+    """Whether states go both ways through windows, so that all of a row's are made before the first window is read."""
+    n_chunks = documents.weight_BGCD.shape[1]
+    return not documents.causal and len(windows_of(1, n_chunks, chunk_size)) > 1
+
+
+def states_of_cut_row(added: Sequence[Tensor], documents: DocumentWeights, like: Tensor, *,
+                      backwards: bool = False) -> Tensor:
+    """`states_read` of all chunks of a row that is cut into windows: `[G, F, E]`. added: what the chunks of each window
+    add. like: for the dtype of the sums."""
+    added_GFE = torch.cat([*added])
+    return states_read(added_GFE, like.new_zeros(1, *added_GFE.shape[1:]), documents, backwards=backwards)
+
+
 def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
                 chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.gated_head_attention`. For the backward pass also what attention says before the gate, attended_BTE,
@@ -271,16 +293,23 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
     n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
     out_BTE, attended_BTE = (uv_BTF.new_empty(n_rows, n_tokens, e) for _ in range(2))
     kv_BGFE = uv_BTF.new_empty(n_rows, n_chunks, s * documents.weight_BGCD.shape[-1], e)
-    for rows, window in windows_of(n_rows, n_chunks, chunk_size, documents.causal):
-        span, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
-        u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
-        if window.start == 0:  # a row begins: nothing was read before
+    both_ways, opened = go_both_ways(documents, chunk_size), partial(open_window, uv_BTF, heads_of, documents, bias_CC)
+
+    def added_by(inputs: WindowInputs) -> Tensor:
+        return torch.bmm(inputs.k_lin_NCF.mT, inputs.v_NCE)
+
+    for rows, window in windows_of(n_rows, n_chunks, chunk_size):
+        span, here, u_BTE, inputs = opened(rows, window)
+        # The states that the window's chunks read; where a row begins, nothing was read before.
+        if window.start == 0 and both_ways:
+            added = [added_by(opened(rows, part)[-1]) for _, part in windows_of(1, n_chunks, chunk_size)]
+            kv_BGFE[rows] = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC)
+        elif window.start == 0:
             state_BFE = bias_CC.new_zeros(len(u_BTE), *kv_BGFE.shape[2:])
-        # The states that the window's chunks read, attention, and the gate.
-        inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
-        kv_NFE = states_read(torch.bmm(inputs.k_lin_NCF.mT, inputs.v_NCE), state_BFE, here)
-        kv_BGFE[rows, window] = kv_NFE.unflatten(0, (len(u_BTE), -1))
-        attended_BTE[rows, span] = tokens(attend(inputs, kv_NFE), u_BTE)
+        if not both_ways:
+            kv_BGFE[rows, window] = states_read(added_by(inputs), state_BFE, here).unflatten(0, (len(u_BTE), -1))
+        # Attention, and the gate.
+        attended_BTE[rows, span] = tokens(attend(inputs, kv_BGFE[rows, window].flatten(0, 1)), u_BTE)
         torch.mul(u_BTE, attended_BTE[rows, span], out=out_BTE[rows, span])
     return out_BTE, attended_BTE, kv_BGFE
 
@@ -291,16 +320,26 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
     """The gradient of w. That of uv is written to duv_BTF, those of heads are given to `take_gradient`."""
     n_rows, n_chunks, *state_size = kv_BGFE.shape
     bias_CC = bias_of_chunk(w, chunk_size, documents.causal)
-    dbias_CC = torch.zeros_like(bias_CC)
-    for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size, documents.causal)):
-        span, here = slice(window.start * chunk_size, window.stop * chunk_size), documents.part(rows, window)
-        u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
-        if window.stop == n_chunks:  # a row ends, where the backward pass begins: nothing reads the state that leaves
+    dbias_CC, both_ways = torch.zeros_like(bias_CC), go_both_ways(documents, chunk_size)
+
+    def opened(rows: slice, window: slice) -> tuple[slice, DocumentWeights, Tensor, WindowInputs, Tensor]:
+        span, here, u_BTE, inputs = open_window(uv_BTF, heads_of, documents, bias_CC, rows, window)
+        return span, here, u_BTE, inputs, chunks(dout_BTE[rows, span] * u_BTE, chunk_size)
+
+    def added_by(inputs: WindowInputs, dattended_NCE: Tensor) -> Tensor:
+        return torch.bmm(inputs.q_lin_NCF.mT, dattended_NCE)
+
+    for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size)):
+        span, here, u_BTE, inputs, dattended_NCE = opened(rows, window)
+        # The gradient of the states walks backwards: from the chunks that read a state to those that made it. Where a
+        # row ends, the backward pass begins: nothing reads the state that leaves.
+        if window.stop == n_chunks and both_ways:
+            added = [added_by(*opened(rows, part)[-2:]) for _, part in windows_of(1, n_chunks, chunk_size)]
+            dkv_GFE = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC, backwards=True)
+        elif window.stop == n_chunks:
             dstate_BFE = bias_CC.new_zeros(len(u_BTE), *state_size)
-        inputs = make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
-        # The gradient of the states walks backwards: from the chunks that read a state to those that made it.
-        dattended_NCE = chunks(dout_BTE[rows, span] * u_BTE, chunk_size)
-        dkv_NFE = states_read(torch.bmm(inputs.q_lin_NCF.mT, dattended_NCE), dstate_BFE, here, backwards=True)
+        dkv_NFE = (dkv_GFE[window] if both_ways else
+                   states_read(added_by(inputs, dattended_NCE), dstate_BFE, here, backwards=True))
         (dq_quad, dk_quad, dq_lin, dk_lin), down, dv_NCE = differentiate(
             dattended_NCE, inputs, kv_BGFE[rows, window].flatten(0, 1), dkv_NFE, dbias_CC)
         # Undo what `make_inputs` did to the heads, then silu and the gate.
