@@ -141,6 +141,8 @@ def measure(given: argparse.Namespace) -> None:
                 "reciprocal_rank": float((1 / place).mean()), **({"precision": "bfloat16"} if folder else {}),
                 **provenance(), "command": f"python -m studies.retrieval --texts TEXTS --model {shown}"}])
             print(f"{name}, seed {seed}, {model}, {length} tokens: {(place == 1).mean():.3f}", flush=True)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Of each task accuracies by length, mean and range of the seeds; and their differences from TF-IDF's, paired by
     seed."""

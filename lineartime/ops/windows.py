@@ -1,11 +1,13 @@
 """FLASH's attention on a processor, with a backward pass of its own: what is large is recomputed and not kept.
 
 The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
-layer itself needs. Here a row is read in windows of chunks. Kept are the projection,
-what attention returns before the gate, the states that each chunk reads, and heads where the caller gives them. The
-backward pass goes through the windows from the last to the first, makes activations, heads and scores of one window
-again, and lets them go. Scores that the causal mask hides are not computed. A backward pass that is itself
-differentiated is the reference's.
+layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the
+gate, the states that each chunk reads, and heads where the caller gives them. The backward pass goes through the
+windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Scores
+that the causal mask hides are not computed. A backward pass that is itself differentiated is the reference's.
+
+States of causal rows go through the windows with the passes. Those of other rows go both ways, so all states of a row
+are made before its first window is read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -204,7 +206,7 @@ def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NF
     dq_lin_NCF, dk_lin_NCF = torch.bmm(dout_NCE, kv_NFE.mT), torch.bmm(inputs.v_NCE, dkv_NFE.mT)
     dv_NCE = torch.bmm(inputs.k_lin_NCF, dkv_NFE)
     dq_NCS, dk_NCS = torch.empty_like(inputs.q_quad_NCS), torch.zeros_like(inputs.k_quad_NCS)
-    down = None if inputs.own is None else (torch.empty_like(inputs.own[0]), torch.zeros_like(inputs.own[1]))
+    d_own = None if inputs.own is None else (torch.empty_like(inputs.own[0]), torch.zeros_like(inputs.own[1]))
     for rows, keys in inputs.blocks:
         hidden_NRM, relu_NRM, own_NRM = block_scores(inputs, rows, keys)
         dout_NRE, v_NME = dout_NCE[:, rows], inputs.v_NCE[:, keys]
@@ -217,10 +219,10 @@ def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NF
         dscore_NRM = dscore_NRM.to(v_NME.dtype)
         dq_NCS[:, rows] = torch.bmm(dscore_NRM, inputs.k_quad_NCS[:, keys])
         dk_NCS[:, keys].baddbmm_(dscore_NRM.mT, inputs.q_quad_NCS[:, rows])
-        if down is not None and inputs.own is not None:
-            down[0][:, rows] = torch.bmm(da_NRM, inputs.own[1][:, keys])
-            down[1][:, keys].baddbmm_(da_NRM.mT, inputs.own[0][:, rows])
-    return (dq_NCS, dk_NCS, dq_lin_NCF, dk_lin_NCF), down, dv_NCE
+        if d_own is not None and inputs.own is not None:
+            d_own[0][:, rows] = torch.bmm(da_NRM, inputs.own[1][:, keys])
+            d_own[1][:, keys].baddbmm_(da_NRM.mT, inputs.own[0][:, rows])
+    return (dq_NCS, dk_NCS, dq_lin_NCF, dk_lin_NCF), d_own, dv_NCE
 
 
 def walk_states(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
@@ -271,12 +273,6 @@ def open_window(uv_BTF: Tensor, heads_of: HeadsOf, documents: DocumentWeights, b
     return span, here, u_BTE, make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
 
 
-def go_both_ways(documents: DocumentWeights, chunk_size: int) -> bool:
-    """Whether states go both ways through windows, so that all of a row's are made before the first window is read."""
-    n_chunks = documents.weight_BGCD.shape[1]
-    return not documents.causal and len(windows_of(1, n_chunks, chunk_size)) > 1
-
-
 def states_of_cut_row(added: Sequence[Tensor], documents: DocumentWeights, like: Tensor, *,
                       backwards: bool = False) -> Tensor:
     """`states_read` of all chunks of a row that is cut into windows: `[G, F, E]`. added: what the chunks of each window
@@ -291,22 +287,25 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
     and the states that the chunks read, kv_BGFE. s: the width of heads."""
     (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // 2
     n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
+    windows = windows_of(n_rows, n_chunks, chunk_size)
+    states_first = not documents.causal and windows[0][1].stop < n_chunks  # see the top of this file
     out_BTE, attended_BTE = (uv_BTF.new_empty(n_rows, n_tokens, e) for _ in range(2))
     kv_BGFE = uv_BTF.new_empty(n_rows, n_chunks, s * documents.weight_BGCD.shape[-1], e)
-    both_ways, opened = go_both_ways(documents, chunk_size), partial(open_window, uv_BTF, heads_of, documents, bias_CC)
+
+    opened = partial(open_window, uv_BTF, heads_of, documents, bias_CC)
 
     def added_by(inputs: WindowInputs) -> Tensor:
         return torch.bmm(inputs.k_lin_NCF.mT, inputs.v_NCE)
 
-    for rows, window in windows_of(n_rows, n_chunks, chunk_size):
-        span, here, u_BTE, inputs = opened(rows, window)
-        # The states that the window's chunks read; where a row begins, nothing was read before.
-        if window.start == 0 and both_ways:
+    for rows, window in windows:
+        if states_first and window.start == 0:
             added = [added_by(opened(rows, part)[-1]) for _, part in windows_of(1, n_chunks, chunk_size)]
             kv_BGFE[rows] = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC)
-        elif window.start == 0:
-            state_BFE = bias_CC.new_zeros(len(u_BTE), *kv_BGFE.shape[2:])
-        if not both_ways:
+        span, here, u_BTE, inputs = opened(rows, window)
+        # The states that the window's chunks read.
+        if not states_first:
+            if window.start == 0:  # a row begins: nothing was read before
+                state_BFE = bias_CC.new_zeros(len(u_BTE), *kv_BGFE.shape[2:])
             kv_BGFE[rows, window] = states_read(added_by(inputs), state_BFE, here).unflatten(0, (len(u_BTE), -1))
         # Attention, and the gate.
         attended_BTE[rows, span] = tokens(attend(inputs, kv_BGFE[rows, window].flatten(0, 1)), u_BTE)
@@ -320,7 +319,8 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
     """The gradient of w. That of uv is written to duv_BTF, those of heads are given to `take_gradient`."""
     n_rows, n_chunks, *state_size = kv_BGFE.shape
     bias_CC = bias_of_chunk(w, chunk_size, documents.causal)
-    dbias_CC, both_ways = torch.zeros_like(bias_CC), go_both_ways(documents, chunk_size)
+    dbias_CC, windows = torch.zeros_like(bias_CC), windows_of(n_rows, n_chunks, chunk_size)
+    states_first = not documents.causal and windows[0][1].stop < n_chunks
 
     def opened(rows: slice, window: slice) -> tuple[slice, DocumentWeights, Tensor, WindowInputs, Tensor]:
         span, here, u_BTE, inputs = open_window(uv_BTF, heads_of, documents, bias_CC, rows, window)
@@ -329,23 +329,24 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
     def added_by(inputs: WindowInputs, dattended_NCE: Tensor) -> Tensor:
         return torch.bmm(inputs.q_lin_NCF.mT, dattended_NCE)
 
-    for rows, window in reversed(windows_of(n_rows, n_chunks, chunk_size)):
-        span, here, u_BTE, inputs, dattended_NCE = opened(rows, window)
-        # The gradient of the states walks backwards: from the chunks that read a state to those that made it. Where a
-        # row ends, the backward pass begins: nothing reads the state that leaves.
-        if window.stop == n_chunks and both_ways:
+    for rows, window in reversed(windows):
+        if states_first and window.stop == n_chunks:
             added = [added_by(*opened(rows, part)[-2:]) for _, part in windows_of(1, n_chunks, chunk_size)]
             dkv_GFE = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC, backwards=True)
-        elif window.stop == n_chunks:
-            dstate_BFE = bias_CC.new_zeros(len(u_BTE), *state_size)
-        dkv_NFE = (dkv_GFE[window] if both_ways else
-                   states_read(added_by(inputs, dattended_NCE), dstate_BFE, here, backwards=True))
-        (dq_quad, dk_quad, dq_lin, dk_lin), down, dv_NCE = differentiate(
+        span, here, u_BTE, inputs, dattended_NCE = opened(rows, window)
+        # The gradient of the states walks backwards: from the chunks that read a state to those that made it.
+        if states_first:
+            dkv_NFE = dkv_GFE[window]
+        else:
+            if window.stop == n_chunks:  # a row ends, where the backward pass begins: nothing reads the state after it
+                dstate_BFE = bias_CC.new_zeros(len(u_BTE), *state_size)
+            dkv_NFE = states_read(added_by(inputs, dattended_NCE), dstate_BFE, here, backwards=True)
+        (dq_quad, dk_quad, dq_lin, dk_lin), d_own, dv_NCE = differentiate(
             dattended_NCE, inputs, kv_BGFE[rows, window].flatten(0, 1), dkv_NFE, dbias_CC)
         # Undo what `make_inputs` did to the heads, then silu and the gate.
         dq_lin, dk_lin = unweighted(dq_lin, here.weight_BGCD), unweighted(dk_lin, here.kept_BGCD)
-        if down is not None and here.own_BGC is not None:
-            dq_lin, dk_lin = dq_lin + weighted(down[0], here.own_BGC[..., None]), dk_lin + down[1]
+        if d_own is not None and here.own_BGC is not None:
+            dq_lin, dk_lin = dq_lin + weighted(d_own[0], here.own_BGC[..., None]), dk_lin + d_own[1]
         dheads = dq_quad / chunk_size, dk_quad, dq_lin, dk_lin
         take_gradient(rows, span, [tokens(dhead_NCS, u_BTE) for dhead_NCS in dheads])
         (u_raw_BTE, v_raw_BTE), (du_BTE, dv_BTE) = (x[rows, span].chunk(2, dim=-1) for x in (uv_BTF, duv_BTF))

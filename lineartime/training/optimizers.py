@@ -45,9 +45,13 @@ class Muon(torch.optim.Muon):
         """`step` by the parameters' `.grad`."""
         for parameter, matrices in self.matrices.items():
             assert parameter.grad is not None
-            momentum = self.kept[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            kept = self.kept[parameter]
+            if "momentum_buffer" not in kept:
+                kept["momentum_buffer"] = torch.zeros_like(parameter)
+            # Shared anew at every step: a run that goes on has given the state other tensors.
             sizes = [len(matrix) for matrix in matrices]
-            for matrix, g, m in zip(matrices, parameter.grad.split(sizes), momentum.split(sizes), strict=True):
+            gradients, momentum = parameter.grad.split(sizes), kept["momentum_buffer"].split(sizes)
+            for matrix, g, m in zip(matrices, gradients, momentum, strict=True):
                 matrix.grad = g
                 self.state[matrix]["momentum_buffer"] = m
         self.step()
