@@ -11,7 +11,7 @@ import torch
 import lineartime
 from benchmarks import ROOT
 from benchmarks.append import rows_in
-from studies import document_scores, expressions, labelled_texts, listops, plant, retrieval, rows_of
+from studies import document_scores, expressions, labelled_texts, length, listops, plant, retrieval, rows_of
 
 pytestmark = pytest.mark.rest
 
@@ -81,6 +81,21 @@ def test_a_planted_name_has_the_same_digit_wherever_it_stands_and_the_text_is_ke
     assert 4 <= len(dict(facts)) == len(set(facts)) <= 64 and len(facts) > len(set(facts)) + 16
     assert "".join(facts[-1]) == told[-4:] and facts[-1] in facts[:-32]
     assert re.sub(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", "", told) == BOOK[:20_000]
+
+
+def test_an_exact_memory_finds_what_came_within_its_reach_and_nothing_else(monkeypatch) -> None:
+    for name, value in {"N_TOKENS": 2048, "SCORED": 1024, "WINDOW": 256, "REACHES": (256, 1024)}.items():
+        monkeypatch.setattr(length, name, value)
+    model, tokenizer, _ = lineartime.load_model("small")
+    ids = tokenizer.encode(BOOK[:20_000])
+    for documents, gains in [
+            ([(ids[at : at + 512] * 5)[:2049] for at in (0, 600)], True),  # what came 512 tokens ago comes again
+            (np.random.default_rng(0).integers(4, model.config.vocab_size, (2, 2049)).tolist(), False)]:
+        asked = [length.ask(model.eval(), each) for each in documents]
+        alone = np.mean([-float(each.log_p_T[1024:].mean()) for each in asked])
+        near, far = (np.mean(length.mixed(asked, reach)) for reach in (256, 1024))
+        assert (far < near / 2) == gains and near < alone + 0.02
+        assert gains or far > alone - 1  # chance alone: a memory that saw the answer would gain nearly all
 
 
 @pytest.mark.parametrize(("table", "name"), [
