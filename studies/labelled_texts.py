@@ -39,8 +39,8 @@ class Task(NamedTuple):
     """Whether every label's texts are split in the same way."""
 
 
-def books(texts: Path) -> list[dict[str, Any]]:
-    return [book for split in ("train", "validation", "test")
+def books(texts: Path, splits: Sequence[str] = ("train", "validation", "test")) -> list[dict[str, Any]]:
+    return [book for split in splits
             for book in parquet.read_table(texts / "pg19_medium" / f"{split}.parquet").to_pylist()]
 
 

@@ -1,6 +1,6 @@
 """What a longer context is worth in a text: a trained model's loss beside that of the same model with an exact memory.
 
-    python -m studies.length --code OUT                                      writes the text of the table `length`
+    python -m studies.length --code OUT                                      writes code as `prepare` reads it
     python -m studies.length --texts TEXTS --model books=small [--model code=RUN ...]  reads what has no row
     python -m studies.length --into benchmarks/tables/memory.md              writes the table
 
@@ -12,7 +12,6 @@ is what a model of this kind could gain from a longer context, and does not."""
 
 import argparse
 import hashlib
-import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
+import transformers
 from pyarrow import parquet
 from torch import Tensor
 
@@ -34,9 +34,11 @@ from lineartime.markdown import markdown
 from lineartime.model import LanguageModel
 from lineartime.model_names import named_folder
 from lineartime.release.provenance import installed_version, provenance
+from lineartime.settings import require, require_name
 from studies import missing, named_models, run
-from studies.labelled_texts import topics
+from studies.labelled_texts import books, topics
 
+KINDS = ("books", "code", "articles of a topic", "articles as they come")
 N_TOKENS, N_DOCUMENTS = 16_384, 10
 REACHES = (512, 1024, 2048, 4096, 8192, 16_384)
 """Tokens that the memory goes back."""
@@ -67,16 +69,14 @@ class Asked(NamedTuple):
 def code_documents() -> dict[str, str]:
     """The sources of PyTorch and transformers, a document a folder, of at least 40,000 characters."""
     found: dict[str, str] = {}
-    for package in ("torch", "transformers"):
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None
-        root, files = Path(spec.origin).parent, defaultdict(list)
+    for package in (torch, transformers):
+        root, files = Path(package.__file__).parent, defaultdict(list)
         for path in sorted(root.rglob("*.py")):
             files[path.parent].append(path)
         for folder, own in sorted(files.items()):
             text = "\n\n".join(f"# {path.name}\n{path.read_text(encoding='utf-8', errors='ignore')}" for path in own)
             if len(text) >= 40_000:
-                found[f"{package}/{folder.relative_to(root).as_posix()}"] = text
+                found[f"{package.__name__}/{folder.relative_to(root).as_posix()}"] = text
     return found
 
 
@@ -96,17 +96,16 @@ def write_code(folder: Path) -> None:
 
 
 def texts_of(kind: str, texts: Path | None) -> list[str]:
-    """Documents of a kind, none of which the model has read."""
+    """Documents of a kind, none of which the model has read. Raises UsageError for another kind, and without texts."""
+    require_name("text", kind, KINDS)
     if kind == "code":
         return [text for name, text in code_documents().items() if code_split(name) != "train"]
-    assert texts is not None, "give --texts"
+    require(texts is not None, "no folder of texts is given", kind, "give --texts")
     if kind == "books":
-        splits = [parquet.read_table(texts / "pg19_medium" / f"{name}.parquet") for name in ("validation", "test")]
-        return [text for split in splits for text in split["text"].to_pylist()]
+        return [book["text"] for book in books(texts, ("validation", "test"))]
     # Articles one behind the other, those of a topic or as they come.
     articles, by_label = topics(texts), defaultdict(list)
-    order = np.random.default_rng(0).permutation(len(articles))
-    for number, at in enumerate(order):
+    for number, at in enumerate(np.random.default_rng(0).permutation(len(articles))):
         by_label[articles[at].label if kind == "articles of a topic" else str(number % 12)].append(articles[at].text)
     return ["\n\n".join(own) for own in by_label.values()]
 
@@ -208,5 +207,5 @@ if __name__ == "__main__":
     run(__doc__, "length", measure, table, "length", {
         "texts": {"type": Path, "help": "the folder with pg19_medium and wiki40b_mini"},
         "code": {"type": Path, "help": "write the text of code below this folder"},
-        "model": {"action": "append", "default": [], "help": "TEXT=MODEL, of books, code, articles of a topic, "
-                  "articles as they come; may be given again"}})
+        "model": {"action": "append", "default": [], "help": f"TEXT=MODEL; a text is {', '.join(KINDS)}; "
+                  "may be given again"}})

@@ -98,9 +98,9 @@ def test_an_exact_memory_finds_what_came_within_its_reach_and_nothing_else(monke
         assert gains or far > alone - 1  # chance alone: a memory that saw the answer would gain nearly all
 
 
-@pytest.mark.parametrize(("table", "name"), [
-    (listops.table, "listops"), (retrieval.table, "retrieval"), (document_scores.tables, "documents")])
-def test_the_page_shows_the_rows(table, name) -> None:
+@pytest.mark.parametrize(("table", "name", "page"), [
+    (listops.table, "listops", "documents"), (retrieval.table, "retrieval", "documents"),
+    (document_scores.tables, "documents", "documents"), (length.table, "length", "memory")])
+def test_the_page_shows_the_rows(table, name, page) -> None:
     """After new rows: python -m studies.listops --into benchmarks/tables/documents.md, and so for the others."""
-    page = (ROOT / "benchmarks/tables/documents.md").read_text(encoding="utf-8")
-    assert table(rows_in(rows_of(name))) in page
+    assert table(rows_in(rows_of(name))) in (ROOT / f"benchmarks/tables/{page}.md").read_text(encoding="utf-8")
