@@ -37,18 +37,20 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
                  task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
-    inputs: the train split, unless files, or subfolders of a folder, are called train, validation and test; then only
-    those are read. validation, test: files or folders of these splits. task: of "wiki40b" the published `.parquet` is
-    read, and not copies beside it. Raises UsageError for ambiguous inputs, DataError for inputs that are missing, empty
-    or not regular files."""
+    inputs: the train split, unless files or folders, or subfolders of a folder, are called train, validation and test;
+    then only those are read. validation, test: files or folders of these splits. task: of "wiki40b" the published
+    `.parquet` is read, and not copies beside it. Raises UsageError for ambiguous inputs, DataError for inputs that are
+    missing, empty or not regular files."""
     preferred = ".parquet" if task == "wiki40b" else None
     sources = [source for name in inputs for path in expanded(name) for source in _sources_of(path, preferred)]
     splits = {source.split for source in sources}
-    if "train" not in splits or not splits & {"validation", "test"}:
-        sources = [source._replace(split="train") for source in sources]
-    elif "" in splits:
+    held_out = splits & {"validation", "test"}
+    if "" in splits and held_out:
         raise UsageError("the other inputs name their split and this one does not",
-                         next(source.path for source in sources if not source.split), "leave it out or rename it")
+                         next(source.path for source in sources if not source.split),
+                         "leave it out, rename it, or give the others with --validation and --test")
+    if "train" not in splits or not held_out:
+        sources = [source._replace(split="train") for source in sources]
     for split, names in (("validation", validation), ("test", test)):
         paths = [path for name in names for path in expanded(name)]
         if paths and any(source.split == split for source in sources):
@@ -70,7 +72,9 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
 def _sources_of(path: str, preferred: str | None) -> list[Source]:
     """The files of one input; the split is "" if the name has none."""
     if is_folder(path):
-        return _sources_in_folder(path, preferred)
+        found = _sources_in_folder(path, preferred)
+        own = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
+        return [source if source.split else source._replace(split=own) for source in found]
     require_file(path)
     if not ending_of(path) and not is_token_file(path):
         raise UsageError("unknown kind of file", path,
@@ -127,12 +131,13 @@ def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
 
 
 def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
-    """The names that belong to a split, with it; all names with "" if there is no train split. Raises UsageError for a
-    train split deeper in the folder, whose validation split would be trained on."""
+    """The names that belong to a split, with it; all names with "" if there is no train split, unless each is of
+    another one. Raises UsageError for a train split deeper in the folder, whose validation split would be trained
+    on."""
     by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") for name in names if "/" in name}
     by_name = {name: _split_of(name) for name in names if "/" not in name}
     for splits in (by_folder, by_name):
-        if "train" in splits.values():
+        if "train" in splits.values() or (all(splits.values()) and len(splits) == len(names)):
             return {name: split for name, split in splits.items() if split}
     for name in by_folder:
         *parents, last = name.lower().split("/")

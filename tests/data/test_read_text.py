@@ -269,6 +269,15 @@ def test_validation_and_test_can_be_named(tmp_path):
         ("train", "night-train.txt"), ("validation", "a.txt"), ("validation", "b.txt"), ("test", "c.jsonl")]
 
 
+def test_what_one_folder_holds_out_is_not_trained_on_with_another(tmp_path):
+    names = "held/test.txt held/validation.txt more/train.txt train/a.txt valid/b.txt"
+    make(tmp_path, dict.fromkeys(names.split(), "x"))
+    for inputs, expected in (("held more", "train:train.txt validation:validation.txt test:test.txt"),
+                            ("train valid", "train:a.txt validation:b.txt"), ("valid", "train:b.txt")):
+        found = find_sources([tmp_path / name for name in inputs.split()])
+        assert [f"{source.split}:{source.name}" for source in found] == expected.split()
+
+
 @pytest.mark.parametrize("names, inputs, held_out, message", [
     ("train.parquet train.jsonl.gz", ".", "", "has .jsonl.gz and .parquet; name the files of one kind"),
     ("a.txt b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
@@ -277,7 +286,8 @@ def test_validation_and_test_can_be_named(tmp_path):
     ("en/train/a.txt en/test/b.txt", ".", "", "the splits lie deeper in this folder"),
     ("en/train.txt en/test.txt", ".", "", "the splits lie deeper in this folder"),
     ("a.doc", "a.doc", "", r"unknown kind of file: .*a\.doc; it takes \.txt, \.md, \.csv"),
-    ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out or rename"),
+    ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out, rename"),
+    ("held/test.txt a.txt", "held a.txt", "", "a.txt; .*give the others with --validation and --test"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt", "more.txt", "two validation splits"),
     ("more.txt", "more.txt", ".", "the same file twice"),
     ("a.txt books/train/a.txt books/test/b.txt", "a.txt", "books", "this folder has splits of its own"),
