@@ -1,8 +1,9 @@
 """Passages of books in which names that are no words stand with a digit, and are asked again later.
 
-    python -m studies.plant DATA SHARE OUT      DATA: prepared books; OUT: a file train.jsonl
+    python -m studies.plant DATA TOKENS LEAST MOST OUT      DATA: prepared books; OUT: a file train.jsonl
 
-Of a model that reads them along with the books, recall in text is asked on other books, with other digits."""
+A name is told every LEAST to MOST words, 1.2 at least. Of a model that reads such passages, recall in text is asked on
+other books, with other digits."""
 
 import json
 import re
@@ -22,13 +23,13 @@ def between(least: float, most: float, generator: torch.Generator) -> float:
     return least * (most / least) ** torch.rand((), generator=generator).item()
 
 
-def planted(text: str, generator: torch.Generator) -> str:
-    """The text with facts such as " Bav7" before random words, one for 8 to 64 of them, and 32 more at its end. There
-    are 4 to 64 different ones, so that most are repeated, near or far from where they stood before."""
+def planted(text: str, least: float, most: float, generator: torch.Generator) -> str:
+    """The text with facts such as " Bav7" before random words, one for `least` to `most` of them, and 32 more at its
+    end. There are 4 to 64 different ones, so that most are repeated, near or far from where they stood before."""
     words = [word.start() for word in re.finditer(r" (?=\w)", text)]
     names = invented(round(between(4, 64, generator)), generator)
     facts = [f" {name}{int(torch.randint(10, (), generator=generator))}" for name in names]
-    n = 1 + int(len(words) / between(8, 64, generator))
+    n = 1 + int(len(words) / between(least, most, generator))
     told = [facts[i] for i in torch.randint(len(facts), (n,), generator=generator).tolist()]
     asked = [told[i] for i in torch.randint(n, (N_QUESTIONS,), generator=generator).tolist()]
     cuts = sorted(words[i] for i in torch.randperm(len(words), generator=generator)[:n].tolist())
@@ -36,18 +37,18 @@ def planted(text: str, generator: torch.Generator) -> str:
     return "".join([parts[0], *(fact + part for fact, part in zip(told, parts[1:], strict=True)), *asked])
 
 
-def main(data: Path, share: float, out: Path) -> None:
-    """Write passages of 512 to 6,144 tokens of the training books, before names are written into them, with `share` of
-    the tokens that they and these books have together."""
+def main(data: Path, enough: int, least: float, most: float, out: Path) -> None:
+    """Write passages of 512 to 6,144 tokens of the training books, before names are written into them, with `enough`
+    tokens together."""
     stream, tokenizer = open_split(data, "train"), load_tokenizer(data / TOKENIZER_FILE)
     generator, lines, n_tokens = torch.Generator().manual_seed(46), [], 0
-    while n_tokens < share / (1 - share) * stream.n_tokens:
+    while n_tokens < enough:
         ids = article(stream, round(between(512, 6144, generator)), generator).tolist()
-        text = planted(tokenizer.decode(ids).replace("\ufffd", ""), generator)
+        text = planted(tokenizer.decode(ids).replace("\ufffd", ""), least, most, generator)
         lines.append(json.dumps({"text": text}) + "\n")
         n_tokens += len(tokenizer.encode(text))
     write_atomically(out, "".join(lines))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))

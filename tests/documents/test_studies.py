@@ -76,11 +76,13 @@ def test_books_are_in_one_split_and_every_label_is_tested(by_label: bool) -> Non
 
 
 def test_a_planted_name_has_the_same_digit_wherever_it_stands_and_the_text_is_kept() -> None:
-    told = plant.planted(BOOK[:20_000], torch.Generator().manual_seed(0))
+    told = plant.planted(BOOK[:20_000], 8, 64, torch.Generator().manual_seed(0))
     facts = re.findall(r" ([BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz])([0-9])", told)
     assert 4 <= len(dict(facts)) == len(set(facts)) <= 64 and len(facts) > len(set(facts)) + 16
     assert "".join(facts[-1]) == told[-4:] and facts[-1] in facts[:-32]
     assert re.sub(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", "", told) == BOOK[:20_000]
+    dense = plant.planted(BOOK[:20_000], 1.2, 1.2, torch.Generator().manual_seed(0))
+    assert 4 * len(facts) < len(re.findall(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", dense)) < len(BOOK)
 
 
 def test_an_exact_memory_finds_what_came_within_its_reach_and_nothing_else(monkeypatch) -> None:
