@@ -93,7 +93,7 @@ class RunConfig:
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layers": 6, "d_model": 192, "query_key_dim": 64, "chunk_size": 128, "context": 512,
              "tokens_per_step": 4096, "micro_batch_tokens": 2048, "steps": 500, "learning_rate": 8e-3,
-             "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
+             "optimizer": "muon", "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
     "small": {"n_layers": 10, "d_model": 256, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
               "tokens_per_step": 16_384, "micro_batch_tokens": 4096, "steps": 2000, "learning_rate": 4e-3,
               "eval_every": 100, "eval_tokens": 65_536, "save_every": 100},
@@ -112,8 +112,8 @@ DEFAULT_SIZE = "tiny"
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a size for a preset, next to those that are `given`, which rows, batches, heads and warm-up fit:
-    a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, and the
-    warm-up is a twentieth of the steps, of pairs a fifth. "paper" has none.
+    a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, the warm-up
+    is a twentieth of the steps, of pairs a fifth, and Muon's rate is a multiple of the common one. "paper" has none.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
@@ -123,6 +123,8 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     preset = PRESETS[model]
     if model in HALF_RATE:
         own["learning_rate"] /= 2
+    if given.get("shard") is True:  # Muon takes whole matrices
+        own.pop("optimizer", None)
     if is_pairs := preset.ffn != "gau":
         own |= {**PAIRS, "n_layers": own["n_layers"] // 2}
         del own["query_key_dim"]
@@ -130,6 +132,9 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         del own["chunk_size"]
     # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
     both = own | given
+    if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:
+        times = 1.25 if is_pairs else 5 if preset.chunk_size is None else 2.5
+        own["muon_learning_rate"] = times * both["learning_rate"]
     numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
         context, micro, tokens, steps, width = numbers
@@ -158,8 +163,9 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         kept = {"attn_scale_len": source.scale_len} if source.has_bias and source.chunk_size is None else {}
         config = replace_fields(source, kept | model)
         sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
-        # A size's rate is for weights that are drawn: trained ones would first lose much of what they know.
-        settings = {k: v for k, v in sized.items() if k != "learning_rate"} | settings
+        # A size's rates are for weights that are drawn: trained ones would first lose much of what they know.
+        left_out = ("learning_rate", "optimizer", "muon_learning_rate")
+        settings = {k: v for k, v in sized.items() if k not in left_out} | settings
     else:
         preset, task = settings["model"], settings.get("task", "wiki40b")
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings

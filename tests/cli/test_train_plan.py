@@ -44,8 +44,26 @@ def test_without_a_size_a_model_is_the_papers_and_a_size_has_the_recipe_that_was
     train = run_config({"model": model, "size": "tiny", "steps": 120, **PLACE}).train
     found = (train.learning_rate, train.warmup_steps, train.clip, train.clip_scope, train.adam_beta2)
     fast = model in ("mc-tfm++", "performer", "performer-matmul")
-    assert found == ((8e-3, 6, 0.1, "local", 0.999) if model in ("flash", "flash+", "flash-quad") else
-                     (8e-3 if fast else 4e-3, 24, 1.0, "global", 0.95))
+    is_gau = model in ("flash", "flash+", "flash-quad")
+    assert found == ((8e-3, 6, 0.1, "local", 0.999) if is_gau else (8e-3 if fast else 4e-3, 24, 1.0, "global", 0.95))
+    assert train.optimizer == "muon" and train.muon_learning_rate == train.learning_rate * (
+        5 if model == "flash-quad" else 2.5 if is_gau else 1.25)
+
+
+def test_tiny_trains_with_muon_unless_that_cannot_be_or_is_not_wanted() -> None:
+    def made(**given: object) -> tuple[str, float, float | None]:
+        train = run_config({"model": "flash", "size": "tiny"} | given | PLACE).train
+        return train.optimizer, train.learning_rate, train.muon_learning_rate
+
+    assert made() == ("muon", 8e-3, 2e-2) and made(learning_rate=4e-3) == ("muon", 4e-3, 1e-2)
+    assert made(muon_learning_rate=3e-2) == ("muon", 8e-3, 3e-2)
+    assert made(optimizer="adamw") == made(shard=True, clip_scope="global") == ("adamw", 8e-3, None)
+    assert made(size="small")[0] == "adamw" and made(size="small", optimizer="muon") == ("muon", 4e-3, 1e-2)
+    rate = TrainConfig.learning_rate
+    assert made(size="paper", optimizer="muon") == ("muon", rate, None)
+    trained = {"model": "flash", "size": "tiny", **PLACE, "from": "R2"}
+    del trained["model"]
+    assert run_config(trained, run_config({"model": "flash", "size": "tiny"} | PLACE).model).train.optimizer == "adamw"
 
 
 def test_what_is_set_stands_and_the_rest_fits_it() -> None:
