@@ -146,7 +146,7 @@ def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
                 held += [torch.empty(n) for n in shares for _ in range(2 + n_pending)]
                 held += [torch.empty(n_outer), torch.empty(3, n_layer)]
                 for p in model.layers.parameters():
-                    p.register_post_accumulate_grad_hook(drop_gradient)  # only a share of it is kept
+                    p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # only a share is kept
             else:
                 held += [torch.empty_like(p) for p in parameters]
             for _ in range(2):
@@ -158,10 +158,6 @@ def count_steps(config: RunConfig, ranks: Ranks) -> LiveBytes:
                 model.zero_grad()
             del held
     return live
-
-
-def drop_gradient(p: Tensor) -> None:
-    p.grad = None
 
 
 def numbers_sent(config: ModelConfig) -> int:

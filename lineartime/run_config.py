@@ -112,15 +112,15 @@ DEFAULT_SIZE = "tiny"
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a size for a preset, next to those that are `given`, which rows, batches, heads and warm-up fit:
-    a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, the warm-up
-    is a twentieth of the steps, of pairs a fifth, and Muon's rate is a multiple of the common one. "paper" has none.
+    a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, the
+    warm-up is a twentieth of the steps, of pairs a fifth, Muon's rate a multiple of the common one. "paper" has none.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
     require_name("model", model, PRESETS)
-    if not (own := dict(SIZES[size])):
+    own, preset = dict(SIZES[size]), PRESETS[model]
+    if not own:
         return own
-    preset = PRESETS[model]
     if model in HALF_RATE:
         own["learning_rate"] /= 2
     if given.get("shard") is True:  # Muon takes whole matrices
@@ -133,8 +133,7 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
     # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
     both = own | given
     if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:
-        times = 1.25 if is_pairs else 5 if preset.chunk_size is None else 2.5
-        own["muon_learning_rate"] = times * both["learning_rate"]
+        own["muon_learning_rate"] = both["learning_rate"] * (1.25 if is_pairs else 2.5 if preset.chunk_size else 5)
     numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
         context, micro, tokens, steps, width = numbers
@@ -164,8 +163,7 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         config = replace_fields(source, kept | model)
         sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
         # A size's rates are for weights that are drawn: trained ones would first lose much of what they know.
-        left_out = ("learning_rate", "optimizer", "muon_learning_rate")
-        settings = {k: v for k, v in sized.items() if k not in left_out} | settings
+        settings = {k: v for k, v in sized.items() if k != "optimizer" and not k.endswith("learning_rate")} | settings
     else:
         preset, task = settings["model"], settings.get("task", "wiki40b")
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
@@ -206,10 +204,8 @@ def check_names(settings: dict[str, Any]) -> None:
 
 def nearest_preset(config: ModelConfig) -> str:
     """The preset that a model differs from in the fewest fields."""
-    def n_different(name: str) -> int:
-        return sum(getattr(config, field) != getattr(PRESETS[name], field) for field in MODEL_FIELDS)
-
-    return min(PRESETS, key=n_different)
+    return min(PRESETS, key=lambda name: sum(getattr(config, each) != getattr(PRESETS[name], each)
+                                             for each in MODEL_FIELDS))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

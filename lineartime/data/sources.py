@@ -44,10 +44,9 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
     preferred = ".parquet" if task == "wiki40b" else None
     sources = [source for name in inputs for path in expanded(name) for source in _sources_of(path, preferred)]
     splits = {source.split for source in sources}
-    held_out = splits & {"validation", "test"}
-    if "" in splits and held_out:
-        raise UsageError("the other inputs name their split and this one does not",
-                         next(source.path for source in sources if not source.split),
+    if (held_out := splits & {"validation", "test"}) and "" in splits:
+        bare = next(source.path for source in sources if not source.split)
+        raise UsageError("the other inputs name their split and this one does not", bare,
                          "leave it out, rename it, or give the others with --validation and --test")
     if "train" not in splits or not held_out:
         sources = [source._replace(split="train") for source in sources]
@@ -72,9 +71,8 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
 def _sources_of(path: str, preferred: str | None) -> list[Source]:
     """The files of one input; the split is "" if the name has none."""
     if is_folder(path):
-        found = _sources_in_folder(path, preferred)
         own = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
-        return [source if source.split else source._replace(split=own) for source in found]
+        return [source._replace(split=source.split or own) for source in _sources_in_folder(path, preferred)]
     require_file(path)
     if not ending_of(path) and not is_token_file(path):
         raise UsageError("unknown kind of file", path,
@@ -131,9 +129,8 @@ def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
 
 
 def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
-    """The names that belong to a split, with it; all names with "" if there is no train split, unless each is of
-    another one. Raises UsageError for a train split deeper in the folder, whose validation split would be trained
-    on."""
+    """The names that belong to a split, with it; or all with "", if none belongs to train and not all to others. Raises
+    UsageError for a train split deeper in the folder, whose validation split would be trained on."""
     by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") for name in names if "/" in name}
     by_name = {name: _split_of(name) for name in names if "/" not in name}
     for splits in (by_folder, by_name):

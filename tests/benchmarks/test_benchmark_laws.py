@@ -14,7 +14,6 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime.hf import LineartimeForCausalLM
 
-ROOT = Path(__file__).parents[2]
 KEPT = ("decode", "pieces", "left-padding", "right-padding", "batch", "packed", "packed-lengths", "beams", "saved")
 
 
@@ -69,8 +68,3 @@ def test_as_a_person_calls_it(tmp_path: Path, call: Call) -> None:
     for wrong, words in ((["flsh"], "did you mean flash?"), (["flash", "--law", "packd"], "did you mean packed?"),
                          (["llama", "--set", "layers=1"], "not a field of its configuration: layers")):
         assert_refused(*call("laws", *wrong, app=app)[::2], 2, words)
-
-
-def test_the_page_shows_the_rows() -> None:
-    """After new rows: python -m benchmarks report laws --into docs/laws.md"""
-    assert laws.table(rows_in(ROOT / "benchmarks/rows/laws.jsonl")) in (ROOT / "docs/laws.md").read_text("utf-8")

@@ -59,11 +59,9 @@ def test_tiny_trains_with_muon_unless_that_cannot_be_or_is_not_wanted() -> None:
     assert made(muon_learning_rate=3e-2) == ("muon", 8e-3, 3e-2)
     assert made(optimizer="adamw") == made(shard=True, clip_scope="global") == ("adamw", 8e-3, None)
     assert made(size="small")[0] == "adamw" and made(size="small", optimizer="muon") == ("muon", 4e-3, 1e-2)
-    rate = TrainConfig.learning_rate
-    assert made(size="paper", optimizer="muon") == ("muon", rate, None)
-    trained = {"model": "flash", "size": "tiny", **PLACE, "from": "R2"}
-    del trained["model"]
-    assert run_config(trained, run_config({"model": "flash", "size": "tiny"} | PLACE).model).train.optimizer == "adamw"
+    assert made(size="paper", optimizer="muon") == ("muon", TrainConfig.learning_rate, None)
+    source = run_config({"model": "flash", "size": "tiny"} | PLACE).model
+    assert run_config({"from": "R2", "size": "tiny", **PLACE}, source).train.optimizer == "adamw"
 
 
 def test_what_is_set_stands_and_the_rest_fits_it() -> None:

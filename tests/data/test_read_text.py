@@ -270,9 +270,8 @@ def test_validation_and_test_can_be_named(tmp_path):
 
 
 def test_what_one_folder_holds_out_is_not_trained_on_with_another(tmp_path):
-    names = "held/test.txt held/validation.txt more/train.txt train/a.txt valid/b.txt"
-    make(tmp_path, dict.fromkeys(names.split(), "x"))
-    for inputs, expected in (("held more", "train:train.txt validation:validation.txt test:test.txt"),
+    make(tmp_path, dict.fromkeys(("held/test.txt", "held/val.txt", "all/train.txt", "train/a.txt", "valid/b.txt"), "x"))
+    for inputs, expected in (("held all", "train:train.txt validation:val.txt test:test.txt"),
                             ("train valid", "train:a.txt validation:b.txt"), ("valid", "train:b.txt")):
         found = find_sources([tmp_path / name for name in inputs.split()])
         assert [f"{source.split}:{source.name}" for source in found] == expected.split()

@@ -1,7 +1,8 @@
-"""The studies of listops, retrieval and labels by length: what they draw, how they count, and their page."""
+"""The studies: what they draw, how they count, and their pages."""
 
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 import lineartime
-from benchmarks import ROOT
+from benchmarks import ROOT, laws
 from benchmarks.append import rows_in
-from studies import document_scores, expressions, labelled_texts, length, listops, plant, retrieval, rows_of
+from benchmarks.recall.study import training
+from studies import document_scores, expressions, labelled_texts, length, listops, plant, retrieval, rows_of, zoology
 
 pytestmark = pytest.mark.rest
 
@@ -100,9 +102,24 @@ def test_an_exact_memory_finds_what_came_within_its_reach_and_nothing_else(monke
         assert gains or far > alone - 1  # chance alone: a memory that saw the answer would gain nearly all
 
 
+def test_a_step_of_zoology_has_one_set_as_often_as_its_tokens_are_many() -> None:
+    train = training("zoology", zoology.TASK, {**zoology.LENGTH_OF_TRAINING, "seed": 0, "context": zoology.LONGEST})
+    sizes: Counter[tuple[int, int]] = Counter()
+    for step in range(300):
+        ids_BT, asked_BQ, answer_BQ = zoology.Mixed(zoology.TASK, zoology.LONGEST, (), train).batch(step)
+        assert ids_BT.size == 8192 and asked_BQ.shape == answer_BQ.shape
+        sizes[ids_BT.shape[1], asked_BQ.shape[1]] += 1
+    assert sizes.keys() == zoology.TRAINED.keys()
+    assert sizes[64, 4] / 300 == pytest.approx(6.4 / 24.32, abs=0.08)
+    assert sizes[128, 8] / 300 == pytest.approx(2.56 / 24.32, abs=0.06)
+
+
 @pytest.mark.parametrize(("table", "name", "page"), [
     (listops.table, "listops", "documents"), (retrieval.table, "retrieval", "documents"),
-    (document_scores.tables, "documents", "documents"), (length.table, "length", "memory")])
+    (document_scores.tables, "documents", "documents"), (length.table, "length", "memory"),
+    (zoology.table, "zoology", "memory"), (laws.table, "laws", "../../docs/laws")])
 def test_the_page_shows_the_rows(table, name, page) -> None:
-    """After new rows: python -m studies.listops --into benchmarks/tables/documents.md, and so for the others."""
-    assert table(rows_in(rows_of(name))) in (ROOT / f"benchmarks/tables/{page}.md").read_text(encoding="utf-8")
+    """After new rows: python -m studies.NAME --into PAGE; of laws: python -m benchmarks report laws --into PAGE."""
+    rows = rows_in(rows_of(name))
+    assert table(rows) in (ROOT / f"benchmarks/tables/{page}.md").read_text(encoding="utf-8")
+    assert name != "zoology" or all(row["test"].keys() == {f"{n}:{k}" for n, k in zoology.TESTED} for row in rows)
