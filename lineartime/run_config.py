@@ -130,10 +130,10 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         del own["query_key_dim"]
     if preset.chunk_size is None:
         del own["chunk_size"]
-    # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
     both = own | given
-    if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:
+    if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:  # best of "Muon" in docs/results.md
         own["muon_learning_rate"] = both["learning_rate"] * (1.25 if is_pairs else 2.5 if preset.chunk_size else 5)
+    # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
     numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
         context, micro, tokens, steps, width = numbers

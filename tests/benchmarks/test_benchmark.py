@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from benchmarks import measure
+from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
 from benchmarks.step import training_steps
+from lineartime.atomic_io import read_json_lines
 from lineartime.release.provenance import commit, provenance
 
 
@@ -67,3 +69,12 @@ def test_what_has_a_row_is_not_measured_again(tmp_path):
     assert measure.add_missing(path, {"model": "a"}, "do", lambda: {"x": 2})["x"] == 1
     (row,) = map(json.loads, path.read_text().splitlines())
     assert row["command"] == "do" and row["seconds"] >= 0 and "commit" in row
+
+
+@pytest.mark.parametrize(("left", "kept"), [('{"a": 1}\n{"a": 2', [1]), ('{"a"', []), ('{"a": 1}\n{"a": 2}', [1, 2])])
+def test_a_line_that_was_cut_off_is_taken_out_and_a_whole_one_is_not(left, kept, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(left)
+    append_json_lines(path, [{"a": 9}])
+    assert read_json_lines(path, lambda row: row["a"], "a row") == [*kept, 9]
+    assert path.read_text().count("\n") == len(kept) + 1

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.__main__ import app
-from benchmarks.append import append_json_lines
 from benchmarks.figures import digest
 from benchmarks.pages import fill_pages, filled
 from benchmarks.paper.report import table_section
@@ -20,7 +19,6 @@ from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
 from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
-from lineartime.atomic_io import read_json_lines
 from lineartime.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -102,12 +100,3 @@ def test_the_command_prints_a_table(call: Call):
 def test_bad_arguments_are_errors_of_one_line(arguments, code, message, call: Call):
     got, _, err = call("report", *arguments, app=app)
     assert_refused(got, err, code, message)
-
-
-@pytest.mark.parametrize(("left", "kept"), [('{"a": 1}\n{"a": 2', [1]), ('{"a"', []), ('{"a": 1}\n{"a": 2}', [1, 2])])
-def test_a_line_that_was_cut_off_is_taken_out_and_a_whole_one_is_not(left, kept, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(left)
-    append_json_lines(path, [{"a": 9}])
-    assert read_json_lines(path, lambda row: row["a"], "a row") == [*kept, 9]
-    assert path.read_text().count("\n") == len(kept) + 1
