@@ -43,7 +43,7 @@ class RunOptions:
         if not (self.model or "-").endswith(".toml"):
             return given
         file = read_toml(Path(given.pop("model")))
-        whole = {"steps", "tokens_per_step"} | (set() if "from" in file else {"n_layers", "d_model"})
+        whole = {"steps", "tokens_per_step"} | (set() if "from" in file | given else {"n_layers", "d_model"})
         if whole <= file.keys():  # nothing is to be chosen: what the file does not name is the paper's
             file.setdefault("size", "paper")
         return file | given

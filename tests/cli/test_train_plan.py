@@ -6,7 +6,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -99,17 +98,14 @@ def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tm
 
 
 @pytest.mark.parametrize(("line", "size", "rate"), [("steps = 2\n", "paper", 7e-4), ("", None, 8e-3)])
-def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str | None, rate: float,
-                                                          data: Path, tmp_path: Path, call: Call,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.cli.train.say_plan", lambda *plan: plans.append(plan))
-    monkeypatch.setattr("lineartime.training.train", lambda config, **options: lineartime.training.TrainResult(
-        tmp_path, config, {}, "", True))
-    plans: list[tuple[Any, ...]] = []
+def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str | None, rate: float, data: Path,
+                                                          tmp_path: Path) -> None:
+    """Of a run that begins with given weights, a file without a model is whole."""
     (tmp_path / "run.toml").write_text(f'model = "flash"\nn_layers = 1\nd_model = 16\ntokens_per_step = 4096\n{line}')
-    assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
-    ((config, _, named),) = plans
-    assert named == size and config.train.learning_rate == rate
+    (tmp_path / "rest.toml").write_text(f"tokens_per_step = 4096\n{line}")
+    settings = train.RunOptions(str(tmp_path / "run.toml"), str(data), out=str(tmp_path / "run")).settings()
+    assert settings.get("size") == size and config_for_data(settings).train.learning_rate == rate
+    assert train.RunOptions(str(tmp_path / "rest.toml"), weights="small").settings().get("size") == size
 
 
 def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

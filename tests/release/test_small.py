@@ -48,12 +48,12 @@ def test_its_card_says_how_it_was_made() -> None:
     assert re.search(r"^\| bits per byte \| 1\.\d{3} \| 1\.\d{3} \|$", CARD, re.MULTILINE)
     assert CARD.startswith((ROOT / "studies" / "small.md").read_text(encoding="utf-8"))
     (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
-    printed = dict(map(parse_setting, shlex.split(line)[12::2]))
+    printed = dict(map(parse_setting, shlex.split(line)[11::2]))
     where = {"data": "DATA", "out": "RUN"}
-    assert run_config({"model": "flash", **where, **printed}) == run_config(
-        read_toml(ROOT / "studies/small.toml") | where)
-    steps = run_config({"model": "flash", **where, **printed}).train.steps
-    assert f"| Steps | {steps:,} of {steps:,}, " in CARD and "+changes" not in CARD
+    source = run_config(read_toml(ROOT / "studies/small_names.toml") | where).model
+    config = run_config({"from": "WEIGHTS"} | where | printed, source)
+    assert config == run_config({"from": "WEIGHTS"} | where | read_toml(ROOT / "studies/small.toml"), source)
+    assert f"| Steps | {config.train.steps:,} of {config.train.steps:,}, " in CARD and "+changes" not in CARD
 
 
 @pytest.mark.parametrize("text", [CARD, (ROOT / "README.md").read_text(encoding="utf-8")], ids=["card", "README"])
