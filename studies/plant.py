@@ -2,8 +2,8 @@
 
     python -m studies.plant DATA TOKENS LEAST MOST OUT      DATA: prepared books; OUT: a file train.jsonl
 
-A name is told every LEAST to MOST words, 1.2 at least. Of a model that reads such passages, recall in text is asked on
-other books, with other digits."""
+A name is told every LEAST to MOST words, 1.2 at least; with 0 and 0 there are none. Of a model that reads such
+passages, recall in text is asked on other books, with other digits."""
 
 import json
 import re
@@ -38,13 +38,13 @@ def planted(text: str, least: float, most: float, generator: torch.Generator) ->
 
 
 def main(data: Path, enough: int, least: float, most: float, out: Path) -> None:
-    """Write passages of 512 to 6,144 tokens of the training books, before names are written into them, with `enough`
-    tokens together."""
+    """Write passages of the training books, of `enough` tokens in all; before names each has 512 to 6,144 of them."""
     stream, tokenizer = open_split(data, "train"), load_tokenizer(data / TOKENIZER_FILE)
     generator, lines, n_tokens = torch.Generator().manual_seed(46), [], 0
     while n_tokens < enough:
-        ids = article(stream, round(between(512, 6144, generator)), generator).tolist()
-        text = planted(tokenizer.decode(ids).replace("\ufffd", ""), least, most, generator)
+        ids = article(stream, round(between(512, 6144, generator)), generator)
+        plain = tokenizer.decode(ids.tolist()).replace("\ufffd", "")
+        text = planted(plain, least, most, generator) if most else plain
         lines.append(json.dumps({"text": text}) + "\n")
         n_tokens += len(tokenizer.encode(text))
     write_atomically(out, "".join(lines))
