@@ -122,11 +122,12 @@ def train_command(card: Card) -> str:
     else:
         first, source = {"model": run["preset"], "task": run["task"]}, None
     wanted = to_dict(card.config) | run["train"]
-    paper = run_config(first | settings | {"steps": wanted["steps"]}, source)  # the steps decide the warm-up
-    usual = to_dict(paper.model) | to_dict(paper.train) | {"steps": TrainConfig.steps}
+    sizes = {name: wanted[name] for name in ("steps", "tokens_per_step", "micro_batch_tokens")}  # what others must fit
+    paper = run_config(first | settings | sizes, source)
+    usual = to_dict(paper.model) | to_dict(paper.train) | {name: getattr(TrainConfig, name) for name in sizes}
     words = ["lineartime", "train"]
     for name, value in (first | settings).items():
-        words += [value] if name == "model" else [f"--{name}", value]
+        words += [f"--{name}"] * (name != "model") + [value]
     for name, value in wanted.items():
         if value != usual[name] and name not in ("vocab_size", "end_of_document"):
             words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
