@@ -47,9 +47,8 @@ class Card:
 
 def model_card(card: Card, about: str) -> str:
     """The card's Markdown; `about` replaces its heading, and where it begins with one, the front matter too."""
-    heading = f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
     does = "text-generation" if card.config.causal else "fill-mask"
-    about = about.strip() or heading
+    about = about.strip() or f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
     about = about if about.startswith("---") else front_matter(card.config, does) + about
     sections = [about, "## Model", model_table(card), "## Training", training_table(card),
                 code_block(train_command(card)), "## Held-out scores", scores_text(card)]
@@ -60,8 +59,7 @@ def model_card(card: Card, about: str) -> str:
 
 
 def front_matter(config: ModelConfig, does: str) -> str:
-    """The YAML that model hubs read at the beginning of a card. does: the hub's name for what the model does. The
-    licence and the language are not known here."""
+    """The YAML that model hubs read at the beginning of a card, without licence and language. does: the hub's word."""
     tags = [nearest_preset(config), *(["gated-attention-unit"] if config.ffn == "gau" else []),
             *(["linear-attention"] if config.attn_type in ("mixed_chunk", "linear") else [])]
     fields = ModelCardData(library_name="lineartime", pipeline_tag=does, tags=tags).to_yaml()
@@ -117,14 +115,15 @@ def train_command(card: Card) -> str:
     """The command that trains such a model: the paper's size, and every setting that differs from it."""
     run, shares = card.description, ",".join(f"DATA{i}:{weight}" for i, (_, weight) in enumerate(card.text, 1))
     settings = {"size": "paper", "data": "DATA" if len(card.text) == 1 else shares, "out": "RUN"}
+    wanted, usual = to_dict(card.config) | run["train"], {"steps": TrainConfig.steps}
+    first, source = {"model": run["preset"], "task": run["task"]}, None
     if "from" in run:
         first, source = {"from": source_of(card)}, replace_fields(ModelConfig(), run["from_model"])
-    else:
-        first, source = {"model": run["preset"], "task": run["task"]}, None
-    wanted = to_dict(card.config) | run["train"]
-    sizes = {name: wanted[name] for name in ("steps", "tokens_per_step", "micro_batch_tokens")}  # what others must fit
-    paper = run_config(first | settings | sizes, source)
-    usual = to_dict(paper.model) | to_dict(paper.train) | {name: getattr(TrainConfig, name) for name in sizes}
+        usual |= {name: getattr(TrainConfig, name) for name in ("tokens_per_step", "micro_batch_tokens")}
+        usual["context"] = source.context
+    # The steps decide the warm-up, and rows of given weights must fit into a micro-batch.
+    paper = run_config(first | settings | {name: wanted[name] for name in usual}, source)
+    usual = to_dict(paper.model) | to_dict(paper.train) | usual
     words = ["lineartime", "train"]
     for name, value in (first | settings).items():
         words += [f"--{name}"] * (name != "model") + [value]

@@ -3,6 +3,7 @@ examples that name it run."""
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_its_card_says_how_it_was_made() -> None:
     (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
     printed = dict(map(parse_setting, shlex.split(line)[11::2]))
     where = {"data": "DATA", "out": "RUN"}
-    source = run_config(read_toml(ROOT / "studies/small_names.toml") | where).model
+    source = replace(run_config(read_toml(ROOT / "studies/small_names.toml") | where).model, context=8192)
     config = run_config({"from": "WEIGHTS"} | where | printed, source)
     assert config == run_config({"from": "WEIGHTS"} | where | read_toml(ROOT / "studies/small.toml"), source)
     assert f"| Steps | {config.train.steps:,} of {config.train.steps:,}, " in CARD and "+changes" not in CARD
