@@ -43,7 +43,7 @@ def main(epochs: float = 2, out: Path = OUT, n_words: int = 250) -> float:
     train, held_out = write_documents(out, n_words)
     lineartime.finetune(lineartime.FineTuning(
         run="small", data=(train,), validation=(held_out,), out=out / "runs", task="classify", learning_rates=(1e-3,),
-        epochs=epochs, settings={"tokens_per_step": 2048}))
+        epochs=epochs, context=2048, settings={"tokens_per_step": 2048}))
     model, tokenizer, _ = lineartime.load_classifier(out / "runs")
     with held_out.open(encoding="utf-8", newline="") as file:
         documents = list(csv.DictReader(file))
