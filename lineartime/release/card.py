@@ -126,7 +126,7 @@ def train_command(card: Card) -> str:
     usual = to_dict(paper.model) | to_dict(paper.train) | usual
     words = ["lineartime", "train"]
     for name, value in (first | settings).items():
-        words += [f"--{name}"] * (name != "model") + [value]
+        words += [value] if name == "model" else [f"--{name}", value]
     for name, value in wanted.items():
         if value != usual[name] and name not in ("vocab_size", "end_of_document"):
             words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]

@@ -99,12 +99,16 @@ def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tm
 
 @pytest.mark.parametrize(("line", "size", "rate"), [("steps = 2\n", "paper", 7e-4), ("", None, 8e-3)])
 def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str | None, rate: float, data: Path,
-                                                          tmp_path: Path) -> None:
-    """Of a run that begins with given weights, a file without a model is whole."""
+                                                          tmp_path: Path, call: Call,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[tuple[str | None, float]] = []
+    monkeypatch.setattr(train, "say_plan", lambda config, _, size: plans.append((size, config.train.learning_rate)))
+    monkeypatch.setattr("lineartime.training.train", lambda config, **options: lineartime.training.TrainResult(
+        tmp_path, config, {}, "", True))
     (tmp_path / "run.toml").write_text(f'model = "flash"\nn_layers = 1\nd_model = 16\ntokens_per_step = 4096\n{line}')
     (tmp_path / "rest.toml").write_text(f"tokens_per_step = 4096\n{line}")
-    settings = train.RunOptions(str(tmp_path / "run.toml"), str(data), out=str(tmp_path / "run")).settings()
-    assert settings.get("size") == size and config_for_data(settings).train.learning_rate == rate
+    assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
+    assert plans == [(size, rate)]
     assert train.RunOptions(str(tmp_path / "rest.toml"), weights="small").settings().get("size") == size
 
 

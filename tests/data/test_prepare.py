@@ -109,8 +109,7 @@ def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, 
 
 
 def test_an_error_of_a_process_is_that_of_one_process(tmp_path):
-    make(tmp_path, {"a.txt": "good " * 3000, "b.jsonl": '{"text": "good"}\n{"text": 1}\n',
-                    "c.txt": b"bad \xff" * 1000})
+    make(tmp_path, {"a.txt": "good " * 3000, "b.jsonl": '{"text": "good"}\n{"text": 1}\n', "c.txt": b"bad \xff" * 1000})
     for jobs in (1, 2):
         with pytest.raises(DataError, match=r"field 'text' is not a string: .*b\.jsonl:2"):
             prepare([tmp_path / name for name in ("a.txt", "b.jsonl", "c.txt")], tmp_path / "new" / "out",

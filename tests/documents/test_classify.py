@@ -225,8 +225,7 @@ def test_a_run_goes_on_while_the_loss_falls(tmp_path):
 
 
 def objective_of(train, head, seed=0, **fields):
-    how = FineTuning("", ("x",), ("x",), Path("x"), "classify",
-                     settings={"seed": seed, "tokens_per_step": 4 * CONTEXT})
+    how = FineTuning("", ("x",), ("x",), Path("x"), "classify", settings={"seed": seed, "tokens_per_step": 4 * CONTEXT})
     config = lineartime.model_config("flash", context=CONTEXT, **fields)
     return LabelObjective(runs_of(how, config, len(train))["1e-03"], head, train, train)
 

@@ -66,8 +66,7 @@ def test_every_output_has_the_same_vectors_in_order(folder, vectors, tmp_path, c
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["v.jsonl", "v.npy"]
     assert np.array_equal(np.load(tmp_path / "v.npy"), vectors)
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
-    assert lines == [{**row, "file": str(folder / "texts.jsonl"), "number": i}
-                     for i, row in enumerate(rows, 1)]
+    assert lines == [{**row, "file": str(folder / "texts.jsonl"), "number": i} for i, row in enumerate(rows, 1)]
 
 
 def test_a_store_and_stdin_give_the_same_vectors(folder, vectors, tmp_path, call):

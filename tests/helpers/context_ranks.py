@@ -164,8 +164,7 @@ def gradient_error(world, causal, clip_scope):
     parts = parts_of(model, world)
     shared = replace(config, context_parallel=world.in_row.size)
     own = world.in_column.share(8)
-    found = compute_gradient(model, Tokens(), [part[own] for part in batch], 2, shared,
-                             division=Division(parts, world))
+    found = compute_gradient(model, Tokens(), [part[own] for part in batch], 2, shared, division=Division(parts, world))
     with torch.no_grad():
         for part in parts:
             part.own.copy_(part.own.grad)

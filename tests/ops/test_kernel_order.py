@@ -60,8 +60,7 @@ def decode():
     return made
 
 
-CASES = [(chunks, {(mixed_chunk, "MANY_CHUNKS"): 0}), (row, {}),
-         (norms, {(norm, "MAX_PROGRAMS"): 3}), (decode, {})]
+CASES = [(chunks, {(mixed_chunk, "MANY_CHUNKS"): 0}), (row, {}), (norms, {(norm, "MAX_PROGRAMS"): 3}), (decode, {})]
 KERNELS = {name for module in (decode_step, gradients, mixed_chunk, norm, quadratic)
            for name, each in vars(module).items() if isinstance(each, triton.runtime.interpreter.InterpretedFunction)}
 

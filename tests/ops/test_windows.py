@@ -32,8 +32,7 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     inputs = {name: x.double() for name, x in head_inputs(3, 300, 16, torch.float64, chunk).items()}
     ours, theirs = (run_heads(module.gated_head_attention, inputs, pooling == "written", chunk_size=chunk,
-                              causal=causal, segment_ids_BT=ids_BT, pooling=pooling)
-                    for module in (windows, reference))
+                              causal=causal, segment_ids_BT=ids_BT, pooling=pooling) for module in (windows, reference))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
     if pooling != "written":

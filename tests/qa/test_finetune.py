@@ -177,8 +177,7 @@ def test_batches_are_a_function_of_seed_and_step(folder):
 
     def task(seed=0):
         config = RunConfig(lineartime.model_config("flash", causal=False, context=48),
-                                    TrainConfig(tokens_per_step=480, micro_batch_tokens=48, seed=seed),
-                                    "", "", "", "")
+                                    TrainConfig(tokens_per_step=480, micro_batch_tokens=48, seed=seed), "", "", "", "")
         return SpanObjective(config, SimpleNamespace(train=rows))
 
     batches = [task().batch(step) for step in range(len(rows))]  # ten epochs of ten rows a step

@@ -41,8 +41,7 @@ BPE = train_tokenizer([WORDS * 20], 330, mlm=True)
 BYTES = byte_tokenizer(mlm=True)
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 TEXTS = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "  ", "é", "😀", "\u0130", "ß", "e\u0301", "<|endoftext|>",
-                                  "[SEP]", "\t", "\u2028", "x" * 9]), max_size=40).map(
-    lambda parts: " ".join(parts))
+                                  "[SEP]", "\t", "\u2028", "x" * 9]), max_size=40).map( lambda parts: " ".join(parts))
 
 
 def asked(text="Who wrote it?", *documents, answers=(), id="q", **changes):

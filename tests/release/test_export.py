@@ -28,7 +28,7 @@ from command_line import Call, assert_refused
 from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.cli import verbs
-from lineartime.config import to_dict
+from lineartime.config import model_config, to_dict
 from lineartime.errors import CONTROL, CheckpointError, UsageError
 from lineartime.release.card import Card, train_command
 from lineartime.run import read_metrics, read_run
@@ -172,6 +172,16 @@ def test_a_cards_command_of_any_size_trains_the_same(size: str) -> None:
     changed = dict(map(parse_setting, shlex.split(train_command(card))[12::2]))
     again = run_config(settings | changed)
     assert (again.model, again.train) == (made.model, made.train) and (changed == {"steps": 800}) == (size == "paper")
+
+
+def test_a_cards_command_of_given_weights_trains_the_same() -> None:
+    given = {"from": "WEIGHTS", "data": "DATA", "out": "RUN"}
+    for before, rows in ((8192, 8192), (8192, 512), (512, 8192)):
+        first = model_config("flash", "wiki40b", context=before)
+        made = run_config(given | {"context": rows, "micro_batch_tokens": rows, "steps": 9}, first)
+        run = {"preset": "flash", "task": "c4", "from": "X", "from_model": to_dict(first), "train": to_dict(made.train)}
+        line = train_command(Card(run, made.model, "", [(None, 1)], [], 1, 1, {}, None, {}))
+        assert run_config(given | dict(map(parse_setting, shlex.split(line)[11::2])), first) == made
 
 
 def test_the_cards_sample_is_what_generate_prints(card: str, exported: Path, call: Call) -> None:

@@ -134,8 +134,7 @@ def test_what_cannot_begin_is_refused(root: Path, tmp_path: Path, call: Call, mo
 
 def test_n_without_chunks_stays_that_of_the_weights() -> None:
     quad = lineartime.model_config("flash-quad", context=600)
-    given = {"from": "w", "data": "d", "out": "o", "context": 1200, "micro_batch_tokens": 1200,
-             "tokens_per_step": 2400}
+    given = {"from": "w", "data": "d", "out": "o", "context": 1200, "micro_batch_tokens": 1200, "tokens_per_step": 2400}
     assert run_config(given, quad).model.scale_len == 600
     assert run_config({**given, "attn_scale_len": 1200}, quad).model.scale_len == 1200
 
