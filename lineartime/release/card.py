@@ -4,7 +4,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -35,14 +35,14 @@ class Card:
     metrics: list[dict[str, Any]]
     """The run's metrics up to `step`."""
     step: int
-    n_bytes: int
-    """Size of the file of weights."""
-    scores: dict[str, Evaluation]
-    """By split."""
-    sample: str | None
-    """How a causal model begins a document: the first `SAMPLE_TOKENS` tokens."""
     provenance: dict[str, Any]
     """Commit, hardware and versions of the export."""
+    n_bytes: int = 0
+    """Size of the file of weights."""
+    scores: dict[str, Evaluation] = field(default_factory=dict)
+    """By split."""
+    sample: str | None = None
+    """How a causal model begins a document: the first `SAMPLE_TOKENS` tokens."""
 
 
 def model_card(card: Card, about: str) -> str:

@@ -4,6 +4,7 @@ model card. `load_model` and `transformers` open it, and of documents `sentence-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,14 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     manifests = read_manifests(named)
     require(sha256_of(named, manifests) == description["data_sha256"], "this is not the run's data", named,
             f"give --data what the run was trained on; {run / RUN_FILE} has its hash")
+    lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
+    if not lines:
+        logger.warning(f"{run / METRICS_FILE} is missing or empty: the card has no training time")
+    card = Card(description, model.config, tokenizer.sha256,
+                text=[*zip(manifests, read_mixture(named).values(), strict=True)],
+                metrics=[line for line in lines if line["step"] <= facts["step"]], step=facts["step"],
+                provenance={**provenance(), "device": device.type, "threads": torch.get_num_threads()})
+    model_card(card, about)  # what is wrong with it shows before the scores, which take minutes
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.bfloat16())
     model = model.to(device)
@@ -78,22 +87,12 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
                if all(split in each.splits for each in manifests)}
     scores = {split: evaluate_data(model, stream, batch_rows=8, progress=StopSignal().watch(
         "", progress, "evaluating", stream.n_tokens))[0] for split, stream in streams.items()}
-    lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
-    if not lines:
-        logger.warning(f"{run / METRICS_FILE} is missing or empty: the card has no training time")
-    metrics = [line for line in lines if line["step"] <= facts["step"]]
-    sample = None
-    if model.config.decodes:
-        (sample,) = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
-                             temperature=SAMPLE_TEMPERATURE)
-    made = {**provenance(), "device": device.type, "threads": torch.get_num_threads()}
-    text = [*zip(manifests, read_mixture(named).values(), strict=True)]
-    task = manifests[0].settings.get("task")
+    sample = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
+                      temperature=SAMPLE_TEMPERATURE)[0] if model.config.decodes else None
     with new_folder(out, model, model_config_json(model.config), tokenizer, torch.bfloat16) as (aside, n_bytes):
-        card = Card(description, model.config, tokenizer.sha256, text, metrics, facts["step"], n_bytes, scores, sample,
-                    made)
+        card = replace(card, n_bytes=n_bytes, scores=scores, sample=sample)
         (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
-    return Exported(scores, task, n_bytes)
+    return Exported(scores, manifests[0].settings.get("task"), n_bytes)
 
 
 def export_documents(folder: Path, out: Name) -> int:

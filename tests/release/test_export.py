@@ -167,9 +167,9 @@ def test_a_cards_command_of_any_size_trains_the_same(size: str) -> None:
     """And what the steps decide by themselves is not named."""
     settings = {"model": "transformer", "task": "c4", "data": "d", "out": "o", "vocab_size": 257}
     made = run_config(settings | {"size": size, "steps": 800, "clip": None})
-    card = Card({"preset": "transformer", "task": "c4", "train": to_dict(made.train)}, made.model, "", [(None, 1)],
-                [], 1, 1, {}, None, {})
-    changed = dict(map(parse_setting, shlex.split(train_command(card))[12::2]))
+    run = {"preset": "transformer", "task": "c4", "train": to_dict(made.train)}
+    line = train_command(Card(run, made.model, "", [(None, 1)], [], 1, {}))
+    changed = dict(map(parse_setting, shlex.split(line)[12::2]))
     again = run_config(settings | changed)
     assert (again.model, again.train) == (made.model, made.train) and (changed == {"steps": 800}) == (size == "paper")
 
@@ -180,8 +180,15 @@ def test_a_cards_command_of_given_weights_trains_the_same() -> None:
         first = model_config("flash", "wiki40b", context=before)
         made = run_config(given | {"context": rows, "micro_batch_tokens": rows, "steps": 9}, first)
         run = {"preset": "flash", "task": "c4", "from": "X", "from_model": to_dict(first), "train": to_dict(made.train)}
-        line = train_command(Card(run, made.model, "", [(None, 1)], [], 1, 1, {}, None, {}))
+        line = train_command(Card(run, made.model, "", [(None, 1)], [], 1, {}))
         assert run_config(given | dict(map(parse_setting, shlex.split(line)[11::2])), first) == made
+
+
+def test_what_is_wrong_with_a_card_shows_before_the_scores(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lineartime.release.export.evaluate_data", pytest.fail)
+    monkeypatch.delattr("lineartime.release.card.train_command")
+    with pytest.raises(NameError):
+        run_verb("export", run, "--out", run.parent / "none")
 
 
 def test_the_cards_sample_is_what_generate_prints(card: str, exported: Path, call: Call) -> None:
@@ -196,8 +203,7 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
     assert call("export", run, "--out", out, "--data", data)[0] == 0
     card = (out / "README.md").read_text()
     assert "\npipeline_tag: fill-mask\n" in card and "\n---\n\n# flash, " in card
-    assert "| nats per masked token |" in card
-    assert "per byte" not in card and "Sample" not in card
+    assert "| nats per masked token |" in card and "per byte" not in card and "Sample" not in card
     assert not lineartime.load_model(out)[0].config.causal
 
 
@@ -211,11 +217,8 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
     code, out, _ = call("info", "tiny", "--set", "context=512")
     assert code == 0 and re.search(r"context +512\b", out) and re.search(r"Hidden size +16\b", out)
     assert call("info", exported)[1].split("\n", 1)[1] == call("info", "tiny")[1].split("\n", 1)[1]
-    for words, arguments in [(["Missing argument 'MODEL'"], ["generate"]),
-                             (["an exported folder already", exported], ["export", "tiny", "--out", run / "x"]),
-                             (["no weights here: tinny", "shipped model: tiny"], ["evaluate", "tinny", *score])]:
-        code, _, err = call(*arguments)
-        assert_refused(code, err, 2, *words)
+    assert_refused(*call("generate")[::2], 2, "Missing argument 'MODEL'")
+    assert_refused(*call("export", "tiny", "--out", run / "x")[::2], 2, "an exported folder already", exported)
 
 
 def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
@@ -260,15 +263,13 @@ def test_a_wrong_name_is_refused_without_torch() -> None:
 
 def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None:
     """One line, the exit code of the kind of trouble, and nothing left behind."""
-    out = tmp_path / "new" / "out"
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     (tmp_path / "text").mkdir()
-    other = prepare_text(tmp_path / "text", first=40_000)
+    other, out = prepare_text(tmp_path / "text", first=40_000), tmp_path / "new" / "out"
     for code, words, arguments in [
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
-        (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
@@ -286,8 +287,7 @@ def spoil(path: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_said(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(run, damaged, symlinks=True)
+    shutil.copytree(run, damaged := tmp_path / "damaged", symlinks=True)
     spoil(damaged / f"step-{SAVED:08d}" / "model.safetensors")
     for arguments in (["evaluate", damaged, "--data", data], ["generate", damaged, "--max-new-tokens", 2],
                       ["export", damaged, "--out", tmp_path / "out"]):
