@@ -191,12 +191,13 @@ def columns_part(results: Results) -> str:
     return difference_part(results, losses, list(losses), compared(results))
 
 
-def gain_part(results: Results) -> str:
+def gains(results: Results) -> str:
     """What each model gains over its own loss at the shortest context."""
     losses = losses_of(results, by_context)
     lines = [[row, *(difference_text(own.iloc[:, 0] - own[context]) for context in list(losses)[1:])]
              for row in results.rows for own in [of_row(losses, row)] if own.notna().any(axis=None)]
-    return grid(["model", *map(tokens, list(losses)[1:])], lines)
+    return ("**Gain from context.** Each model's loss at the shortest context less its own at a longer one. Above 0 the "
+            "longer context helps.\n\n" + grid(["model", *map(tokens, list(losses)[1:])], lines))
 
 
 def tokens_part(results: Results) -> str:
@@ -234,9 +235,7 @@ def parts(results: Results) -> list[str]:
         f"**Loss by context, differences to FLASH.** The same {scored} at each context, of models trained at "
         f"{trained}.",
         difference_part(results, contexts, [tokens(context) for context in contexts], compared(results)),
-        "**Gain from context.** Each model's loss at the shortest context less its own at a longer one. Above 0 the "
-        "longer context helps.",
-        gain_part(results),
+        gains(results),
         "**Loss by recurrence, differences to FLASH.** Was a token, or a pair of neighbouring tokens (a bigram), in "
         "its document before: in the same chunk, in earlier chunks of the row only, or not? What a long memory holds "
         "must show under \"in earlier chunks only\". A rare bigram makes up at most 10 of a million in the training "

@@ -137,6 +137,7 @@ def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) ->
         parts.append(grid("", *({(row, title): both[side][row, results.columns[0]] for row in results.rows
                                  for title, both in made.items()} for side in (0, 1))))
         parts += memory.parts(results) if table.name == "memory" else []
+        parts += [memory.gains(results)] if table.name == "code" else []
     else:
         parts += gap_grids(results) if table.name == "gap" else []
         parts += [grid(title, *both) for title, both in made.items()]
