@@ -196,8 +196,8 @@ def gains(results: Results) -> str:
     losses = losses_of(results, by_context)
     lines = [[row, *(difference_text(own.iloc[:, 0] - own[context]) for context in list(losses)[1:])]
              for row in results.rows for own in [of_row(losses, row)] if own.notna().any(axis=None)]
-    return ("**Gain from context.** Each model's loss at the shortest context less its own at a longer one. Above 0 the "
-            "longer context helps.\n\n" + grid(["model", *map(tokens, list(losses)[1:])], lines))
+    return ("**Gain from context.** Each model's loss at the shortest context less its own at a longer one. Above 0 "
+            "the longer context helps.\n\n" + grid(["model", *map(tokens, list(losses)[1:])], lines))
 
 
 def tokens_part(results: Results) -> str:
