@@ -139,7 +139,7 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
             new_model(model, config, seed), task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step))
 
     first = []
-    for rate in RATES:
+    for rate in [*STUDY["study"]["lower_rates"].get(model, []), *RATES]:
         first.append(row_of(rate, 0))
         yield first[-1]
     best = best_rate(first)

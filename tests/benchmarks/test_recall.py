@@ -173,15 +173,15 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path, monkeypatch):
 def test_kin_of_transformers_learn_as_ours_do(call: Call, tmp_path, monkeypatch):
     """Of about as many parameters as FLASH, and exactly as many numbers of state."""
     rows = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(study, "RATES", [1e-2])
-    monkeypatch.setattr(study, "SEEDS", 1)
-    for name, value in {"N_SCORES": 3, "TEST_ROWS": 12}.items():
-        monkeypatch.setattr(f"benchmarks.recall.measure.{name}", value)
+    for name, new in {"study.RATES": [1e-2], "study.SEEDS": 1, "measure.N_SCORES": 3, "measure.TEST_ROWS": 12}.items():
+        monkeypatch.setattr(f"benchmarks.recall.{name}", new)
+    monkeypatch.setitem(study.STUDY["study"], "lower_rates", {"mamba2": [8e-3]})
     command = ["--task", "pairs", "--set", "steps=24", "--set", "warmup_steps=1", "--set", "context=96", "--set",
                "tokens_per_step=384", "--json", rows]
     code, _, err = call("recall", "flash", "gated-deltanet", "mamba2", *command, app=app)
     assert code == 0, err
     ours, *theirs = map(json.loads, rows.read_text().splitlines())
+    assert [row["learning_rate"] for row in theirs] == [1e-2, 8e-3, 1e-2]
     for row in theirs:
         assert row["state_size"] == ours["state_size"] == 2 * 64 * 128
         assert abs(row["n_parameters"] / ours["n_parameters"] - 1) < 0.03
