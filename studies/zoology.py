@@ -1,6 +1,6 @@
 """Multi-query associative recall at the sizes that Zoology publishes (Arora et al., 2023).
 
-    python -m studies.zoology                                     trains and asks what has no row; an hour and a half
+    python -m studies.zoology                                     trains and asks what has no row; hours of one core
     python -m studies.zoology --into benchmarks/tables/memory.md  writes the table
 
 Its five training sets, each step of one of them, drawn as often as their tokens are many there; its seven test sets of

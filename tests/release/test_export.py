@@ -168,10 +168,9 @@ def test_a_cards_command_of_any_size_trains_the_same(size: str) -> None:
     settings = {"model": "transformer", "task": "c4", "data": "d", "out": "o", "vocab_size": 257}
     made = run_config(settings | {"size": size, "steps": 800, "clip": None})
     run = {"preset": "transformer", "task": "c4", "train": to_dict(made.train)}
-    line = train_command(Card(run, made.model, "", [(None, 1)], [], 1, {}))
-    changed = dict(map(parse_setting, shlex.split(line)[12::2]))
-    again = run_config(settings | changed)
-    assert (again.model, again.train) == (made.model, made.train) and (changed == {"steps": 800}) == (size == "paper")
+    words = shlex.split(train_command(Card(run, made.model, "", [(None, 1)], [], 1, {})))
+    changed = dict(map(parse_setting, words[12::2]))
+    assert run_config(settings | changed) == made and (changed == {"steps": 800}) == (size == "paper")
 
 
 def test_a_cards_command_of_given_weights_trains_the_same() -> None:
@@ -219,6 +218,7 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
     assert call("info", exported)[1].split("\n", 1)[1] == call("info", "tiny")[1].split("\n", 1)[1]
     assert_refused(*call("generate")[::2], 2, "Missing argument 'MODEL'")
     assert_refused(*call("export", "tiny", "--out", run / "x")[::2], 2, "an exported folder already", exported)
+    assert_refused(*call("evaluate", "tinny", *score)[::2], 2, "no weights here: tinny", "shipped model: tiny")
 
 
 def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
@@ -270,13 +270,13 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
+        (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
         (6, ["cannot write"], [run, "--out", tmp_path / "latin1.md" / "out"]),
     ]:
-        got, _, err = call("export", *arguments)
-        assert_refused(got, err, code, *words)
+        assert_refused(*call("export", *arguments)[::2], code, *words)
     assert not out.parent.exists()
 
 
