@@ -1,9 +1,10 @@
 """Passages of books in which names that are no words stand with a digit, and are asked again later.
 
-    python -m studies.plant DATA TOKENS LEAST MOST OUT      DATA: prepared books; OUT: a file train.jsonl
+    python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT
 
-A name is told every LEAST to MOST words, 1.2 at least; with 0 and 0 there are none. Of a model that reads such
-passages, recall in text is asked on other books, with other digits."""
+DATA: prepared books; OUT: a file train.jsonl, of TOKENS tokens in passages of SHORTEST to LONGEST. A name is told every
+LEAST to MOST words, 1.2 at least; with 0 and 0 there are none. Of a model that reads such passages, recall in text is
+asked on other books, with other digits."""
 
 import json
 import re
@@ -37,12 +38,12 @@ def planted(text: str, least: float, most: float, generator: torch.Generator) ->
     return "".join([parts[0], *(fact + part for fact, part in zip(told, parts[1:], strict=True)), *asked])
 
 
-def main(data: Path, enough: int, least: float, most: float, out: Path) -> None:
-    """Write passages of the training books, of `enough` tokens in all; before names each has 512 to 6,144 of them."""
+def main(data: Path, enough: int, shortest: int, longest: int, least: float, most: float, out: Path) -> None:
+    """Write passages of the training books, `enough` tokens in all; `shortest` and `longest` do not count names."""
     stream, tokenizer = open_split(data, "train"), load_tokenizer(data / TOKENIZER_FILE)
     generator, lines, n_tokens = torch.Generator().manual_seed(46), [], 0
     while n_tokens < enough:
-        ids = article(stream, round(between(512, 6144, generator)), generator)
+        ids = article(stream, round(between(shortest, longest, generator)), generator)
         plain = tokenizer.decode(ids.tolist()).replace("\ufffd", "")
         text = planted(plain, least, most, generator) if most else plain
         lines.append(json.dumps({"text": text}) + "\n")
@@ -51,4 +52,5 @@ def main(data: Path, enough: int, least: float, most: float, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))
+    data, *numbers, out = sys.argv[1:]
+    main(Path(data), *map(int, numbers[:3]), *map(float, numbers[3:]), Path(out))
