@@ -1,10 +1,9 @@
 """Passages of books in which names that are no words stand with a digit, and are asked again later.
 
-    python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT
+    python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT      DATA: prepared books; OUT: a train.jsonl
 
-DATA: prepared books; OUT: a file train.jsonl, of TOKENS tokens in passages of SHORTEST to LONGEST. A name is told every
-LEAST to MOST words, 1.2 at least; with 0 and 0 there are none. Of a model that reads such passages, recall in text is
-asked on other books, with other digits."""
+Its passages have SHORTEST to LONGEST tokens. A name is told every LEAST to MOST words, 1.2 at least; with 0 and 0 there
+are none. Of a model that reads such passages, recall in text is asked on other books, with other digits."""
 
 import json
 import re
@@ -52,5 +51,4 @@ def main(data: Path, enough: int, shortest: int, longest: int, least: float, mos
 
 
 if __name__ == "__main__":
-    data, *numbers, out = sys.argv[1:]
-    main(Path(data), *map(int, numbers[:3]), *map(float, numbers[3:]), Path(out))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *map(float, sys.argv[5:7]), Path(sys.argv[7]))
