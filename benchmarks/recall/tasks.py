@@ -199,7 +199,7 @@ class Form(NamedTuple):
     n_digits: int = 1
     end: str = ""
     n_questions: int = N_QUESTIONS
-    tested: dict[str, Any] = {"length": 512, "n_facts": SMALL}  # noqa: RUF012
+    tested: dict[str, Any] = {"length": 512, "n_facts": SMALL, "test_rows": 48}  # noqa: RUF012
     """Fields of the task."""
 
 
