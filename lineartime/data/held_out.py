@@ -1,5 +1,8 @@
 """Which documents are held out for validation."""
 
+import itertools
+from bisect import bisect_left
+
 import numpy as np
 
 from lineartime.data.units import ReadArguments, Slice, read_slice
@@ -30,14 +33,24 @@ def cut_document(slices: list[Slice], share: float, how: ReadArguments) -> tuple
     """The slices of the only document, of which the end is held out: those of train and of validation. Raises DataError
     for too little text."""
     counts = [sum(len(text) for text, _ in read_slice(one, how)) for one in slices]
-    n = sum(counts)
-    cut, begin = n - int(n * share), 0
-    for i, (one, n_here) in enumerate(zip(slices, counts, strict=True)):
-        if cut < begin + n_here:
-            after = read_slice(one._replace(skip=cut - begin, characters=LINE_SEARCH), how)
-            line = cut + "".join(text for text, _ in after).find("\n") + 1
-            skip = (line if line < n else cut) - begin
-            train = [*slices[:i], one._replace(characters=skip, ends=True)] if skip else slices[:i]
-            return train, [one._replace(skip=skip), *slices[i + 1:]]
-        begin += n_here
-    raise DataError("too little text to hold some out", slices[0].path, f"held_out = {share}")
+    begins = [0, *itertools.accumulate(counts)]
+    n = begins[-1]
+    cut = n - int(n * share)
+    if cut == n:
+        raise DataError("too little text to hold some out", slices[0].path, f"held_out = {share}")
+    # The next line may begin in a later slice.
+    after = (text for one in _cut_at(cut, slices, begins)[1] for text, _ in read_slice(one, how))
+    text = ""
+    while len(text) < LINE_SEARCH and (more := next(after, "")):
+        text += more
+    line = cut + text[:LINE_SEARCH].find("\n") + 1
+    return _cut_at(line if line < n else cut, slices, begins)
+
+
+def _cut_at(at: int, slices: list[Slice], begins: list[int]) -> tuple[list[Slice], list[Slice]]:
+    """The slices before a character, of which the last one has text, and those from it on. begins: where each begins,
+    and where the last one ends."""
+    i = bisect_left(begins, at) - 1
+    skip = at - begins[i]
+    return ([*slices[:i], slices[i]._replace(characters=skip, ends=True)],
+            [slices[i]._replace(skip=skip)] * (at < begins[i + 1]) + slices[i + 1:])

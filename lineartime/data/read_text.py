@@ -27,6 +27,7 @@ from lineartime.data.rows import (
     UTF8,
     Row,
     array_rows,
+    codec_of,
     is_array,
     json_lines,
     not_in_encoding,
@@ -88,6 +89,8 @@ def require_encoding(encoding: str) -> None:
     """Raise UsageError for an encoding that Python does not know."""
     try:
         codecs.getincrementaldecoder(encoding)
+        if not codecs.lookup(encoding)._is_text_encoding:  # such as hex and rot13
+            raise LookupError
     except (LookupError, ValueError):
         raise UsageError("unknown encoding", encoding, "such as utf-8, latin-1 or cp1252") from None
 
@@ -132,7 +135,7 @@ def _pieces_of_text(name: Name, encoding: str, start: int, stop: int | None) -> 
         if begin >= stop:  # no word begins here, so the range before has all of it; or the file is empty
             return
         end = _before_word(file, stop, size) if stop < size else size
-        if start or end < size:
+        if start or stop < size:
             file.seek(begin)
         blocks = _blocks_of(file, None if packing_of(name) else end - begin)
         for text, last in cut(text_blocks(blocks, name, begin, encoding)):
@@ -216,7 +219,7 @@ def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
 def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encoding: str = UTF8) -> Iterator[str]:
     """The text of blocks of bytes that begin at byte `position` of a file, without a byte order mark at its beginning.
     name: for errors."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding == UTF8 and not position else encoding)()
+    decoder = codecs.getincrementaldecoder(encoding if position else codec_of(encoding))()
     may_have_nul = encoding.lower().startswith(("utf-16", "utf-32", "utf16", "utf32"))
     for block in itertools.chain(blocks, [b""]):
         if b"\0" in block and not may_have_nul:
@@ -226,6 +229,8 @@ def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encodi
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
             raise not_in_encoding(f"{name}, byte {position - len(e.object) + e.start}", encoding) from None
+        except UnicodeError as e:  # UTF-16 without its byte order mark
+            raise DataError(str(e), name, "name its order: --encoding utf-16-le or utf-16-be") from None
 
 
 def text_of(name: Name, encoding: str = UTF8) -> Iterator[str]:

@@ -22,6 +22,11 @@ MAX_ARRAY_BYTES = 1 << 30
 logger = logging.getLogger(__name__)
 
 
+def codec_of(encoding: str) -> str:
+    """The codec that takes a file's byte order mark away."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == UTF8 else encoding
+
+
 class Row(NamedTuple):
     """A record with its place, for errors."""
 
@@ -82,9 +87,9 @@ def _json_value(content: bytes, where: str, encoding: str) -> Any:
         return record
 
     try:
-        text = content.decode("utf-8-sig" if encoding == UTF8 else encoding)
-    except UnicodeDecodeError as e:
-        raise not_in_encoding(f"{where}, byte {e.start}", encoding) from None
+        text = content.decode(codec_of(encoding))
+    except UnicodeError as e:
+        raise not_in_encoding(f"{where}, byte {getattr(e, 'start', 0)}", encoding) from None
     return parse_json(text, where, object_pairs_hook=as_dict)
 
 
@@ -104,8 +109,8 @@ def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> It
     csv.field_size_limit(MAX_LINE_BYTES)
     line = 1
     # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
-    codec, errors = ("utf-8-sig", "surrogateescape") if encoding == UTF8 else (encoding, "strict")
-    with io.TextIOWrapper(file, codec, errors, newline="") as text:
+    errors = "surrogateescape" if encoding == UTF8 else "strict"
+    with io.TextIOWrapper(file, codec_of(encoding), errors, newline="") as text:
         rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
         try:
             names = next(rows, [])
@@ -121,7 +126,7 @@ def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> It
                 line = rows.line_num + 1
         except csv.Error as e:
             raise DataError("not valid CSV", f"{name}:{line}", str(e)) from None
-        except UnicodeDecodeError:
+        except UnicodeError:
             raise not_in_encoding(f"{name}, after line {line}", encoding) from None
 
 

@@ -197,7 +197,9 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
             ("x" * 99 + "\n", "x" * 90))):
         make(tmp_path, {"a.txt": text, "test.txt": f"{i}"})
         out = tmp_path / f"{i}"
-        manifest = prepare([tmp_path / "a.txt"], out, tokenizer="bytes", held_out=0.1, test=[tmp_path / "test.txt"])
+        for unit_bytes in (7, 1 << 23):  # the line after the cut may begin in a later unit
+            manifest = prepare([tmp_path / "a.txt"], out, tokenizer="bytes", held_out=0.1, test=[tmp_path / "test.txt"],
+                               unit_bytes=unit_bytes)
         (begun,), (rest,) = documents_of(out), documents_of(out, "validation")
         assert begun + rest == text and begun == train
         n_bytes = len(rest.encode())

@@ -85,7 +85,7 @@ def test_marks_and_blank_lines_are_no_text_and_further_members_are(tmp_path):
     assert documents(tmp_path / "a.jsonl") == documents(tmp_path / "b.jsonl.gz") == ["A", "B"]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "one word.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
 def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatch):
     monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (40,))
     if name == "a.parquet":
@@ -93,7 +93,8 @@ def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatc
         parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name, row_group_size=7)
     else:
         lines = ["é 東京\n" * 9, " ", "x" * 90] * 9
-        make(tmp_path, {name: "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9 if name == "a.txt" else lines})
+        book = "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9
+        make(tmp_path, {name: {"a.txt": book, "one word.txt": "हि" * 300}.get(name, lines)})
     path = tmp_path / name
     whole, n_bytes = documents(path), path.stat().st_size
     for size in (1, 7, 100, 1000):

@@ -97,7 +97,12 @@ def test_text_in_another_encoding(tmp_path, name, text):
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"not valid UTF-8: .*--encoding latin-1"):
         prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes")
-    prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding="latin-1")
-    assert documents_of(tmp_path / "out") == ["naïve"]
-    with pytest.raises(UsageError, match="unknown encoding: latin-99"):
-        prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding="latin-99")
+    with pytest.raises(DataError, match="UTF-16"):  # it has no byte order mark
+        prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding="utf-16")
+    for encoding, written in (("latin-1", "latin-1"), ("UTF8", "utf-8-sig")):
+        (tmp_path / name).write_bytes(text.encode(written))
+        prepare([tmp_path / name], tmp_path / encoding, tokenizer="bytes", encoding=encoding)
+        assert documents_of(tmp_path / encoding) == ["naïve"]
+    for wrong in ("latin-99", "hex"):
+        with pytest.raises(UsageError, match=f"unknown encoding: {wrong}"):
+            prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding=wrong)
