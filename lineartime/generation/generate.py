@@ -24,7 +24,7 @@ Prompt = TypeVar("Prompt", str, list[int])
 """Text, or the ids of tokens: `generate` returns what it was given."""
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not `inference_mode`: `LanguageModel.extend` may go on with the state
 def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
             progress: Callable[[int], None] | None = None,
             state: DecodingState | None = None) -> tuple[Tensor, DecodingState]:
@@ -82,7 +82,7 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
     return state
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
     """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and memory for FLASH.
 
@@ -124,6 +124,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, t
     require(top_p is None or 0 < top_p <= 1, "top_p must lie in (0, 1]", f"{top_p}")
 
 
+@torch.inference_mode()
 def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens: int,
              tokenizer: Tokenizer | None = None, temperature: float = 0.0, top_k: int | None = None,
              top_p: float | None = None, seed: int = 0, stop: Callable[[int, list[int]], bool] | None = None,
@@ -168,10 +169,11 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
                     open_rows.remove(row)
             if not open_rows or n_done == max_new_tokens:
                 break
-            if len(open_rows) < len(rows) and model.config.max_len is not None and not capture:
+            if len(open_rows) < len(rows) and model.config.max_len is not None:
                 kept = [i for i, row in enumerate(rows) if row in open_rows]  # the others would reach the table's end
                 now.select(torch.tensor(kept))
                 ids_B, rows = ids_B[kept], [rows[i] for i in kept]
+                step = CapturedStep(model, now) if capture else step
             logits_BV = step(ids_B)
     made: list[Any] = new if tokenizer is None or not isinstance(prompts[0], str) else list(map(tokenizer.decode, new))
     return made

@@ -17,22 +17,23 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
 
     For inference: no gradients. The packed weights are a copy, which doubles the memory and does not follow changes of
     the weights. Yields whether weights are packed: False for another dtype or device, or without oneDNN."""
-    packed = [(module, module.weight, module.bias) for module in model.modules()
-              if isinstance(module, nn.Linear) and type(module.weight.data) is Tensor]  # not quantised
-    if not can_pack(model.embed.weight):
-        packed = []
-    for module, weight, bias in packed:
-        module.forward = partial(multiply_packed, pack(weight), bias.detach())  # type: ignore[method-assign]
-    if packed:
-        head = partial(multiply_packed, pack(model.embed.weight), model.head_bias.detach())
-        model.logits = head  # type: ignore[method-assign]
+    packed: list[tuple[nn.Module, str]] = []
     try:
+        for module in model.modules() if can_pack(model.embed.weight) else ():
+            if isinstance(module, nn.Linear) and type(module.weight.data) is Tensor:  # not quantised
+                name, weight, bias = "forward", module.weight, module.bias
+            elif module is model:
+                name, weight, bias = "logits", model.embed.weight, model.head_bias
+            else:
+                continue
+            if name not in vars(module):  # another thread may have packed it, and a library may have replaced it
+                bias = None if bias is None else bias.detach()
+                setattr(module, name, partial(multiply_packed, pack(weight), bias))
+                packed.append((module, name))
         yield bool(packed)
     finally:
-        for module, _, _ in packed:
-            del module.forward
-        if packed:
-            del model.logits
+        for module, name in packed:
+            vars(module).pop(name, None)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -47,7 +48,7 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def multiply_packed(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+def multiply_packed(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """`F.linear` with a packed weight."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product

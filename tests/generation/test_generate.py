@@ -8,7 +8,7 @@ import torch
 from lineartime.config import model_config
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import UsageError
-from lineartime.generation.generate import decode_step, generate, prefill, sample
+from lineartime.generation.generate import generate, prefill, sample
 from lineartime.model import LanguageModel
 from lineartime.model_names import MODELS
 
@@ -52,8 +52,9 @@ def test_a_row_that_has_ended_does_not_end_the_others() -> None:
         model.head_bias[END] = -100.0
     prompts = [[1 + i % 20 for i in range(29)], [3, 4]]
     (alone,) = generate(model, prompts[1:], max_new_tokens=20, temperature=0.0)
-    first, second = generate(model, prompts, max_new_tokens=20, temperature=0.0, stop=lambda row, new: row == 0)
-    assert len(first) == 1 and second == alone and len(alone) == 20
+    for capture in (False, True):
+        first, second = generate(model, prompts, max_new_tokens=20, stop=lambda row, new: row == 0, capture=capture)
+        assert len(first) == 1 and second == alone and len(alone) == 20
 
 
 def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: LanguageModel) -> None:
@@ -95,7 +96,8 @@ def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, mon
     pieces, state = prefill(model, [prompt, prompt[:40]], read.append)
     assert torch.allclose(whole[0], pieces[0], atol=1e-12) and read == [16, 32, 48, 64, 80, 96, 101]
     assert state.seq_lens_B.tolist() == [101, 40]
-    after = decode_step(model, torch.tensor([7, 7]), state)
+    with torch.no_grad():  # outside of inference mode
+        after = model.logits(model.extend(torch.tensor([[7], [7]]), torch.tensor([1, 1]), state)[:, 0])
     assert torch.allclose(after[1], model(torch.tensor([[*prompt[:40], 7]]))[0, -1], atol=1e-12)
 
 

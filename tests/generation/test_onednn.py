@@ -54,6 +54,17 @@ def test_afterwards_the_model_reads_its_own_weights_again() -> None:
     assert "logits" not in vars(model) and all("forward" not in vars(module) for module in model.modules())
 
 
+def test_of_two_threads_each_takes_its_own_weights_away() -> None:
+    model, other = bfloat16_model("flash"), bfloat16_model("flash")
+    model.layers[0].out_proj = torch.nn.Linear(128, 64, bias=False, dtype=torch.bfloat16)  # as an adapter may have
+    first, second = packed_weights(model), packed_weights(model)
+    assert (first.__enter__(), second.__enter__()) == (PACKS, False)
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert vars(model).keys() == vars(other).keys()
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
 def test_generate_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = bfloat16_model("flash"), []
     monkeypatch.setattr("lineartime.generation.generate.decode_step",
