@@ -169,16 +169,19 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
         """As in transformers, but an end token at the end of a text is one."""
         texts, end, split = [text] if isinstance(text, str) else text, self.eos_token, how.get("split_special_tokens")
         split = self.split_special_tokens if split is None else split
-        has_more = text_pair is not None or any(how.get(name) for name in (
-            "is_split_into_words", "return_offsets_mapping", "return_special_tokens_mask", "return_overflowing_tokens"))
-        if not split or has_more or not end or not any(isinstance(each, str) and each.endswith(end) for each in texts):
+        is_pair = text_pair is not None or how.get("is_split_into_words")
+        if not split or is_pair or not end or not any(isinstance(each, str) and each.endswith(end) for each in texts):
             return super()._encode_plus(text, text_pair, **how)
+        if not any(token in each.removesuffix(end) for each in texts for token in self.all_special_tokens):
+            return super()._encode_plus(text, **how | {"split_special_tokens": False})
+        # Other special tokens in them are text.
         encode = partial(super()._encode_plus, add_special_tokens=how.get("add_special_tokens", True),
                          split_special_tokens=True)
         rows = [encode(each.removesuffix(end)).input_ids + [self.eos_token_id] * each.endswith(end) for each in texts]
         if how.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE:
             n = how["max_length"]
-            rows = [row[:n] if self.truncation_side == "right" else row[-n:] for row in rows]
+            kept = n if self.truncation_side == "right" else int(how.get("add_special_tokens", True))
+            rows = [row if len(row) <= n else row[:kept] + row[len(row) - n + kept:] for row in rows]
         return self.pad({"input_ids": rows[0] if isinstance(text, str) and not how.get("return_tensors") else rows},
                         padding=how.get("padding_strategy", False), **{name: how.get(name) for name in (
                             "max_length", "pad_to_multiple_of", "padding_side", "return_attention_mask",

@@ -657,6 +657,13 @@ def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
     batch = tokenizer([f"abc{END_OF_DOCUMENT}", "d"], padding=True, truncation=True, max_length=4)
     assert batch["input_ids"] == [[EOD, *b"abc"], [tokenizer.pad_token_id] * 2 + [EOD, *b"d"]]
     assert batch["attention_mask"] == [[1] * 4, [0, 0, 1, 1]]
+    ended = tokenizer(f"a{END_OF_DOCUMENT}", return_special_tokens_mask=True)
+    assert ended["special_tokens_mask"] == [1, 0, 0] and ended.tokens() == [END_OF_DOCUMENT, "a", END_OF_DOCUMENT]
+    tokenizer.truncation_side = "left"  # the beginning stays, whatever the other texts are
+    for other in (END_OF_DOCUMENT, texts[1] + END_OF_DOCUMENT):
+        cut = tokenizer(["abcd", other], truncation=True, max_length=3)["input_ids"]
+        assert cut[0] == [EOD, *b"cd"] and cut[1][-1] == EOD
+    tokenizer.truncation_side = "right"
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert tokenizer.apply_chat_template(chat)["input_ids"] == [97, EOD, 98, EOD]
