@@ -306,11 +306,9 @@ class ModelConfig:
         """Longest row that the position tables allow, in tokens; None: no limit.
 
         A learned position table ends at `context`; a Toeplitz bias (n < 512) without chunks ends at n."""
-        if self.abs_pos == "learned":
-            return self.context
-        if self.has_bias and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW:
-            return self.scale_len
-        return None
+        is_table = self.has_bias and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW
+        end = self.scale_len if is_table else None
+        return min(self.context, end or self.context) if self.abs_pos == "learned" else end
 
 
 def check_bounds(config: Any) -> None:

@@ -158,16 +158,17 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
     # Of several texts each is scored by itself, its share of the progress behind that of those before it.
     if isinstance(held_out, TokenStream):
         return evaluate(model, held_out, max_tokens=max_tokens, progress=progress, **options), {}
-    each: dict[str, Evaluation] = {}
+    each: list[Evaluation] = []
     before, most = 0, None if max_tokens is None else -(-max_tokens // len(held_out.streams))
     for stream in held_out.streams:
         def counted(n_read: int, before: int = before) -> None:
             if progress is not None:
                 progress(before + n_read)
 
-        each[str(stream.folder)] = evaluate(model, stream, max_tokens=most, progress=counted, **options)
+        each.append(evaluate(model, stream, max_tokens=most, progress=counted, **options))
         before += stream.n_tokens
-    return mixed(list(each.values()), held_out.weights), each
+    return (mixed(each, held_out.weights),
+            {str(stream.folder): of_text for stream, of_text in zip(held_out.streams, each, strict=True)})
 
 
 def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:

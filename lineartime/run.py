@@ -261,6 +261,7 @@ def read_run(out: Path) -> dict[str, Any]:
     with damaged(out / RUN_FILE):
         if not all(isinstance(run[name], str) for name in ("id", "preset", "task", "data")):
             raise ValueError("its id, preset, task or data is no text")
+        replace_fields(ModelConfig(), run["from_model"] if "from" in run else {})
         return run | {"model": to_dict(replace_fields(ModelConfig(), run["model"])),
                       "train": to_dict(stored_train(run["train"]))}
 

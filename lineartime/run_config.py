@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineartime.atomic_io import read_json, read_text
+from lineartime.atomic_io import read_text
 from lineartime.config import (
     MODEL_FIELDS,
     PRESETS,
@@ -269,8 +269,10 @@ def saved_run(out: Path) -> dict[str, Any]:
     """The description of the run that a folder holds; empty without one, and for one that has saved nothing yet or is
     damaged, of which `Run` speaks."""
     if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
-        with suppress(CheckpointError):
-            return read_json(out / RUN_FILE)
+        from lineartime.run import read_run  # it imports torch, and this module
+
+        with suppress(CheckpointError, UsageError):
+            return read_run(out)
     return {}
 
 

@@ -85,6 +85,7 @@ def test_what_follows_from_the_fields():
     assert model_config("transformer", context=1024).max_len == 1024
     assert model_config("transformer+", context=1024).max_len is None
     assert model_config("flash-quad", context=511).max_len == 511
+    assert model_config("flash-quad", context=32, abs_pos="learned", attn_scale_len=13).max_len == 13
     assert model_config("flash-quad", context=512).max_len is None
 
 

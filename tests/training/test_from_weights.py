@@ -300,6 +300,8 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     lines = [line["held_out"] for line in read_metrics(tmp_path / "whole") if "held_out" in line]
     assert lines and all(set(line["by_source"]) == set(each) for line in lines)
     assert steps_saved(tmp_path / "whole") == 6
+    twice = {**given, "data": f"{root}/a/prepared:0.5,{root}/./a/prepared:0.5"}
+    assert begun(root, tmp_path / "twice", **twice).scores["held_out"]["loss"] > 1
     code, _, err = call("export", tmp_path / "whole", "--out", tmp_path / "export")
     card = (tmp_path / "export/README.md").read_text()
     assert code == 0, err

@@ -310,6 +310,10 @@ def test_a_finished_run_says_so_and_is_left_alone(data, finished, tmp_path, call
         before = touched(out)
         assert_refused(*call(*again)[::2], 4, f"error: damaged: {out / 'result.json'}; ")
         assert touched(out) == before
+    described = json.loads((out / "run.json").read_text())
+    for wrong in ({"preset": None}, {"train": {"warmup_steps": "x"}}, {"from": "x"}):
+        (out / "run.json").write_text(json.dumps(described | wrong))
+        assert_refused(*call(*again)[::2], 4, f"error: damaged: {out / 'run.json'}; ")
 
 
 def test_latest_is_the_newest_checkpoint_at_the_end(data, tmp_path, call, monkeypatch):
