@@ -5,10 +5,13 @@ import os
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; no test may reach for the network
 
 import hypothesis
 import pytest
 import torch
+
+from command_line import call as call  # a fixture
 
 torch.set_num_threads(1)
 with torch.device("meta"):
@@ -71,6 +74,14 @@ def processes():
 def warm_command(processes):
     """What stands for `python -m lineartime` and starts at once; see the helper of this name."""
     return processes.command
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Prepared text for tests that only read it."""
+    from tiny_runs import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what runs

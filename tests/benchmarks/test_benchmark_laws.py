@@ -11,7 +11,6 @@ from benchmarks.__main__ import app
 from benchmarks.append import rows_in
 from benchmarks.laws import BROKEN, HOLDS, REFUSED, UNTRIED
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.hf import LineartimeForCausalLM
 
 KEPT = ("decode", "pieces", "left-padding", "right-padding", "batch", "packed", "packed-lengths", "beams", "saved")

@@ -22,7 +22,6 @@ from benchmarks.recall.tasks import (
     text_task,
 )
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError
 from lineartime.model import LanguageModel

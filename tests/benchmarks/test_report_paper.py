@@ -18,7 +18,6 @@ from benchmarks.paper.results import read_records, results_of, steps_to
 from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,6 @@ from benchmarks.paper import peer, runner, tables
 from benchmarks.paper.results import by_key, read_records, records_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
 from command_line import Call
-from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped

@@ -12,7 +12,6 @@ from benchmarks.cells import LISTS, SHAPES, named_calls, shape_named, shaped_con
 from benchmarks.op import OPS
 from benchmarks.peers import parse_label
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.config import PRESETS
 from lineartime.errors import ResourceError
 from lineartime.info import describe

@@ -13,7 +13,6 @@ import pytest
 
 import lineartime
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.cli.exits import exit_code
 from lineartime.cli.generate import before_stop
 from lineartime.errors import UsageError

@@ -10,7 +10,6 @@ import pytest
 import typer
 
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.cli import verbs
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 

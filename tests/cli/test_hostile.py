@@ -18,7 +18,6 @@ import pytest
 from pyarrow import parquet
 
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.errors import ResourceError
 from lineartime.model_names import model_folder
 from lineartime.run_config import run_config

@@ -16,9 +16,6 @@ from tiny_runs import SETTINGS, prepare_text
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("library"))
 def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
                                          caplog: pytest.LogCaptureFixture) -> None:
     """Progress comes by callbacks, news by logging, and nothing is printed."""

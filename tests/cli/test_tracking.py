@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.cli.train import Tracker, numbers_of
 from lineartime.run import read_metrics
 from tiny_runs import command, prepare_text

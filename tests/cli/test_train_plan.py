@@ -11,7 +11,6 @@ import pytest
 
 import lineartime
 from command_line import Call
-from command_line import call as call  # a fixture
 from lineartime.cli import train
 from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
@@ -19,15 +18,10 @@ from lineartime.data.tokens import read_manifest
 from lineartime.errors import UsageError
 from lineartime.run_config import config_for_data, run_config
 from lineartime.training import StopSignal
-from tiny_runs import assert_same, command, prepare_text, what_is_left
+from tiny_runs import assert_same, command, what_is_left
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"data": "D", "out": "R"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("plan"))
 
 
 @pytest.mark.parametrize("model", PRESETS)

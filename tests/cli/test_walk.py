@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from command_line import Call
-from command_line import call as call  # a fixture
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.run_config import SIZES
 

@@ -5,9 +5,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
 
 import pytest
 import torch

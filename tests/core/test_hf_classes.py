@@ -1,9 +1,5 @@
 """Classes of rows and of tokens, and embeddings of documents: exact under padding and packing."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
-
 import pytest
 import torch
 import torch.nn.functional as F

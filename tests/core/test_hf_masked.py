@@ -1,9 +1,5 @@
 """Masked models under transformers: fill-mask, labels, padding, and the tokens that stand for the masks."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
-
 import pytest
 import torch
 import transformers

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import lineartime.data.corpora
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from fake_hub import Hub
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare

@@ -29,11 +29,6 @@ SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_ev
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def masked_data(tmp_path_factory):
     return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", mlm=True)
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 import lineartime
 from command_line import assert_refused
-from command_line import call as call  # a fixture
 from fake_hub import Hub
 from lineartime import finetuning
 from lineartime.config_json import Head

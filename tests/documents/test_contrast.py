@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 import lineartime
 from command_line import assert_refused
-from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import vectors
 from lineartime.documents.examples import text_examples

@@ -1,9 +1,6 @@
 """Models of documents in `transformers`, and the folder that `sentence-transformers` reads: the same numbers."""
 
 import json
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import lineartime
 import lineartime.hf
 from command_line import assert_refused
-from command_line import call as call  # a fixture
 from lineartime.finetune_config import FineTuning
 from lineartime.finetuning import finetune
 from made_documents import CONTEXT, made_rows, write_model, write_rows

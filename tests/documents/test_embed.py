@@ -13,7 +13,6 @@ import pytest
 
 import lineartime
 from command_line import assert_refused
-from command_line import call as call  # a fixture
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import results

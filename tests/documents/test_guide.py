@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from command_line import Call
-from command_line import call as call  # a fixture
 from lineartime import model_names
 from made_documents import made_rows, write_model, write_rows
 

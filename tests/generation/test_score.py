@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.model import LanguageModel
 from lineartime.runtime import rss_bytes

@@ -13,7 +13,6 @@ import torch
 
 import lineartime
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
 from lineartime.decoding.state import DecodingState
 from lineartime.errors import DataError, UsageError

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 from dataclasses import replace
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing here may reach for the network
 
 import numpy as np
 import pytest

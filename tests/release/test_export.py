@@ -25,7 +25,6 @@ from transformers.dynamic_module_utils import get_imports
 import lineartime
 import lineartime.hf
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime import checkpoint
 from lineartime.cli import verbs
 from lineartime.config import model_config, to_dict

@@ -11,7 +11,6 @@ import torch
 
 import lineartime
 from command_line import Call
-from command_line import call as call  # a fixture
 from lineartime.atomic_io import read_toml
 from lineartime.checkpoint import manifest_of
 from lineartime.data.prepare import prepare

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import lineartime
 from command_line import Call, assert_refused
-from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig
 from lineartime.data import mixture
 from lineartime.data.files import hash_of

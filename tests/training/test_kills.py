@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 
 from marks import rest
-from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
+from tiny_runs import EVAL_EVERY, STEPS, assert_same, command, steps_done, steps_saved, what_is_left
 from train_process import Launches, wait_for
 
 WATCHED = {"lock", "resume", "compute_gradient", "evaluate", "save", "finish", "final evaluate", "generate", "plot_run"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

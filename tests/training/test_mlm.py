@@ -10,7 +10,6 @@ import torch
 from matplotlib.image import imread
 
 from command_line import assert_refused
-from command_line import call as call  # a fixture
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.tokens import open_split
 from lineartime.errors import UsageError

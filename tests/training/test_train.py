@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from command_line import assert_refused
-from command_line import call as call  # a fixture
 from lineartime import checkpoint, objectives, training
 from lineartime.atomic_io import _hidden
 from lineartime.config import PRESETS, TrainConfig, model_config
@@ -32,11 +31,6 @@ from train_process import Launches
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("data"))
 
 
 def configuration(data, out, model="flash", **changes):
