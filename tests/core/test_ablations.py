@@ -13,17 +13,11 @@ from lineartime.config import PRESETS, ModelConfig
 from lineartime.memory import ReadNorm
 from lineartime.model import LanguageModel
 from lineartime.ops.memory import write_gate
-from tiny_models import BIDIRECTIONAL, CONFIGS, FLASH, UNPACKED, random_ids, random_model
+from tiny_models import BIDIRECTIONAL, CONFIGS, FLASH, UNPACKED, difference, random_ids, random_model
 from token_by_token import layer_output
 
 EXACT = 1e-12
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    assert found.shape == wanted.shape
-    found, wanted = found.detach(), wanted.detach()
-    return float((found - wanted).abs().max()) / max(1.0, float(wanted.abs().max()))
 
 
 def agree_with_definition(config: ModelConfig, rows: list[list[int]], seed: int) -> None:
@@ -54,9 +48,9 @@ def agree_with_definition(config: ModelConfig, rows: list[list[int]], seed: int)
         found = layer(x_BTD, ids_BT)
         # The norm divides by the size of what is read, and multiplies rounding so: no example reads nearly nothing.
         assume(all(bool(((square == 0) | (square > 1e-5)).all()) for square in read))
-        assert error(found[ids_BT >= 0], wanted[ids_BT >= 0]) <= EXACT
+        assert difference(found[ids_BT >= 0], wanted[ids_BT >= 0]) <= EXACT
         for name, a, b in zip(leaves, gradients(found), wanted_by, strict=True):
-            assert error(a, b) <= EXACT, name
+            assert difference(a, b) <= EXACT, name
 
 
 @st.composite

@@ -15,7 +15,7 @@ from lineartime.documents.pooling import document_means, row_means
 from lineartime.layers import tokens_first
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
 from marks import rest
-from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, with_end
+from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, same, with_end
 
 END = 0
 ROWS = [(5, 1, 2 * CHUNK, 4), (CHUNK, 3, CHUNK + 1), (CONTEXT,), (2, 2, 2, 2, 2, 2)]
@@ -51,11 +51,6 @@ def packed_rows() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         numbers_T = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor([*map(len, documents)]))
         ids_BT[row, at_T], segment_ids_BT[row, at_T], valid_BT[row, at_T] = ids_T, 2 + 3 * numbers_T, True
     return [document for documents in packed for document in documents], ids_BT, segment_ids_BT, valid_BT
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to 1e-12 of the largest entry, or of 1."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-12 * max(1.0, float(b.abs().max())))
 
 
 def gradients_of(model: torch.nn.Module, out_ND: Tensor) -> tuple[Tensor, ...]:

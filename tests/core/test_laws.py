@@ -34,11 +34,11 @@ from tiny_models import (
     UNPACKED,
     random_ids,
     random_model,
+    same,
     with_end,
 )
-from token_by_token import add_up_states
+from token_by_token import add_up_states, turned
 
-EXACT = 1e-12
 SEEDS = st.integers(0, 2**32 - 1)
 DECODERS = CONFIGS | UNPACKED
 EVERY = DECODERS | BIDIRECTIONAL
@@ -54,13 +54,6 @@ The combinations of options are held to their definition in test_ablations.py.""
 BOTH_WAYS = [(name, True) for name in CAUSAL_ONES] + [(name, False) for name in TURNED]
 EVERY_MODEL = pytest.mark.parametrize(
     ("name", "causal"), BOTH_WAYS, ids=[f"{name}-{'causal' if c else 'bidirectional'}" for name, c in BOTH_WAYS])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to 1e-12 of the largest entry, or of 1."""
-    assert a.shape == b.shape
-    a, b = a.detach(), b.detach()
-    return float((a - b).abs().max()) <= EXACT * max(1.0, float(b.abs().max()))
 
 
 def influence(config: ModelConfig, seed: int, segment_ids_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
@@ -392,11 +385,6 @@ def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: s
             parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
     square = toeplitz(bias(length), length)
     assert square.shape == (length, length)
-
-    def turned(vector: Tensor, position: int) -> Tensor:
-        angle = position * 10000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
-        x1, x2 = vector[:64], vector[64:]
-        return torch.cat([x1 * angle.cos() - x2 * angle.sin(), x2 * angle.cos() + x1 * angle.sin()])
 
     for i, j in data.draw(st.lists(st.tuples(*[st.integers(0, length - 1)] * 2), min_size=1, max_size=5)):
         expected = bias.weight[j - i + n - 1] if n < 512 else turned(bias.a, i) @ turned(bias.b, j)

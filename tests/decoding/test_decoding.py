@@ -19,18 +19,23 @@ from lineartime.generation import cuda_graph, generate
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.model import LanguageModel
 from marks import rest
-from tiny_models import BOTH_GRIDS, CHUNK, CONTEXT, FLASH, FLASH_QUAD, case_of, random_ids, random_model, with_end
+from tiny_models import (
+    BOTH_GRIDS,
+    CHUNK,
+    CONTEXT,
+    FLASH,
+    FLASH_QUAD,
+    case_of,
+    difference,
+    random_ids,
+    random_model,
+    with_end,
+)
 
 END = 0
 EVERY_MODEL = pytest.mark.parametrize("name", [*map(case_of, BOTH_GRIDS)])
 PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in PRESETS) for name in BOTH_GRIDS])
 """The presets, and in `make test-all` every model."""
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference over the largest entry, or over 1."""
-    assert a.shape == b.shape
-    return float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
 
 
 def with_documents(name: str) -> ModelConfig:

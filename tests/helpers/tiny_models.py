@@ -120,5 +120,16 @@ def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
     return model
 
 
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference over the largest entry, or over 1."""
+    assert a.shape == b.shape
+    a, b = a.detach(), b.detach()
+    return float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return difference(a, b) <= 1e-12
+
+
 def random_ids(*shape: int, seed: int = 0, vocab_size: int = SIZES["vocab_size"]) -> torch.Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
