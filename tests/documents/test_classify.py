@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import lineartime
 from command_line import assert_refused
+from dying_saves import Died, die
 from fake_hub import Hub
 from lineartime import finetuning
 from lineartime.config_json import Head
@@ -39,10 +40,6 @@ ONE = Head("single_label_classification", ("a", "b", "c"))
 SEVERAL = Head("multi_label_classification", ("a", "b", "c"))
 NUMBER = Head("regression", ("number",), 5.0, 2.0)
 RATES = ("lr-3e-02", "lr-1e-03")
-
-
-class Killed(BaseException):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +171,9 @@ def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path):
 @pytest.mark.parametrize(("module", "place"), [
     (finetuning, "write_json"), *rest((tasks, "load_step"), (report, "write_report"))])
 def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_path, monkeypatch, module, place):
-    def killed(*arguments, **more):
-        raise Killed
-
     out = tmp_path / "out"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(module, place, killed)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(module, place, die)
         finetune(plan(folder, out), device=CPU)
     assert not (out / "result.json").exists()
     finetune(plan(folder, out), device=CPU)

@@ -13,6 +13,7 @@ import pytest
 
 import lineartime
 from command_line import assert_refused
+from dying_saves import Died, die
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import results
@@ -23,14 +24,6 @@ TEXTS = ["once upon a time", "there was", "a document that is longer than a row 
 
 MODEL = {"n_layers": 2, "d_model": 16, "vocab_size": 257, "context": 96, "end_of_document": 256, "query_key_dim": 8,
          "chunk_size": 4}
-
-
-class Killed(BaseException):
-    pass
-
-
-def killed(*arguments):
-    raise Killed
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +85,8 @@ def test_a_file_name_that_is_not_utf8_is_refused(folder, tmp_path, call):
 def test_a_file_that_is_half_written_goes_on_with_the_same_command(folder, vectors, tmp_path, call, monkeypatch):
     """test_results.py has damages of every kind."""
     out, asked = tmp_path / "v.npy", ("embed", folder / "model", folder / "texts.jsonl", "--out")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(results, "write_rows", killed)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(results, "write_rows", die)
         call(*asked, out)
     whole = results.part_of(out).read_bytes()
     results.part_of(out).write_bytes(whole[: len(whole) // 2])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dying_saves import Died, die
 from lineartime.documents.results import check_out, part_of, unfinished_rows
 from lineartime.errors import ResourceError, UsageError
 
@@ -31,16 +32,6 @@ DAMAGES = {
     "the end is cut off": lambda lines, i, draw: [*lines[:i], lines[i][:draw.randrange(len(lines[i]))]],
     "there is more": lambda lines, i, draw: [*lines, draw.choice([b"{}\n", b"\n", lines[i], b"0" * 5000])],
 }
-
-
-class Killed(BaseException):
-    pass
-
-
-def killed(*_, **__):
-    raise Killed
-
-
 ROWS = [{"file": f"é{i % 2}.jsonl", "number": i, "tokens": 10 * i, "cut": i % 3 == 0,
          "embedding": np.random.default_rng(i).normal(size=3).astype(np.float32).tolist()} for i in range(8)]
 
@@ -51,12 +42,12 @@ def go_on(out: Path, stop: int = len(ROWS)) -> int:
         for row in ROWS[n_done:stop]:
             add(row)
         if stop < len(ROWS):
-            raise Killed
+            raise Died
     return n_done
 
 
 def killed_after(out: Path, n_rows: int) -> list[bytes]:
-    with pytest.raises(Killed):
+    with pytest.raises(Died):
         go_on(out, n_rows)
     return part_of(out).read_bytes().splitlines(True)
 
@@ -95,7 +86,7 @@ def test_a_file_that_is_not_ours_stays(tmp_path, text):
 
 def test_without_rows_nothing_stays(tmp_path):
     """So that other settings are not refused. A full disk leaves no few bytes of a first line either."""
-    with pytest.raises(Killed):
+    with pytest.raises(Died):
         go_on(tmp_path / "v.jsonl", 0)
     assert not list(tmp_path.iterdir())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -110,8 +101,8 @@ def test_without_rows_nothing_stays(tmp_path):
 
 def test_an_interrupt_while_the_rows_are_read_loses_none(tmp_path, monkeypatch):
     killed_after(tmp_path / "v.jsonl", 2)
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr("lineartime.documents.results.sound_rows", killed)
+    with monkeypatch.context() as patched, pytest.raises(Died):
+        patched.setattr("lineartime.documents.results.sound_rows", die)
         go_on(tmp_path / "v.jsonl")
     assert go_on(tmp_path / "v.jsonl") == 2
 
@@ -125,11 +116,11 @@ def test_one_process_at_a_time(tmp_path):
 
 def test_a_kill_around_the_rename_loses_nothing(tmp_path, monkeypatch):
     out = tmp_path / "v.jsonl"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(os, "replace", killed)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(os, "replace", die)
         go_on(out)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Path, "unlink", killed)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(Path, "unlink", die)
         assert go_on(out) == len(ROWS)
     whole = part_of(out).read_bytes()
     for left, stays in ((whole, False), (whole[:-1], True)):  # rows of which there is no output stay
