@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +26,6 @@ from lineartime.errors import DataError
 from lineartime.model import LanguageModel
 from lineartime.training import train
 from tiny_runs import SETTINGS, prepare_text
-
-ROOT = Path(__file__).parents[2]
 
 
 def drawn(name: str, n_facts: int, length: int, n_rows: int = 5):

@@ -20,7 +20,6 @@ from lineartime.run_config import config_for_data, run_config
 from lineartime.training import StopSignal
 from tiny_runs import assert_same, command, what_is_left
 
-ROOT = Path(__file__).parents[2]
 PLACE = {"data": "D", "out": "R"}
 
 

@@ -1,6 +1,7 @@
 """The package's layers are the paper's: the recorded cases, the transcribed listings, the tables' parameter counts."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,13 @@ def test_scaled_sin() -> None:
     case.check(call(ScaledSin(d), case.leaves, torch.arange(n)[None], scope="abs_pos.")[0])
 
 
-def test_rope_over_one_axis() -> None:
-    case = Case("rope_axis1")
-    _, n, _, width = case.inputs["x"].shape
-    sin, cos = rotary(torch.arange(n), width, torch.float32)
-    case.check(rope(case.leaves["x"], sin[:, None], cos[:, None]))
-
-
-def test_rope_over_two_axes_counts_positions_through_the_chunks() -> None:
-    case = Case("rope_axis12")
-    _, g, n, _, width = case.inputs["x"].shape
-    sin, cos = rotary(torch.arange(g * n).view(g, n), width, torch.float32)
-    case.check(rope(case.leaves["x"], sin[:, :, None], cos[:, :, None]))
+@cases("rope")
+def test_rope_over_one_axis_and_over_two(name: str) -> None:
+    """Positions are counted through the chunks."""
+    case = Case(name)
+    _, *axes, _, width = case.inputs["x"].shape
+    sin, cos = rotary(torch.arange(math.prod(axes)).view(axes), width, torch.float32)
+    case.check(rope(case.leaves["x"], sin.unsqueeze(-2), cos.unsqueeze(-2)))
 
 
 @cases("rel_pos_bias")

@@ -25,16 +25,11 @@ from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
 from lineartime.data.units import encode_unit
 from lineartime.errors import DataError, ResourceError, UsageError
-from text_files import contents, documents_of, make
+from text_files import contents, documents_of, make, stream_of
 
 EOD = 256
 BOOKS = {"train/a.txt": "One book,\n naïve.\n", "train/b.txt": "Another <|endoftext|> book", "train/c.txt": " \n",
          "validation/d.txt": "held out", "test/e.txt": "東京"}
-
-
-def stream_of(data, split="train"):
-    stream = open_split(data, split)
-    return stream.read(0, len(stream)).tolist()
 
 
 def assert_nothing_at(out):

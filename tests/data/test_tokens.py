@@ -12,14 +12,9 @@ from lineartime.data import mixture, tokens
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, eval_rows, open_split
 from lineartime.errors import DataError, UsageError
-from text_files import make
+from text_files import make, stream_of
 
 EOD = 256
-
-
-def stream_of(data, split="train", **options):
-    stream = open_split(data, split, **options)
-    return stream.read(0, len(stream)).tolist()
 
 
 @pytest.fixture

@@ -33,5 +33,11 @@ def documents_of(data, split="train"):
     return [tokenizer.decode(stream.read(a + 1, b).tolist()) for a, b in itertools.pairwise(at)]
 
 
+def stream_of(data, split="train", **options):
+    """The tokens of a prepared split."""
+    stream = open_split(data, split, **options)
+    return stream.read(0, len(stream)).tolist()
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}

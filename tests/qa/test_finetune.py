@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from test_questions import parquet, squad, triviaqa
 
 import lineartime
@@ -31,8 +30,6 @@ from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig
 from made_questions import write_questions
 from tiny_runs import assert_same, command, prepare_text, what_is_left
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

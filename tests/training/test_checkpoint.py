@@ -18,6 +18,7 @@ from lineartime import checkpoint
 from lineartime.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_whole
 from lineartime.errors import CheckpointError, ResourceError
 from marks import rest
+from text_files import contents
 
 LEFTOVERS = (".tmp-", ".trash-")
 
@@ -39,10 +40,6 @@ def holds(found, step):
             and all((found.path / name).read_text() == text for name, text in saved["files"].items())
             and all(equal(load_file(found.path / f"{stem}.safetensors"), named)
                     for stem, named in saved["tensors"].items()))
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def never_flush(monkeypatch):
