@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
+CARD = ROOT / "lineartime" / "models" / "small" / "README.md"
 SOURCES = sorted(path for folder in ("tests", "lineartime", "benchmarks", "tools")
                  for path in (ROOT / folder).rglob("*.py"))
 LINK = re.compile(r"\[(?P<label>`[^`]+`|[^\]\[]+)\](?:\((?P<target>[^)\s]+)\)|\[(?P<key>\w+)\])")
@@ -89,7 +90,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert path.exists() and (not anchor or anchor in anchors(path)), target
 
 
-@every_page
+@pytest.mark.parametrize("page", [*PAGES, CARD], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page, from top to bottom."""
     monkeypatch.chdir(tmp_path)

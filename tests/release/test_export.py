@@ -252,14 +252,6 @@ def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path,
     assert_refused(*call("info", "memory://none")[::2], 3, "cannot read: memory://none; no such file or folder")
 
 
-def test_a_wrong_name_is_refused_without_torch() -> None:
-    code = ("import sys; from lineartime.cli import verbs; from lineartime.cli.exits import exit_code; "
-            "code = exit_code(lambda: verbs.run_verb(verbs.app, '', sys.argv[1:])); assert 'torch' not in sys.modules; "
-            "sys.exit(code)")
-    done = subprocess.run([sys.executable, "-c", code, "generate", "smal"], capture_output=True, text=True, cwd=ROOT)
-    assert_refused(done.returncode, done.stderr, 2, "no weights here: smal", "or a shipped model: small")
-
-
 def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None:
     """One line, the exit code of the kind of trouble, and nothing left behind."""
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
