@@ -407,19 +407,6 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_two_at_once_do_not_mix(tmp_path):
-    make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(100)]})
-    out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out])
-    while not list(tmp_path.glob(".lineartime-*.unfinished/units/00000.json")):
-        assert process.poll() is None
-        time.sleep(0.0005)
-    with pytest.raises(ResourceError, match="another process is writing this folder"):
-        prepare([tmp_path / "a.jsonl"], out, tokenizer="bytes", held_out=0.1)
-    assert process.wait() == 0
-    assert open_split(out, "train").n_documents == 70
-
-
 def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
     for megabytes in (2, 10):

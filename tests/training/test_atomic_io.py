@@ -30,7 +30,7 @@ def test_lines_are_read_and_one_that_is_wrong_is_said_with_its_number(tmp_path, 
     for last in (b'{"a": 2', b"\xff"):  # somebody may be writing this line
         path.write_bytes(b'{"a": 1}\n' + last)
         assert values(path) == [1] and f"last line is left out: {path}, line 2" in caplog.messages[-1]
-    for last in (b'{"a": 2', b"\x00\x00", b'{"a": "\xff"}', b"", b'{"b": 1}'):
+    for last in (b'{"a": 2', b"\x00\x00", b'{"a": "\xff"}', b"", b'{"b": 1}', b"7", b"[" * 5000):
         path.write_bytes(b'{"a": 1}\n' + last + b"\n")
         with pytest.raises(DataError, match=r"not a row of ours: .*rows\.jsonl, line 2"):
             values(path)
