@@ -1,8 +1,6 @@
 """The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
 
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -268,12 +266,6 @@ def test_a_wrong_toml_file_is_refused(tmp_path):
         path.unlink() if content is None else path.write_bytes(content)
         assert refused_by(read_toml, path).startswith(message)
     assert refused_by(read_toml, tmp_path).endswith("; Is a directory")
-
-
-def test_a_wrong_configuration_is_refused_before_anything_heavy_is_imported():
-    heavy = ("torch", "transformers", "numpy", "matplotlib", "pyarrow", "tokenizers")
-    code = f"import sys, lineartime.config; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_flash_plus_is_flash_with_four_fields():
