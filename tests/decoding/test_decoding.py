@@ -205,16 +205,17 @@ def test_what_of_a_state_grows(name: str) -> None:
     assert (state.n_bytes > n_bytes) == bool(growing)
 
 
+@pytest.mark.parametrize(("name", "kept"), [("flash", "kv_BSE"), ("performer", "kv_BHMK")])
 @torch.no_grad()
-def test_the_sum_of_a_short_type_is_float32() -> None:
+def test_the_sum_of_a_short_type_is_float32(name: str, kept: str) -> None:
     """In bfloat16 a count stops at 256, and a sum soon after. Token by token and at once the sums are equal."""
-    model = LanguageModel(replace(FLASH, n_layers=1)).to(torch.bfloat16).eval()
+    model = LanguageModel(replace(BOTH_GRIDS[name], n_layers=1)).to(torch.bfloat16).eval()
     ids_BT = random_ids(1, 700)
     by_one, at_once = model.decoding_state(1), model.decoding_state(1)
     for t in range(700):
         model.extend(ids_BT[:, t : t + 1], torch.tensor([1]), by_one)
     model.extend(ids_BT, torch.tensor([700]), at_once)
-    kv_by_one, kv_at_once = (state.caches[0].kv_BSE for state in (by_one, at_once))
+    kv_by_one, kv_at_once = (getattr(state.caches[0], kept) for state in (by_one, at_once))
     assert kv_by_one.dtype == kv_at_once.dtype == torch.float32
     assert float((kv_by_one - kv_at_once).abs().max() / kv_at_once.abs().max()) < 1e-3
 

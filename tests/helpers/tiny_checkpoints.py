@@ -1,20 +1,15 @@
 """A checkpoint of a small random model, as `transformers` sees one."""
 
-import torch
 from safetensors.torch import save_file
 
 from lineartime.config_json import model_config_json
 from lineartime.model import LanguageModel
+from tiny_models import drawn
 
 
 def random_model(config):
     """No weight is zero, and layers outweigh the embedding."""
-    model = LanguageModel(config).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.8 if name.startswith("layers") else 0.2, generator=generator)
-    return model
+    return drawn(LanguageModel(config), 1, of_layers=0.8, of_others=0.2)
 
 
 def write_checkpoint(folder, model, tokenizer):

@@ -1,6 +1,7 @@
 """Models of a few hundred weights for the laws: every preset and variant, in float64, with nothing near zero."""
 
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from lineartime.config import ModelConfig, model_config
 from lineartime.model import LanguageModel
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 CONTEXT, CHUNK = 24, 4
 SIZES = {"n_layers": 2, "d_model": 8, "vocab_size": 13, "context": CONTEXT}
 HEADS = {"n_heads": 2}
@@ -112,12 +114,17 @@ def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:
 
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
     """Float64 weights from normal(0, 0.5), gains, offsets and biases too, so that no path through the model is dead."""
-    model = LanguageModel(config).double().eval()
+    return drawn(LanguageModel(config).double(), seed)
+
+
+def drawn(model: Model, seed: int = 0, of_layers: float = 0.5, of_others: float = 0.5) -> Model:
+    """The model with weights from normal distributions of these spreads."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.5, generator=generator)
-    return model
+        for name, parameter in model.named_parameters():
+            in_layers = name.startswith(("layers", "span_head"))
+            parameter.normal_(0, of_layers if in_layers else of_others, generator=generator)
+    return model.eval()
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:

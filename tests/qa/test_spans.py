@@ -32,6 +32,7 @@ from lineartime.qa.spans import (
     training_windows,
     windows_of,
 )
+from tiny_models import drawn
 
 WORDS = "Ada wrote the first program in 1843. Émile likes naïve cafés, 東京 and 😀 faces; the end. "
 BPE = train_tokenizer([WORDS * 20], 330, mlm=True)
@@ -159,12 +160,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 def random_spans(config, seed=0):
-    model = SpanModel(config).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.4 if name.startswith(("layers", "span_head")) else 0.3, generator=generator)
-    return model
+    return drawn(SpanModel(config).double(), seed, of_layers=0.4, of_others=0.3)
 
 
 def test_losses_are_minus_the_log_of_the_sum_over_targets():
