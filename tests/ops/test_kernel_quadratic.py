@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernel_law
-from kernel_law import NAMES, S, error, random, run
+from kernel_law import NAMES, S, documents, error, random, run
 from lineartime.ops import gradients, quadratic, reference
 from lineartime.ops.reference import rotary
 from marks import rest
@@ -24,15 +24,6 @@ def make_inputs(n_rows: int, n_tokens: int, d_inner: int, dtype: torch.dtype) ->
             "w": random(2 * n_tokens - 1, seed=3) / 4}
     uvz = random(n_rows, n_tokens, 2 * d_inner + S, seed=4).to(dtype)
     return {"uvz": uvz, **{name: x.to(parameters) for name, x in made.items()}}
-
-
-def documents(n_rows: int, n_tokens: int) -> Tensor:
-    """Several to a row, of one token too, and padding behind those of the first row."""
-    begins = random(n_rows, n_tokens, seed=5) > 1.8
-    begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
-    ids = begins.cumsum(1)
-    ids[0, n_tokens - n_tokens // 7 :] = -1
-    return ids
 
 
 assert_held = partial(kernel_law.assert_held, quadratic.gated_quadratic_attention, reference.gated_quadratic_attention)

@@ -38,15 +38,10 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
     "heads, written": (lambda impl, uv, q, k, w, gate: ops.gated_head_attention(
         uv, (q, k, q, k * gate.sigmoid()[..., None]), w, chunk_size=C, causal=True, pooling="written",
         gate_BT=gate.sigmoid(), impl=impl), made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,), (B, T))),
-    "quadratic": (lambda impl, uvz, gamma, beta, w: ops.gated_quadratic_attention(
-        uvz, gamma, beta, SIN, COS, w, scale_len=T, causal=True, segment_ids_BT=IDS, impl=impl),
-        made(UVZ, (2, S), (2, S), (2 * T - 1,))),
     "carried": (lambda impl, uvz, gamma, beta, w, kv: ops.gated_chunk_attention(
         uvz[:, :8], gamma, beta, SIN[:, :8], COS[:, :8], w, chunk_size=C, causal=True, impl=impl,
         exchange=reference.CarriedState(kv, torch.full((B,), 5.0))),
         made(UVZ, (4, S), (4, S), (2 * C - 1,), (B, S, E))),
-    "norm": (lambda impl, x, delta, weight, bias: ops.add_norm(x, delta, weight, bias, impl=impl)[1],
-             made((B, T, E), (B, T, E), (E,), (E,))),
     "loss": (lambda impl, x, weight, bias: linear_cross_entropy(x, weight, bias, TARGETS, chunk_tokens=2)
              if impl is None else F.cross_entropy(F.linear(x, weight, bias), TARGETS, reduction="none"),
              made((5, 6), (7, 6), (7,)))}
