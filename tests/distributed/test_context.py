@@ -12,15 +12,14 @@ from torch.distributed import TCPStore
 
 import context_ranks
 import lineartime
-from context_ranks import OFTEN, ON_PUSH, REFUSED, SHARED
+from context_ranks import OFTEN, ON_PUSH, REFUSED, SHARED, run_of
 from lineartime.config import check_context_parallel
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import Ranks, in_rows
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
-from lineartime.run_config import RunConfig, run_config
 from lineartime.training import train
-from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
+from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS, prepare_text
 
 EXACT = 1e-12
@@ -78,30 +77,23 @@ def test_a_model_learns_the_same_where_ranks_share_its_rows(folder, data, result
         assert found == pytest.approx(losses[0], rel=1e-5)
 
 
-def shared_run(name="flash", n=2, **changes):
-    config = {**BOTH_GRIDS, **UNPACKED, **BIDIRECTIONAL}[name]
-    base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
-                       "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
-    return RunConfig(replace(config, **changes), replace(base.train, context_parallel=n), "p", "t", "data", "out")
-
-
 @pytest.mark.parametrize("name", SHARED)
 def test_what_ranks_share(name):
-    assert shared_run(name, 3).train.context_parallel == 3
+    assert run_of(name, context_parallel=3).train.context_parallel == 3
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *UNPACKED, *BIDIRECTIONAL])
 def test_what_ranks_do_not_share_is_refused_by_name(name):
     with pytest.raises(UsageError, match=r"context_parallel .*set context_parallel = 1"):
-        shared_run(name)
-    assert shared_run(name, 1)
+        run_of(name, context_parallel=2)
+    assert run_of(name, context_parallel=1)
 
 
 def test_a_part_that_is_not_whole_chunks_is_refused():
     with pytest.raises(UsageError, match="context = 24, 4 parts, chunk_size = 4; make context a multiple"):
-        shared_run(n=4)
+        run_of("flash", context_parallel=4)
     with pytest.raises(UsageError, match="shorter than the window of key_conv: 4 tokens, key_conv = 5"):
-        shared_run("flash key conv", n=6, key_conv=5)
+        run_of("flash key conv", {"key_conv": 5}, context_parallel=6)
     check_context_parallel(replace(CONFIGS["performer"], context=26), 13)
 
 

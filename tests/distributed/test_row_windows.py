@@ -1,18 +1,16 @@
 """A row in windows: the gradient of the whole row, faults, memory, compiled code, a run, refusals."""
 
-from dataclasses import replace
 
 import pytest
 import torch
 
-from context_ranks import BEGIN, LENGTH, ON_PUSH, SHARED, Tokens, model_of
+from context_ranks import BEGIN, LENGTH, ON_PUSH, SHARED, Tokens, model_of, run_of
 from lineartime.config import TrainConfig
 from lineartime.errors import UsageError
 from lineartime.run import read_metrics
-from lineartime.run_config import RunConfig, run_config
 from lineartime.training import compute_gradient, train
 from marks import rest
-from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids
+from tiny_models import CONFIGS, random_ids
 from tiny_runs import SETTINGS, prepare_text
 
 CONFIG = TrainConfig(tokens_per_step=4 * LENGTH, micro_batch_tokens=LENGTH, clip=0.1)
@@ -105,13 +103,6 @@ def test_a_run_learns_what_whole_rows_teach(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
-def run_of(name, window, **changes):
-    config = {**BOTH_GRIDS, **UNPACKED, **BIDIRECTIONAL}[name]
-    base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
-                       "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
-    return RunConfig(config, replace(base.train, window_tokens=window, **changes), "p", "t", "data", "out")
-
-
 @pytest.mark.parametrize(("name", "window", "changes", "said"), [
     ("flash", 0, {}, "window_tokens must be at least 1: window_tokens = 0"),
     ("flash", 10, {}, "a row must be whole windows, and a window whole chunks: context"),
@@ -127,4 +118,4 @@ def run_of(name, window, **changes):
      "window_tokens does not go with shard")])
 def test_refusals(name, window, changes, said):
     with pytest.raises(UsageError, match=said):
-        run_of(name, window, **changes)
+        run_of(name, window_tokens=window, **changes)

@@ -20,8 +20,9 @@ from lineartime.masking import NO_TARGET
 from lineartime.model import masked_token_losses, token_losses
 from lineartime.ops import reference
 from lineartime.plan import numbers_sent
+from lineartime.run_config import RunConfig, run_config
 from lineartime.training import Division, compute_gradient, train
-from tiny_models import BOTH_GRIDS, CONFIGS, random_ids, random_model
+from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS
 
 WORLD, LENGTH, N_LAYOUTS = 4, 48, 8
@@ -47,6 +48,14 @@ SHARDED = {"shard": True, "clip_scope": "global"}
 
 def model_of(name, causal, end_of_document=None):
     return random_model(replace(BOTH_GRIDS[name], context=LENGTH, causal=causal, end_of_document=end_of_document))
+
+
+def run_of(name, model=None, **train):
+    """A run of a model by its name, with other fields of the model and of training."""
+    config = {**BOTH_GRIDS, **UNPACKED, **BIDIRECTIONAL}[name]
+    base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
+                       "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
+    return RunConfig(replace(config, **model or {}), replace(base.train, **train), "p", "t", "data", "out")
 
 
 def layouts(n, seed=0):

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.op import MODEL_OF, OPS, gradients, outputs, typed
+from context_ranks import Tokens
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.distributed.ordered import parts_of
-from lineartime.distributed.ranks import Ranks
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step
-from lineartime.model import LanguageModel, token_losses
+from lineartime.model import LanguageModel
 from lineartime.runtime import choose_settings
 from lineartime.training import compute_gradient, make_optimizer
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, UNPACKED, random_ids, random_model, with_end
@@ -79,25 +79,12 @@ def middle_sized(preset: str, **fields: object) -> ModelConfig:
     return model_config(preset, **sizes, **own, **chunks, **fields)
 
 
-class Rows:
-    """Language modelling of the same rows at every step."""
-
-    def __init__(self, rows_BT: Tensor):
-        self.rows_BT = rows_BT
-
-    def n_targets(self, rows_BT: Tensor) -> int:
-        return rows_BT[:, 1:].numel()
-
-    def losses(self, model: LanguageModel, rows_BT: Tensor, ranks: Ranks) -> Tensor:
-        return token_losses(model, rows_BT, ranks)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bfloat16_trains(preset: str) -> None:
     """Its first loss and gradient are near float32's, and it learns rows by heart."""
     model = LanguageModel(middle_sized(preset)).to(DEVICE).train()
     rows_BT = random_ids(2, 201, vocab_size=512).to(DEVICE)
-    task, train = Rows(rows_BT), TrainConfig(precision="bfloat16", learning_rate=3e-3, clip=1.0)
+    task, train = Tokens(), TrainConfig(precision="bfloat16", learning_rate=3e-3, clip=1.0)
     wanted, wanted_norm = compute_gradient(model, task, [rows_BT], 2, replace(train, precision="float32", clip=None))
     first, norm = compute_gradient(model, task, [rows_BT], 2, replace(train, clip=None))
     assert abs(first - wanted) < 0.01 * wanted and abs(norm - wanted_norm) < 0.1 * wanted_norm
@@ -141,7 +128,7 @@ def test_compiled_layers_are_the_eager_ones(preset: str, precision: str) -> None
     rows_BT = random_ids(2, 513, vocab_size=512).to(DEVICE)
 
     def run() -> tuple[float, list[Tensor]]:
-        loss, _ = compute_gradient(model, Rows(rows_BT), [rows_BT], 2, TrainConfig(precision=precision, clip=None))
+        loss, _ = compute_gradient(model, Tokens(), [rows_BT], 2, TrainConfig(precision=precision, clip=None))
         return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     loss, gradients = run()
@@ -338,7 +325,7 @@ def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) 
         model.set_impl(impl)
         model.to(dtype)
         model.zero_grad(set_to_none=True)
-        loss, _ = compute_gradient(model, Rows(rows_BT), [rows_BT], 3, TrainConfig(precision=precision, clip=None))
+        loss, _ = compute_gradient(model, Tokens(), [rows_BT], 3, TrainConfig(precision=precision, clip=None))
         return loss, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
     loss, exact = gradient("reference", torch.float64, "float32")
