@@ -1,18 +1,15 @@
 """The commands of docs/guides/own-text.md, as they stand there, on a small text and at few steps."""
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from command_line import Call
+from command_line import Call, commands_of
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.run_config import SIZES
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own-text.md"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+COMMANDS = commands_of(Path(__file__).parents[2] / "docs" / "guides" / "own-text.md")
 
 
 def test_the_walk(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

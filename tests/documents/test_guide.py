@@ -2,20 +2,17 @@
 
 import csv
 import json
-import re
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from command_line import Call
+from command_line import Call, commands_of
 from lineartime import model_names
 from made_documents import made_rows, write_model, write_rows
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "documents.md"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+COMMANDS = commands_of(Path(__file__).parents[2] / "docs" / "guides" / "documents.md")
 
 
 def test_the_guide(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,17 +35,13 @@ def verb(*arguments: str) -> Command:
 
 def train(data: object, out: object, **changes: object) -> list[str]:
     """A training of six steps."""
-    return ["train", "flash", "--data", str(data), "--out", str(out), *settings(SETTINGS | changes)]
-
-
-def settings(changes: dict[str, object]) -> list[str]:
-    return [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
+    return tiny_runs.command(data, out, **SETTINGS | changes)
 
 
 def train_from(run: object, data: object, out: object) -> list[str]:
     """A training that begins with the weights of a run."""
-    kept = {name: value for name, value in SETTINGS.items() if name not in MODEL}
-    return ["train", "--from", str(run), "--data", str(data), "--out", str(out), *settings(kept)]
+    kept = [word for name, value in SETTINGS.items() if name not in MODEL for word in ("--set", f"{name}={value}")]
+    return ["train", "--from", str(run), "--data", str(data), "--out", str(out), *kept]
 
 
 def finetune(made: Path, out: object) -> list[str]:

@@ -1,7 +1,9 @@
 """The command line in a test's own process."""
 
+import re
 import sys
 import tempfile
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -29,6 +31,12 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         return int(stopped.value.code or 0), out, err
 
     return run_here
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of the blocks of a page that have no language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
 
 
 def assert_refused(code: int, err: str, expected_code: int, *words: object) -> None:
