@@ -128,7 +128,7 @@ def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:
     (out / "MANIFEST.json").unlink()  # as `save_pretrained` writes a folder
     made = json.loads((out / "config.json").read_text())
     for name, value, words in (("n_layers", 10**9, "n_layers is too large"), ("n_layers", 900, "tensors for n_layers"),
-                               ("vocab_size", float("nan"), "wrong value"), ("d_model", "wide", "wrong value")):
+                               ("vocab_size", float("nan"), "wrong value")):
         (out / "config.json").write_text(json.dumps({**made, name: value}))
         begun = time.process_time()
         code, _, err = call("generate", out)
@@ -145,9 +145,7 @@ def test_odd_values_are_refused(call: Call, tmp_path: Path) -> None:
             (["evaluate", long, "--data", long], 6, "File name too long"),
             (["train", tmp_path / "nul.toml"], 2, "wrong value: data = 'a\\x00b'"),
             (["info", "na\x1b[31mve\u202e"], 2, "na\\x1b[31mve\\u202e"),
-            (["info", "flash", "--set", "d_model=1000000000000"], 2, "d_model is too large"),
-            (["info", "flash", "--set", "context=" + "9" * 5000], 2, "wrong value"),
-            (["info", "flash", "--set", "context=" + "9" * 400], 2, "the number is too large")):
+            (["info", "flash", "--set", "d_model=1000000000000"], 2, "d_model is too large")):
         code, _, err = call(*arguments)
         assert_refused(code, err, expected, words)
 

