@@ -18,18 +18,19 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
     For inference: no gradients. The packed weights are a copy, which doubles the memory and does not follow changes of
     the weights. Yields whether weights are packed: False for another dtype or device, or without oneDNN."""
     packed: list[tuple[nn.Module, str]] = []
+
+    def replace(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> None:
+        if name not in vars(module):  # another thread may have packed it, and a library may have replaced it
+            multiply = partial(multiply_packed, pack(weight), None if bias is None else bias.detach())
+            setattr(module, name, multiply)
+            packed.append((module, name))
+
     try:
-        for module in model.modules() if can_pack(model.embed.weight) else ():
-            if isinstance(module, nn.Linear) and type(module.weight.data) is Tensor:  # not quantised
-                name, weight, bias = "forward", module.weight, module.bias
-            elif module is model:
-                name, weight, bias = "logits", model.embed.weight, model.head_bias
-            else:
-                continue
-            if name not in vars(module):  # another thread may have packed it, and a library may have replaced it
-                bias = None if bias is None else bias.detach()
-                setattr(module, name, partial(multiply_packed, pack(weight), bias))
-                packed.append((module, name))
+        if can_pack(model.embed.weight):
+            for module in model.modules():
+                if isinstance(module, nn.Linear) and type(module.weight.data) is Tensor:  # not quantised
+                    replace(module, "forward", module.weight, module.bias)
+            replace(model, "logits", model.embed.weight, model.head_bias)
         yield bool(packed)
     finally:
         for module, name in packed:
