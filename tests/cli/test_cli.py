@@ -108,6 +108,14 @@ def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> No
     assert json.loads(out)["bits_per_byte"] == pytest.approx(stored["bits_per_byte"], rel=1e-6)
 
 
+def test_a_text_without_words_gives_valid_json(run: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "genome.txt").write_text("ACGT" * 500)
+    lineartime.prepare([tmp_path / "genome.txt"], tmp_path / "data", tokenizer="bytes", held_out=0.5)
+    _, out, _ = call("evaluate", run, "--data", tmp_path / "data", "--json")
+    scores = json.loads(out, parse_constant=pytest.fail)
+    assert scores["word_perplexity"] is None and scores["bits_per_byte"] > 0
+
+
 def test_generate_from_arguments_files_and_stdin(run: Path, tmp_path: Path, call: Call) -> None:
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfThe quick")
     how = ["--max-new-tokens", 12, "--temperature", 0]
