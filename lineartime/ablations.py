@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.attention.mixed_chunk import attend_in_chunks, divisor_gates
+from lineartime.attention.mixed_chunk import attend_in_chunks
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.extend import extend_chunks, extend_row
@@ -26,7 +26,7 @@ from lineartime.layers import (
     fold_heads,
     unfold_heads,
 )
-from lineartime.memory import KeyConv, ReadNorm, WriteGate, head_options
+from lineartime.memory import KeyConv, ReadNorm, WriteGate, linear_heads
 from lineartime.ops.ablations import (
     ablated_quadratic_attention,
     first_to_all_attention,
@@ -34,8 +34,7 @@ from lineartime.ops.ablations import (
 )
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.memory import memory_heads
-from lineartime.ops.reference import CarriedState, Exchange, chunk_ids, from_chunks, to_chunks
+from lineartime.ops.reference import CarriedState, Exchange, chunk_ids, from_chunks, rope, to_chunks
 from lineartime.settings import require
 
 CHUNK_BIAS_LEN = 512
@@ -129,10 +128,19 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         half, then those of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads.
         conv_BTS: z, or with `key_conv` its convolution."""
         assert info.rotary is not None
-        h, (gamma, beta) = self.config.n_heads, (self.scale_offset.gamma, self.scale_offset.beta)
-        options = head_options(self.config, self.key_conv, self.linear_gate)
-        heads, gate_BTH = memory_heads(z_BTS, conv_BTS, gamma, beta, *info.rotary, options, h)
-        return [fold_heads(head, h) for head in heads], divisor_gates(gate_BTH, self.config)
+        config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
+        (sin, cos), heads, gate_BT = (angle[..., None, :] for angle in info.rotary), [], None
+        # Heads 2 and 3 are the linear half's, 1 and 3 are keys. These are made from the convolution:
+        from_conv = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
+        wide_BTS = at_least_float32(z_BTS)
+        wide_conv_BTS = wide_BTS if self.key_conv is None else at_least_float32(conv_BTS)
+        for n in range(len(gamma)):
+            made_BTS = (wide_conv_BTS if n in from_conv else wide_BTS) * gamma[n] + beta[n]
+            head_BTHS = made_BTS.unflatten(-1, (config.n_heads, -1))
+            heads.append(rope(head_BTHS, sin, cos) if config.linear_rope or n not in (2, 3) else head_BTHS)
+        if config.chunk_size is not None:
+            heads[2], heads[3], gate_BT = linear_heads(config, heads[2], heads[3], conv_BTS, self.linear_gate)
+        return [fold_heads(head.to(z_BTS.dtype).flatten(-2), config.n_heads) for head in heads], gate_BT
 
     def gated(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
         """u * A v (Eq. 3), or without the gate [u, A v]: what W_o takes."""

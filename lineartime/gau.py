@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from lineartime import ops
 from lineartime.config import FLASH, FLASH_QUAD, ModelConfig, layer_config
 from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
-from lineartime.decoding.extend import empty_chunk_state, extend_chunks, extend_row
+from lineartime.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
+from lineartime.ops.dispatch import unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, make_heads, split_uvz
 from lineartime.settings import require
 
@@ -107,11 +108,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def empty_cache(self, n_rows: int) -> Cache:
         """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks `ChunkState`."""
-        config, weight = self.config, self.like
-        n, s, e = n_rows * config.n_heads, config.qk_width, config.v_width
-        if config.chunk_size is None:
-            return KeyValueCache(weight.new_zeros(n, 0, s), weight.new_zeros(n, 0, e), config.n_heads)
-        return empty_chunk_state(n, s, e, config, weight, self.rel_pos_bias)
+        return empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
@@ -174,7 +171,8 @@ class GatedAttentionUnit(ResidualLayer):
         """Whether `step_in_kernel` runs, which has no gradient."""
         wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         return (inputs.single_token and not wants_gradient
-                and ops.can_step_in_kernel(uvz_BNF, cache.k_quad_BCS, cache.v_BCE, self.impl))
+                and use_kernels(self.impl, uvz_BNF.device, unsupported_step, cache.k_quad_BCS, cache.v_BCE)
+                and cache.v_BCE.dtype == uvz_BNF.dtype)
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""

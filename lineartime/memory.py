@@ -2,7 +2,10 @@
 written, a norm of what is read. All are off by default; FLASH and FLASH-Quad do not use this file.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
@@ -12,7 +15,6 @@ from lineartime.distributed.context import with_neighbours
 from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.layers import fold_heads, unfold_heads
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.memory import HeadOptions, convolve, weigh_own, weigh_tokens
 
 CONV_NOISE = 0.3
 """Standard deviation of the noise on a new convolution's weights: keys differ by their neighbours from the start."""
@@ -42,12 +44,17 @@ class KeyConv(nn.Module):
         self.taps[-1 - self.n_after] += 1
 
     def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
-        """The convolution of rows: `[B, T, S]` of z's dtype. segment_ids_BT, ranks: see `layers.SequenceInfo`."""
+        """The convolution of rows, the sum over k of taps[k] z[t + k - (K - 1 - n_after)]: `[B, T, S]` of z's dtype.
+        segment_ids_BT, ranks: see `layers.SequenceInfo`."""
+        n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
+        around = (n_taps - 1 - self.n_after, self.n_after)
+        if segment_ids_BT is None:
+            return weigh_tokens(F.pad(z_BTS, [0, 0, *around]), self.taps, None)
         if ranks.size == 1:
-            return convolve(z_BTS, self.taps, self.n_after, segment_ids_BT)
-        assert segment_ids_BT is not None
-        around = (len(self.taps) - 1 - self.n_after, self.n_after)
-        return weigh_own(*with_neighbours(z_BTS, segment_ids_BT, around, ranks), self.taps, segment_ids_BT)
+            row_BLS, ids_BL = F.pad(z_BTS, [0, 0, *around]), F.pad(segment_ids_BT, around, value=-1)
+        else:
+            row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
+        return weigh_tokens(row_BLS, self.taps, [ids_BL[:, k : k + n_tokens] == segment_ids_BT for k in range(n_taps)])
 
     def add_to(self, cache: Cache) -> None:
         """Give an empty cache the places for the last tokens' z."""
@@ -73,8 +80,19 @@ class KeyConv(nn.Module):
         return weigh_tokens(row_BLS[:, 1:], self.taps, visible_KBN)
 
 
+def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor] | None) -> Tensor:
+    """The sum over k of taps[k] row[t + k], where it is visible: `[B, T, S]` of row's dtype, T = L - K + 1."""
+    n_tokens, out_BTS = row_BLS.shape[1] - len(taps_KS) + 1, row_BLS.new_zeros(())
+    for k, weight_S in enumerate(taps_KS):
+        part_BTS = row_BLS[:, k : k + n_tokens]
+        if visible_KBT is not None:
+            part_BTS = torch.where(visible_KBT[k][..., None], part_BTS, 0.0)
+        out_BTS = out_BTS + part_BTS * weight_S
+    return out_BTS.to(row_BLS.dtype)
+
+
 class WriteGate(nn.Module):
-    """The parameters of `ops.memory.write_gate`, by which the linear half's key is multiplied."""
+    """The parameters of `write_gate`, by which the linear half's key is multiplied."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -85,6 +103,12 @@ class WriteGate(nn.Module):
         """Set the initial values: normal(0, 0.1), bias 0."""
         nn.init.normal_(self.weight, std=GATE_STD)
         nn.init.zeros_(self.bias)
+
+
+def write_gate(conv_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
+    """sigmoid(w z + b) of each token and attention head: gate_BTH, in float32 at least. Heads are columns of S."""
+    product_BTS = at_least_float32(conv_BTS) * gate_S
+    return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
 
 
 class ReadNorm(nn.Module):
@@ -107,11 +131,14 @@ class ReadNorm(nn.Module):
         return torch.where(square > 0, wide * torch.rsqrt(square + READ_EPS) * gain, 0.0).to(x.dtype)
 
 
-def head_options(config: ModelConfig, key_conv: KeyConv | None, linear_gate: WriteGate | None) -> HeadOptions:
-    """How a layer's heads are made. Without chunks the only key, head 1, is made from the convolution."""
-    from_conv: tuple[int, ...] = ()
-    if key_conv is not None:
-        from_conv = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
-    weight, bias = (None, None) if linear_gate is None else (linear_gate.weight, linear_gate.bias)
-    taps, n_after = (None, 0) if key_conv is None else (key_conv.taps, key_conv.n_after)
-    return HeadOptions(taps, n_after, from_conv, weight, bias, config.linear_rope, config.linear_divisor)
+def linear_heads(config: ModelConfig, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTS: Tensor,
+                 gate: WriteGate | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q and k of the linear half with `linear_divisor` and the gates. conv_BTS: what the keys were made from. Also the
+    gates that chunk_pooling "written" divides by, gate_BT, in which B counts rows times heads; else None."""
+    if config.linear_divisor is not None:
+        q_BTHK = q_BTHK / config.linear_divisor
+    if gate is None:
+        return q_BTHK, k_BTHK, None
+    gate_BTH = write_gate(conv_BTS, gate.weight, gate.bias)
+    k_BTHK = (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype)
+    return q_BTHK, k_BTHK, gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None

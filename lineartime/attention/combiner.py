@@ -50,16 +50,14 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
     vs_BGCHK = torch.einsum("bghij,bgjhk->bgihk", a_BGHCJ.softmax(-1).to(v.dtype), v)
     ks_BGCHK = summarise(vs_BGCHK)
     # The summaries that each row may see: F counts those of earlier calls, then those of the rows here.
-    n_rows = q.shape[1]
-    ks_BFCHK, vs_BFCHK, seen_CF = ks_BGCHK, vs_BGCHK, there_GC.T
-    row_G, row_F = torch.arange(n_rows, device=q.device), torch.arange(n_rows, device=q.device)
+    n_rows, n_earlier = q.shape[1], 0 if earlier is None else earlier[0].shape[1]
+    ks_BFCHK, vs_BFCHK = ks_BGCHK, vs_BGCHK
     if earlier is not None:
         ks_BFCHK, vs_BFCHK = torch.cat([earlier[0], ks_BGCHK], dim=1), torch.cat([earlier[1], vs_BGCHK], dim=1)
-        seen_CF = F.pad(seen_CF, [earlier[0].shape[1], 0], value=True)
-        row_F = torch.arange(-earlier[0].shape[1], n_rows, device=q.device)
-    seen_GCF = seen_CF.expand(n_rows, -1, -1)
+    seen_GCF = F.pad(there_GC.T, [n_earlier, 0], value=True).expand(n_rows, -1, -1)
     if causal:
-        seen_GCF = seen_GCF & (row_F < row_G[:, None])[:, None, :]
+        row_F = torch.arange(-n_earlier, n_rows, device=q.device)
+        seen_GCF = seen_GCF & (row_F < row_F[n_earlier:, None])[:, None, :]
         later_CJ = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu(1)
         a_BGHCJ = a_BGHCJ.masked_fill(later_CJ, lowest)
     # One softmax over the tokens of the row and the summaries of others.

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, ChunkState
-from lineartime.decoding.extend import empty_chunk_state, extend_chunks
+from lineartime.decoding.extend import empty_cache, extend_chunks
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
-from lineartime.memory import KeyConv, ReadNorm, WriteGate, head_options
+from lineartime.memory import KeyConv, ReadNorm, WriteGate, linear_heads
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.memory import linear_heads
 from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
 
 
@@ -56,17 +55,14 @@ class MixedChunk:
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:
             q_lin_BTHK, k_lin_BTHK = rotate_heads(q_lin_BTHK, info), rotate_heads(k_lin_BTHK, info)
-        options = head_options(config, self.key_conv, self.linear_gate)
-        q_lin_BTHK, k_lin_BTHK, gate_BTH = linear_heads(q_lin_BTHK, k_lin_BTHK, conv_BTD, options)
+        q_lin_BTHK, k_lin_BTHK, gate_BT = linear_heads(config, q_lin_BTHK, k_lin_BTHK, conv_BTD, self.linear_gate)
         k_quad_BTHK = conv_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_quad_BTHK, info), q_lin_BTHK, k_lin_BTHK)
-        return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), divisor_gates(gate_BTH, config)
+        return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
-        config = self.config
-        return empty_chunk_state(n_rows * config.n_heads, config.qk_width, config.v_width, config, weight,
-                                 self.rel_pos_bias)
+        return empty_cache(n_rows, self.config, weight, self.rel_pos_bias)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
@@ -93,10 +89,3 @@ def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tens
         causal=config.causal, segment_ids_BGC=segment_ids_BGC, document_mask=config.document_mask,
         pooling=config.chunk_pooling, parts=config.chunk_parts, kernel=config.attn_kernel, overlap=config.overlap,
         cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, read_norm=linear_norm, exchange=exchange)
-
-
-def divisor_gates(gate_BTH: Tensor | None, config: ModelConfig) -> Tensor | None:
-    """The gates that chunk_pooling "written" divides by, gate_BT, in which B counts rows times heads; else None."""
-    if gate_BTH is None or config.chunk_pooling != "written":
-        return None
-    return gate_BTH.movedim(-1, 1).flatten(0, 1)

@@ -4,10 +4,9 @@ import dataclasses
 
 from torch import Tensor
 
-from lineartime.attention.softmax import empty_key_value_cache
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, KeyValueCache
-from lineartime.decoding.extend import extend_row
+from lineartime.decoding.extend import empty_cache, extend_row
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 from lineartime.ops.reference import quadratic_attention
@@ -36,7 +35,7 @@ class ReluSquared:
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
-        return empty_key_value_cache(n_rows, self.config, weight)
+        return empty_cache(n_rows, self.config, weight, None)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
 from lineartime.decoding.cache import Cache, KeyValueCache
+from lineartime.decoding.extend import empty_cache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
 
@@ -25,21 +27,17 @@ class Softmax:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16, all documents run in
         one call of variable-length attention. Documents without `cu_seqlens`, as in compiled models, take a mask."""
         q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
-        if info.cu_seqlens is None and info.segment_ids_BT is not None:
-            # Compiled code has one shape for any documents: a mask, T x T.
-            seen_B1TT = (info.segment_ids_BT[:, :, None] == info.segment_ids_BT[:, None])[:, None]
-            seen_B1TT = seen_B1TT.tril() if self.config.causal else seen_B1TT
-            out_BHTK = F.scaled_dot_product_attention(q_BTHK.transpose(1, 2), k_BTHK.transpose(1, 2),
-                                                      v_BTHK.transpose(1, 2), attn_mask=seen_B1TT)
-            return out_BHTK.transpose(1, 2).flatten(2)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
-        # Otherwise a call for each document, which needs no mask.
+        # Otherwise a call for each document. Compiled code has one shape for any documents: one call, with a mask.
+        how: dict[str, Any] = {"is_causal": self.config.causal}
+        if info.cu_seqlens is None and info.segment_ids_BT is not None:
+            seen_B1TT = (info.segment_ids_BT[:, :, None] == info.segment_ids_BT[:, None])[:, None]
+            how = {"attn_mask": seen_B1TT.tril() if self.config.causal else seen_B1TT}
         parts = []
         for qkv in by_document((q_BTHK, k_BTHK, v_BTHK), info):
             q_BHTK, k_BHTK, v_BHTK = (x.transpose(1, 2) for x in qkv)
-            out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=self.config.causal)
-            parts.append(out_BHTK.transpose(1, 2))
+            parts.append(F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, **how).transpose(1, 2))
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
@@ -49,7 +47,7 @@ class Softmax:
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
-        return empty_key_value_cache(n_rows, self.config, weight)
+        return empty_cache(n_rows, self.config, weight, None)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
@@ -68,12 +66,6 @@ class Softmax:
 def normed_heads(x_BTHK: Tensor, norm: nn.RMSNorm | None) -> Tensor:
     """x after a norm of each head, x itself without one. It is computed in the gain's dtype, float32 under autocast."""
     return x_BTHK if norm is None else norm(x_BTHK.to(norm.weight.dtype)).to(x_BTHK.dtype)
-
-
-def empty_key_value_cache(n_rows: int, config: ModelConfig, weight: Tensor) -> KeyValueCache:
-    """The cache of `n_rows` rows that have no token yet; heads are folded into the batch."""
-    empty_BL = weight.new_zeros(n_rows * config.n_heads, 0, config.qk_width)
-    return KeyValueCache(empty_BL, empty_BL.clone(), config.n_heads)
 
 
 def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:

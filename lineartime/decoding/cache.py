@@ -7,13 +7,14 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import TOEPLITZ_BELOW
 from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
-from lineartime.ops.reference import Past, carried_states, read_states
+from lineartime.ops.reference import Past, entering_states, read_states, with_past
 
 
 class Cache:
@@ -79,7 +80,10 @@ class ChunkState(Cache):
         return self.bias_M
 
     def close(self, at: TokenPosition) -> None:
-        """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`."""
+        """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`. With overlap
+        it becomes the chunk before the open one."""
+        if self.k_before_BCS is not None and self.v_before_BCE is not None:
+            self.k_before_BCS[at.full], self.v_before_BCE[at.full] = self.k_quad_BCS[at.full], self.v_BCE[at.full]
         # Tokens of earlier documents count 0, and so does the sum, if the document has no closed chunk yet.
         k_BCS, v_BCE, is_carried_B11 = self.k_lin_BCS[at.full], self.v_BCE[at.full], at.weight_B11[at.full] > 0
         if at.document_BC is not None:
@@ -116,8 +120,8 @@ class ChunkState(Cache):
         c = self.chunk_size
         # The states at the boundaries of the chunks, as in training, from the past on. A query reads that at the
         # beginning of its chunk, if it is of its document.
-        kv_BPSE, count_BP, document_BP = carried_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, self.past(inputs),
-                                                        gate_BGC)
+        states = entering_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=True)
+        kv_BPSE, count_BP, document_BP = with_past(states, self.past(inputs))
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
         count_BGC = count_BP[:, :-1, None].clamp(min=1) if pooling in ("mean", "written") else 1.0
         # The new state is that at the beginning of the chunk which is open now.
@@ -128,14 +132,9 @@ class ChunkState(Cache):
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
     def closing(self) -> list[str]:
-        """Names of the tensors that `close` and `step_back` change."""
+        """Names of the tensors that `close` changes."""
         names = ("kv_BSE", "written_B", "k_before_BCS", "v_before_BCE")
         return [name for name in names if getattr(self, name) is not None]
-
-    def step_back(self, rows: Tensor | slice) -> None:
-        """With overlap, copy the open chunk of these rows to `k_before_BCS` and `v_before_BCE`."""
-        if self.k_before_BCS is not None and self.v_before_BCE is not None:
-            self.k_before_BCS[rows], self.v_before_BCE[rows] = self.k_quad_BCS[rows], self.v_BCE[rows]
 
 
 @dataclasses.dataclass
@@ -194,9 +193,7 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
     """`x_BL` padded with zeros to at least `length`."""
     if length <= x_BL.shape[1]:
         return x_BL
-    made = x_BL.new_zeros(x_BL.shape[0], length, *x_BL.shape[2:])
-    made[:, : x_BL.shape[1]] = x_BL
-    return made
+    return F.pad(x_BL, [0, 0] * (x_BL.dim() - 2) + [0, length - x_BL.shape[1]])
 
 
 def with_room(x_BL: Tensor, length: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.decoding.cache import ChunkState, KeyValueCache
+from lineartime.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias
 from lineartime.ops.ablations import ablated_quadratic_attention, score_scale
@@ -35,32 +35,22 @@ def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: Mod
     return at_least_float32(score_BNL) * scale if bias is None else torch.add(bias, score_BNL, alpha=scale)
 
 
-def empty_chunk_state(n: int, s: int, e: int, config: ModelConfig, weight: Tensor,
-                      rel_pos_bias: RelPosBias | None) -> ChunkState:
-    """The cache of `n` entries (rows times heads) that have no token yet, of `weight`'s dtype and device. s: width of
-    keys. e: width of values."""
-    assert config.chunk_size is not None
-    k_BCS, v_BCE = weight.new_zeros(n, config.chunk_size, s), weight.new_zeros(n, config.chunk_size, e)
+def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: RelPosBias | None) -> Cache:
+    """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device: `KeyValueCache`, or with
+    chunks `ChunkState`."""
+    n, s, e, c = n_rows * config.n_heads, config.qk_width, config.v_width, config.chunk_size
+    if c is None:
+        return KeyValueCache(weight.new_zeros(n, 0, s), weight.new_zeros(n, 0, e), config.n_heads)
+    k_BCS, v_BCE = weight.new_zeros(n, c, s), weight.new_zeros(n, c, e)
     kv_BSE = at_least_float32(weight.new_zeros(n, s, e))
     state = ChunkState(k_BCS, k_BCS.clone(), v_BCE, kv_BSE, n_heads=config.n_heads)
     if config.overlap:
         state.k_before_BCS, state.v_before_BCE = k_BCS.clone(), v_BCE.clone()
     if config.chunk_pooling == "written":
-        state.gate_BC, state.written_B = kv_BSE.new_zeros(n, config.chunk_size), kv_BSE.new_zeros(n)
+        state.gate_BC, state.written_B = kv_BSE.new_zeros(n, c), kv_BSE.new_zeros(n)
     if rel_pos_bias is not None:
         state.bias(rel_pos_bias)  # now, so that a state has the same tensors before and after its first token
     return state
-
-
-def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None,
-                  read_norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is updated: out_BNE.
-
-    heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
-    of the linear keys. read_norm: applied to the linear half, or None."""
-    extend = extend_by_one if inputs.single_token else extend_by_many
-    return extend(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN, read_norm)
 
 
 def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
@@ -88,16 +78,20 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
     assert out_BNE is not None
     if at.full is not None:
-        cache.step_back(at.full)
         cache.close(at)
     return out_BNE.to(v_BNE.dtype)
 
 
-def extend_by_many(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
-                   read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """`extend_chunks` by any number of tokens per row: the open chunk and the new tokens are laid out in whole chunks,
-    from the start of the open chunk on."""
+def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
+                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None,
+                  read_norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is updated: out_BNE. The
+    open chunk and the new tokens are laid out in whole chunks, from the start of the open chunk on.
+
+    heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
+    of the linear keys. read_norm: applied to the linear half, or None."""
+    if inputs.single_token:
+        return extend_by_one(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN, read_norm)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c
     slot_BN = torch.where(inputs.valid_BN, offset_B[:, None] + torch.arange(v_BNE.shape[1], device=v_BNE.device), -1)

@@ -183,9 +183,8 @@ class TokenPosition:
         assert config.chunk_size is not None
         position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
         rows, n_before = torch.arange(position_B.shape[0], device=position_B.device), c if config.overlap else 0
-        # Where the token is: in which chunk, at which slot of it, and how far its document reaches back.
-        offset_B, self.number_B = position_B % c, position_B // c
-        """Number of the open chunk in its row."""
+        # Where the token is: at which slot of its chunk, and how far its document reaches back.
+        offset_B = position_B % c
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
         """Slot of the token in the open chunk, and of its document's first token: below 0 in an earlier chunk."""
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)

@@ -75,8 +75,7 @@ class DecodingState:
     @property
     def n_bytes(self) -> int:
         """Bytes of all caches; constant in T for FLASH."""
-        tensors = [tensor for cache in self.caches for tensor in cache.tensors().values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for cache in self.caches for tensor in cache.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors with state by name, those of layer 3 as "3.kv_BSE"."""

@@ -30,7 +30,7 @@ class CapturedStep:
         self.window = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, ids_B: Tensor) -> Tensor:
         """Append one token to every row; returns the logits of the next, `[B, V]`. Raises UsageError past the end of a
         position table."""
@@ -52,7 +52,7 @@ class CapturedStep:
             self.lengths = self.state.in_grid_B(self.model.config).tolist()
         c = self.model.config.chunk_size
         if c is not None and any(length % c == 0 for length in self.lengths):
-            self.close(c)
+            self.close()
         return self.logits_BV.clone()
 
     def step(self) -> Tensor:
@@ -76,12 +76,10 @@ class CapturedStep:
         with torch.cuda.graph(self.graph):
             self.logits_BV = self.step()
 
-    def close(self, chunk_size: int) -> None:
+    def close(self) -> None:
         """Close the chunks that the last token filled."""
         inputs = last_tokens(self.model.config, self.state)
         for cache in self.state.caches:
             if isinstance(cache, ChunkState):
                 at = inputs.for_heads(cache.n_heads).token_position(self.model.config, cache.kv_BSE.dtype)
-                assert at.full is not None
-                cache.step_back(at.full)
                 cache.close(at)

@@ -82,7 +82,7 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
     return state
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
     """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and memory for FLASH.
 

@@ -67,7 +67,7 @@ class DecodeStep(nn.Module):
 
     def to_tensors(self, state: DecodingState) -> dict[str, Tensor]:
         """A copy of a state, of `prefill` for example, as tensors. Raises UsageError for rows that fill the window."""
-        longest = int(state.seq_lens_B.max()) if self.grows else 0
+        longest = int(state.in_grid_B(self.model.config).max()) if self.grows else 0
         require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
                 "make the step with a larger window")
         state.reserve(self.window)
@@ -115,7 +115,6 @@ class DecodeStep(nn.Module):
             at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
             is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
             at.full = slice(None)  # all rows, of which those that are full are taken: shapes stay
-            cache.step_back(at.full)
             cache.close(at)
             for name in cache.closing():
                 after, before = getattr(cache, name), state[f"{n}.{name}"]

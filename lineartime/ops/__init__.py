@@ -44,7 +44,6 @@ if HAS_TRITON:
 
 __all__ = [
     "add_norm",
-    "can_step_in_kernel",
     "chunk_decode_step",
     "gated_chunk_attention",
     "gated_head_attention",
@@ -150,14 +149,6 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
                                     weight_B)
-
-
-def can_step_in_kernel(uvz: Tensor, k_quad_BCS: Tensor, v_BCE: Tensor, impl: str | None = None) -> bool:
-    """Whether a kernel runs `chunk_decode_step`, which has no gradient, and v_BCE has uvz's dtype.
-
-    Raises as `gated_chunk_attention` does."""
-    in_kernel = use_kernels(impl, uvz.device, unsupported_step, k_quad_BCS, v_BCE)
-    return in_kernel and v_BCE.dtype == uvz.dtype
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5,

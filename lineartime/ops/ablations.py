@@ -14,13 +14,12 @@ from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import (
     Exchange,
     attention_weights,
+    ids_or_zeros,
     linear_attention,
-    one_document,
     product,
     read_states,
     same_document,
     scores,
-    toeplitz,
     visible_keys,
     weigh_values,
 )
@@ -52,16 +51,15 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
     position bias, or None."""
     n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
     if overlap:  # keys of the neighbouring chunks beside those of the own
-        segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
+        segment_ids_BGC = ids_or_zeros(segment_ids_BGC, q_BGCS)
         k_BGCS, v_BGCE = with_neighbours(k_BGCS, causal), with_neighbours(v_BGCE, causal)
         key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC, key_segment_ids_BGM, n_before)
     score_BGCM = scores(q_BGCS, k_BGCS, score_scale(kernel, width, scale_len), w)
     a_BGCM = attention_weights(score_BGCM, visible, kernel)
     if cls_softmax:  # replace the weights of the first query of the first chunk
-        score_B11M = scores(q_BGCS[:, :1, :1], k_BGCS[:, :1], score_scale("softmax", width, scale_len), None)
-        if w is not None:
-            score_B11M = score_B11M + toeplitz(w, n_queries, k_BGCS.shape[-2])[:1]
+        score_B11M = scores(q_BGCS[:, :1, :1], k_BGCS[:, :1], score_scale("softmax", width, scale_len),
+                            None if w is None else w[n_queries - 1 :])
         cls_B11M = attention_weights(score_B11M, None if visible is None else visible[:, :1, :1], "softmax")
         first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
         a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
@@ -82,8 +80,8 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
     both halves; "paper" is the mask of the listing. parts: "local" or "global" selects one half (the paper's LocalOnly
     and GlobalOnly). a_BGG: the learned chunk weights, or None. gate_BGC: the gates of the linear keys, which pooling
     "written" divides by. read_norm: applied to the linear half, or None. exchange: see `reference.linear_attention`."""
-    if segment_ids_BGC is None and (document_mask == "paper" or a_BGG is not None):
-        segment_ids_BGC = one_document(v_BGCE)
+    if document_mask == "paper" or a_BGG is not None:
+        segment_ids_BGC = ids_or_zeros(segment_ids_BGC, v_BGCE)
     # The quadratic half. The paper's mask keeps out padding alone: documents of a chunk see each other.
     out_BGCE = None
     if parts != "global":

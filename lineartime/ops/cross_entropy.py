@@ -24,7 +24,8 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
     memory for `chunk_tokens` tokens at a time. The dtype of matmuls is autocast's if it is on, else that of x;
     logarithms, sums and the gradients of W and b are in float32 at least.
 
-    targets_N: integers below V. chunk_tokens: by default `default_chunk_tokens`.
+    targets_N: integers below V. chunk_tokens: by default 1024 on a CPU, whatever the vocabulary (fewer under-use the
+    matmul, more overflow the cache), and on a GPU 2^27 logits, to limit kernel launches and gradient accumulations.
 
     Losses are nearly always summed or averaged. So the forward pass also computes the gradients of the plain sum, and a
     backward pass with equal weights of all losses only scales them. A backward pass with other weights, or a second
@@ -34,18 +35,13 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
     PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token cost another matmul,
     autocast does not affect it, and it returns losses of bfloat16 in bfloat16."""
     dtype = matmul_dtype(x_ND)
-    chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight_VD), x_ND.device)
+    if chunk_tokens is None:
+        chunk_tokens = 1024 if x_ND.device.type == "cpu" else max(2**27 // len(weight_VD), 1024)
     if is_transformed(x_ND, weight_VD, bias_V):
         return all_at_once(x_ND, weight_VD, bias_V, targets_N, dtype)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_ND, weight_VD, bias_V)):
         return LinearCrossEntropy.apply(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)
     return chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, dtype, chunk_tokens)[0]
-
-
-def default_chunk_tokens(vocab_size: int, device: torch.device) -> int:
-    """Tokens per chunk. CPU: 1024, whatever the vocabulary; fewer under-use the matmul, more overflow the cache. GPU:
-    2^27 logits, to limit kernel launches and gradient accumulations."""
-    return 1024 if device.type == "cpu" else max(2**27 // vocab_size, 1024)
 
 
 def all_at_once(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype) -> Tensor:

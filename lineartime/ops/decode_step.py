@@ -130,7 +130,7 @@ def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_
 
     uvz_BF, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
     float16. kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a
-    gradient, and ValueError for another S, or heads or buffers of another dtype or layout."""
+    gradient, and ValueError for heads or buffers of another dtype or layout."""
     given: tuple[Tensor, ...] = (heads,) if isinstance(heads, Tensor) else heads
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
     check_step((uvz_BF, *given, bias_C, kv_BSE, weight_B), buffers)
@@ -143,11 +143,9 @@ def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_
 
 
 def check_step(inputs: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
-    """Raise as `chunk_decode_step` does. The first input is uvz, the first buffer k_quad."""
+    """Raise as `chunk_decode_step` does. The first input is uvz."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
         raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
     refuse_forward_mode(*inputs, *buffers)
-    if buffers[0].shape[-1] != 2 * HALF.value:
-        raise ValueError(f"keys of width {buffers[0].shape[-1]}; the kernel takes {2 * HALF.value}")
     if any(buffer.dtype != inputs[0].dtype or not buffer.is_contiguous() for buffer in buffers):
         raise ValueError("buffers must be contiguous and of uvz's type")

@@ -193,10 +193,10 @@ class Part(NamedTuple):
     """Keys of a row, in whole tiles."""
 
 
-def parts_of(n_rows: int, row_len: int, dtype: torch.dtype) -> list[Part]:
-    """All scores of `n_rows` rows, SCORES_AT_ONCE at a time."""
+def parts_of(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:
+    """All scores of `n_rows` rows in tiles of bm queries and bn keys, SCORES_AT_ONCE at a time; the first part is the
+    largest."""
     # As many tiles of queries as fit: of several whole rows, or of a part of one.
-    bm, bn, *_ = score_tile(dtype)
     n_tiles, n_keys = triton.cdiv(row_len, bm), triton.cdiv(row_len, bn) * bn
     at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
     rows_at_once, tiles_at_once = max(at_once // n_tiles, 1), min(at_once, n_tiles)
@@ -218,7 +218,7 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
     memory, a `Part` at a time."""
     n_batch, n_tokens, _ = v_BTE.shape
     bm, bn, *_ = score_tile(v_BTE.dtype)
-    parts = parts_of(n_batch * triton.cdiv(n_tokens, row_len), row_len, v_BTE.dtype)
+    parts = parts_of(n_batch * triton.cdiv(n_tokens, row_len), row_len, bm, bn)
     w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
     # Where the queries of a row are in several parts, the gradient of its keys is their sum, in float32 until the last.
@@ -295,7 +295,7 @@ def add_shifted(lines: Tensor, step: int) -> Tensor:
 
 
 @triton.jit
-def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F, angles_stride, N: tl.constexpr,
+def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angles_stride, N: tl.constexpr,
                          BT: tl.constexpr):
     """The gradient of z for BT tokens of a row, and these tokens' sums for the gradients of scales and offsets."""
     start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
@@ -325,7 +325,7 @@ def base_gradient_kernel(uvz, dheads, gamma, beta, sin, cos, duvz, sums, T, E, F
     store_rows(dz_row + HALF, token, column, left, HALF, F, dz2 * silu_slope(z2))
 
 
-def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor,
+def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, sin: Tensor, cos: Tensor,
                   duvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
     """The backward pass of `make_heads`: writes the gradient of z before silu to its columns of duvz_BTF, and returns
     dgamma_NS and dbeta_NS in float32."""
@@ -333,7 +333,6 @@ def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, beta_N
     f = uvz_BTF.shape[2]
     grid = triton.cdiv(n_tokens, BASE_TILE), n_batch
     sums = torch.empty(grid[0] * grid[1], 2, n_heads, s, dtype=torch.float32, device=uvz_BTF.device)
-    base_gradient_kernel[grid](uvz_BTF, dheads_NBTS, gamma_NS, beta_NS, sin, cos, duvz_BTF, sums, n_tokens,
-                               (f - s) // 2, f, 0 if len(sin) == 1 else n_tokens * s // 2, N=n_heads, BT=BASE_TILE,
-                               num_warps=8)
+    base_gradient_kernel[grid](uvz_BTF, dheads_NBTS, gamma_NS, sin, cos, duvz_BTF, sums, n_tokens, (f - s) // 2, f,
+                               0 if len(sin) == 1 else n_tokens * s // 2, N=n_heads, BT=BASE_TILE, num_warps=8)
     return sums[:, 0].sum(0), sums[:, 1].sum(0)

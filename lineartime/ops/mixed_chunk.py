@@ -589,7 +589,7 @@ def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, state
     dpast = none.clone() if dpast is None else dpast
     if gamma is None or beta is None or sin is None or cos is None:
         return duvz, none, none.clone(), dheads, dw.to(w.dtype), dpast
-    dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
+    dgamma, dbeta = base_gradient(uvz, dheads, gamma, sin, cos, duvz)
     return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), none, dw.to(w.dtype), dpast
 
 
@@ -606,7 +606,7 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
-    *tensors, ctx.chunk_size, ctx.causal, ctx.carries = inputs
+    *tensors, ctx.chunk_size, ctx.causal, _ = inputs
     ctx.save_for_backward(*kept, *tensors)
 
 
@@ -643,7 +643,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     if isinstance(exchange, CarriedState):
         past = exchange.kv_BSE[None], exchange.count_B[None]
     elif exchange is not None:
-        e, segment_ids_BT = (uvz_BTF.shape[-1] - s) // 2, ids_of_part(segment_ids_BT, uvz_BTF)
+        e, segment_ids_BT = (uvz_BTF.shape[-1] - s) // 2, reference.ids_or_zeros(segment_ids_BT, uvz_BTF)
         _, v_BTE, z_BTS = uvz_BTF.split([e, e, s], dim=-1)
         k_lin_BTS, = reference.make_heads(F.silu(z_BTS), gamma_4S[3:], beta_4S[3:], sin, cos)
         past = past_of_rows(k_lin_BTS, F.silu(v_BTE), None, segment_ids_BT, causal, exchange)
@@ -663,7 +663,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
         past, count_B = (exchange.kv_BSE[None], exchange.count_B[None]), exchange.count_B
         of_gates = CarriedState(count_B.new_empty(len(count_B), 0, 0), count_B)
     elif exchange is not None:
-        segment_ids_BT, v_BTE = ids_of_part(segment_ids_BT, uv_BTF), F.silu(uv_BTF.chunk(2, dim=-1)[1])
+        segment_ids_BT, v_BTE = reference.ids_or_zeros(segment_ids_BT, uv_BTF), F.silu(uv_BTF.chunk(2, dim=-1)[1])
         past = _, count_RB = past_of_rows(heads[3], v_BTE, gate_BT, segment_ids_BT, causal, exchange)
         of_gates = lambda *_: count_RB[..., None]  # noqa: E731
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, of_gates)
@@ -702,13 +702,6 @@ def with_zeros(x: Tensor, axis: int) -> Tensor:
     """x with zeros behind the fewer than 128 dimensions of its heads, which are along an axis."""
     missing = QUERY_KEY_DIM - x.shape[axis]
     return F.pad(x, [0, 0] * (-axis - 1) + [0, missing]) if missing else x
-
-
-def ids_of_part(segment_ids_BT: Tensor | None, x_BTF: Tensor) -> Tensor:
-    """The documents of parts of rows, one document if None are given."""
-    if segment_ids_BT is not None:
-        return segment_ids_BT
-    return torch.zeros(x_BTF.shape[:2], dtype=torch.int32, device=x_BTF.device)
 
 
 def past_of_rows(k_lin_BTS: Tensor, v_BTE: Tensor, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,

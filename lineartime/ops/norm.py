@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.dispatch import MAX_WIDTH, on_own_device, refuse_forward_mode
+from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.dtypes import matmul_dtype
 
 TILE = 1024
@@ -187,13 +187,11 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
              eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """`reference.add_norm` in one kernel: x + delta, or x if delta is None, and the norm of the sum over its last axis.
 
-    x, delta: `[..., D]` of float32, bfloat16 or float16, D at most `MAX_WIDTH`. The sum has the promoted dtype of x and
-    delta; so has the norm without autocast. Under autocast the norm has autocast's dtype, which saves the cast of the
-    next matmul, and the kernel writes the gradient of delta in delta's dtype. Sums are taken in a fixed order. There is
-    no second derivative. Raises ValueError for a larger D, and RuntimeError in forward-mode differentiation."""
+    x, delta: `[..., D]` of what `dispatch.unsupported_norm` allows. The sum has the promoted dtype of x and delta; so
+    has the norm without autocast. Under autocast the norm has autocast's dtype, which saves the cast of the next
+    matmul, and the kernel writes the gradient of delta in delta's dtype. Sums are taken in a fixed order. There is no
+    second derivative. Raises RuntimeError in forward-mode differentiation."""
     width = x.shape[-1]
-    if width > MAX_WIDTH:
-        raise ValueError(f"a row of {width} numbers; the kernel takes {MAX_WIDTH}")
     refuse_forward_mode(x, delta, weight, bias)
     if delta is not None:
         x = x.to(torch.promote_types(x.dtype, delta.dtype))

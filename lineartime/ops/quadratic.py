@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops import gradients
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
-from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
+from lineartime.ops.gradients import base_gradient, make_heads, parts_of, score_gradients
 from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_rows, visible_tile
 
 
@@ -135,22 +134,17 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
     own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
     # A buffer holds the weights of several rows, or of some tiles of one row, and is written and read again and again.
-    n_tiles, n_others = triton.cdiv(n_tokens, bm), triton.cdiv(n_tokens, bn)
-    tiles_at_once = max(gradients.SCORES_AT_ONCE // (bm * bn * n_others), 1)
-    rows_at_once, tiles_at_once = max(tiles_at_once // n_tiles, 1), min(tiles_at_once, n_tiles)
-    weights = values.new_empty(min(rows_at_once, n_batch), tiles_at_once * bm, n_others * bn)
-    for first_row in range(0, n_batch, rows_at_once):
-        n_rows = min(rows_at_once, n_batch - first_row)
-        for first_tile in range(0, n_tiles, tiles_at_once):
-            n_now = min(tiles_at_once, n_tiles - first_tile)
-            weigh[n_now * n_others, n_rows](
-                own_head, other_head, w_padded, documents, weights, first_row, first_tile * bm, n_tokens,
-                weights.stride(0), weights.stride(1), 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
-                DOCUMENTS=documents is not None, BM=bm, BN=bn, BS=bs, num_warps=warps, num_stages=stages)
-            add_up[triton.cdiv(n_now * bm, own) * triton.cdiv(e, be), n_rows](
-                weights, values, gate, dout, out, first_row, first_tile * bm, n_tokens, e, weights.stride(0),
-                weights.stride(1), gate.stride(1), out.stride(1), OF_QUERIES=of_queries, BACKWARD=backward,
-                CAUSAL=causal, BM=own, BE=be, BK=bk, num_warps=sum_warps, num_stages=sum_stages)
+    parts = parts_of(n_batch, n_tokens, bm, bn)
+    weights = values.new_empty(parts[0].n_rows, parts[0].n_tiles * bm, parts[0].n_keys)
+    for part in parts:
+        weigh[part.n_tiles * part.n_keys // bn, part.n_rows](
+            own_head, other_head, w_padded, documents, weights, part.first_row, part.first_tile * bm, n_tokens,
+            weights.stride(0), weights.stride(1), 1 / scale_len, OF_QUERIES=of_queries, CAUSAL=causal,
+            DOCUMENTS=documents is not None, BM=bm, BN=bn, BS=bs, num_warps=warps, num_stages=stages)
+        add_up[triton.cdiv(part.n_tiles * bm, own) * triton.cdiv(e, be), part.n_rows](
+            weights, values, gate, dout, out, part.first_row, part.first_tile * bm, n_tokens, e, weights.stride(0),
+            weights.stride(1), gate.stride(1), out.stride(1), OF_QUERIES=of_queries, BACKWARD=backward, CAUSAL=causal,
+            BM=own, BE=be, BK=bk, num_warps=sum_warps, num_stages=sum_stages)
 
 
 @torch.library.custom_op("lineartime::gated_quadratic_attention", mutates_args=())
@@ -186,7 +180,7 @@ def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor
     attend(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False, backward=True)
     dw = score_gradients(heads, v, do, w, documents, None, dheads, row_len=uvz.shape[1], scale_len=scale_len,
                          causal=causal)
-    dgamma, dbeta = base_gradient(uvz, dheads, gamma, beta, sin, cos, duvz)
+    dgamma, dbeta = base_gradient(uvz, dheads, gamma, sin, cos, duvz)
     return duvz, dgamma, dbeta, dw
 
 

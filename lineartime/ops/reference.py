@@ -72,19 +72,17 @@ def from_chunks(x_BGC: Tensor, n_tokens: int) -> Tensor:
     return x_BT[:, :n_tokens]
 
 
-def chunk_ids(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
+def chunk_ids(segment_ids_BT: Tensor | None, x_BTE: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
     """The documents of tokens in chunks: segment_ids_BGC, with -1 for the padding of the last chunk. None for causal
-    rows of one document, where the causal mask hides the padding. x_BT: any tensor `[B, T, ...]` of the rows."""
-    if segment_ids_BT is None:
-        if causal:
-            return None
-        segment_ids_BT = torch.zeros(x_BT.shape[:2], dtype=torch.long, device=x_BT.device)
-    return to_chunks(segment_ids_BT, chunk_size, fill=-1)
+    rows of one document, where the causal mask hides the padding. x_BTE: any tensor of the rows."""
+    if segment_ids_BT is None and causal:
+        return None
+    return to_chunks(ids_or_zeros(segment_ids_BT, x_BTE), chunk_size, fill=-1)
 
 
-def one_document(x_BGC: Tensor) -> Tensor:
-    """Segment ids of rows that are one document without padding: segment_ids_BGC."""
-    return torch.zeros(x_BGC.shape[:3], dtype=torch.long, device=x_BGC.device)
+def ids_or_zeros(segment_ids: Tensor | None, x: Tensor) -> Tensor:
+    """Segment ids `[B, ...]`; where none are given those of one document without padding. x: `[B, ..., E]`."""
+    return torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device) if segment_ids is None else segment_ids
 
 
 def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = None) -> Tensor:
@@ -253,13 +251,6 @@ def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gat
     return kv_in_BGSE, count_in_BG, entering_BG
 
 
-def carried_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, past: Past,
-                   gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`entering_states` of rows that have a past, and the state after the last chunk: kv_BPSE, count_BP and
-    document_BP."""
-    return with_past(entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=True), past)
-
-
 def with_past(states: States, past: Past) -> States:
     """Add a past to the states of document 0, which it belongs to."""
     (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, past
@@ -326,16 +317,15 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
         return read_states(q_BGCS, sum_states(kv_BGSE, zeros_BG, zeros_BG), weight_G[None, :, None])
 
     # A query reads the state that enters its chunk where that is of its own document.
-    segment_ids_BGC = one_document(q_BGCS) if segment_ids_BGC is None else segment_ids_BGC
+    segment_ids_BGC = ids_or_zeros(segment_ids_BGC, q_BGCS)
     states = states_of_rows(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     (seen_BGC, *seen_after), count_BGC = tokens_read(states, segment_ids_BGC, gate_BGC)
+    each_BGC = 1 / count_BGC.clamp(min=1) if pooling in ("mean", "written") else torch.ones_like(count_BGC)
     if causal:
-        weight_BGC = seen_BGC / count_BGC.clamp(min=1) if pooling in ("mean", "written") else seen_BGC
-        return read_states(q_BGCS, states[0][0], weight_BGC)
+        return read_states(q_BGCS, states[0][0], each_BGC * seen_BGC)
 
     # Not causal: the chunks before, the own chunk with its mask, and the chunks after.
     (seen_after_BGC,), kv_after_BGSE, same_BGCM = seen_after, states[1][0].flip(1), same_document(segment_ids_BGC)
-    each_BGC = 1 / count_BGC.clamp(min=1) if pooling in ("mean", "written") else torch.ones_like(count_BGC)
     wide_BGCS = float16_as_float32(q_BGCS)
     scaled_BGCS = (wide_BGCS * each_BGC[..., None]).to(wide_BGCS.dtype)
     own_BGCE = weigh_values(product("bgcs,bgms->bgcm", scaled_BGCS, k_BGCS) * same_BGCM, v_BGCE)
@@ -445,8 +435,7 @@ def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_id
         return heads
     q_quad, k_quad, q_lin, k_lin = heads
     gate_BGC = to_chunks(gate_BT, chunk_size)
-    ids_BGC = chunk_ids(segment_ids_BT, gate_BT, chunk_size, False)
-    assert ids_BGC is not None
+    ids_BGC = to_chunks(ids_or_zeros(segment_ids_BT, q_lin), chunk_size, fill=-1)
     # The sum of the gates of the tokens that each token reads. Values of width 0: no sums of k v are wanted here.
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
     states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
@@ -456,11 +445,7 @@ def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_id
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
              eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
-
-    x, delta: `[..., D]`. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm. The sum has the
-    promoted dtype of x and delta. The norm is computed in float32 at least and returned in the dtype of matmuls, see
-    `matmul_dtype`, to which a linear layer would cast it."""
+    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5): see `ops.add_norm`."""
     # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)

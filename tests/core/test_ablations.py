@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.memory import ReadNorm
+from lineartime.memory import ReadNorm, write_gate
 from lineartime.model import LanguageModel
-from lineartime.ops.memory import write_gate
 from tiny_models import BIDIRECTIONAL, CONFIGS, FLASH, UNPACKED, difference, random_ids, random_model
 from token_by_token import layer_output
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from kernel_law import error, random
 from lineartime.config import model_config
 from lineartime.layers import make_norm
-from lineartime.ops import norm, reference
+from lineartime.ops import dispatch, norm, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 AUTOCAST = "autocast"
@@ -52,7 +52,7 @@ def assert_held(inputs: list[Tensor | None], dtype: torch.dtype | str) -> None:
 
 EVERY_TYPE = [((3, 5, 48), True, layer_norm, dtype) for layer_norm in (True, False) for dtype in (*DTYPES, AUTOCAST)]
 EVERY_SHAPE = [(shape, True, True, AUTOCAST) for shape in ((7, 100), (1, 1), (300, 8), (2, 1, 3, 1030),
-                                                               (3, norm.MAX_WIDTH))]
+                                                               (3, dispatch.MAX_WIDTH))]
 ALONE = [((3, 5, 48), False, layer_norm, dtype) for layer_norm, dtype in ((True, AUTOCAST), (False, torch.bfloat16))]
 
 
