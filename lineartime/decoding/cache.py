@@ -83,7 +83,9 @@ class ChunkState(Cache):
         """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`. With overlap
         it becomes the chunk before the open one."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
-            self.k_before_BCS[at.full], self.v_before_BCE[at.full] = self.k_quad_BCS[at.full], self.v_BCE[at.full]
+            # Under autocast one may be of a shorter type than the other.
+            self.k_before_BCS[at.full] = self.k_quad_BCS[at.full].to(self.k_before_BCS.dtype)
+            self.v_before_BCE[at.full] = self.v_BCE[at.full].to(self.v_before_BCE.dtype)
         # Tokens of earlier documents count 0, and so does the sum, if the document has no closed chunk yet.
         k_BCS, v_BCE, is_carried_B11 = self.k_lin_BCS[at.full], self.v_BCE[at.full], at.weight_B11[at.full] > 0
         if at.document_BC is not None:

@@ -32,13 +32,16 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
     Returns the logits after each prompt's last token, `[B, V]`, and the state.
 
     progress is called with the number of tokens read of the longest prompt. state: of as many rows, which go on with
-    the prompts; it is moved on. Raises UsageError for an empty prompt or a token outside the vocabulary."""
+    the prompts; it is moved on. Raises UsageError for an empty prompt, a token outside the vocabulary, or a state of
+    another number of rows."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
     chunk_size = model.config.chunk_size or 1
     piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
     state = model.decoding_state(len(prompts)) if state is None else state
+    require(len(state.seq_lens_B) == len(prompts), "the state has another number of rows",
+            f"{len(state.seq_lens_B)} rows for {len(prompts)} prompts", "see DecodingState.repeated")
     last_BD = torch.zeros(len(prompts), model.config.d_model, device=device, dtype=dtype)
     for start in range(0, max((len(prompt) for prompt in prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]

@@ -98,3 +98,5 @@ def test_what_it_refuses():
     model = random_model(BOTH_GRIDS["transformer++"])
     with pytest.raises(UsageError, match=r"the rows fill the window: 6 tokens, window = 6"):
         DecodeStep(model, 6).to_tensors(prefill(model, PROMPTS)[1])
+    own = random_model(with_end(BOTH_GRIDS["transformer++, own grid"]))  # whose caches hold one document
+    assert DecodeStep(own, 6).to_tensors(prefill(own, [[0, 1, 2, 3] * 2])[1])

@@ -45,8 +45,10 @@ def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before:
         torch.testing.assert_close(logits_BV, whole, rtol=0, atol=1e-12)
         assert generate(model, prompts, max_new_tokens=7, state=state) == expected
     assert all(torch.equal(tensor, kept[key]) for key, tensor in state.tensors().items())
-    with pytest.raises(UsageError, match="another number of rows: 3 rows for 2 prompts"):
-        generate(model, prompts[:2], max_new_tokens=1, state=state.repeated(3))
+    for call in (lambda state: generate(model, prompts[:2], max_new_tokens=1, state=state),
+                 lambda state: prefill(model, prompts[:2], state=state)):
+        with pytest.raises(UsageError, match="another number of rows: 3 rows for 2 prompts"):
+            call(state.repeated(3))
 
 
 def record(told: list[int], *now: int) -> None:
