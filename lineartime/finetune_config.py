@@ -157,6 +157,18 @@ class FineTuning:
         return made
 
 
+def in_words(scores: dict[str, Any]) -> str:
+    """The most important scores of a fine-tuned model, in words."""
+    if "exact_match" in scores:
+        return f"EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
+    if "mrr" in scores:
+        return (f"found first {scores['recall_at_1']:.3f}, among ten {scores['recall_at_10']:.3f}, mean 1 / rank "
+                f"{scores['mrr']:.3f}")
+    if "r2" in scores:
+        return f"R^2 {scores['r2']:.3f}, mean absolute error {scores['mean_absolute_error']:.3g}"
+    return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
+
+
 def name_of(rate: float) -> str:
     """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
     return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)

@@ -19,7 +19,7 @@ from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.documents.tasks import DocumentTask
 from lineartime.errors import UsageError
-from lineartime.finetune_config import FineTuning, name_of
+from lineartime.finetune_config import FineTuning, in_words, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
 from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
@@ -42,7 +42,6 @@ FINE_TUNINGS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
 - `patience`: a run ends after so many held-out scorings without a better score or loss, and its best step counts; None:
   it goes on to its last step, which counts;
 - `score(run, model, ranks)`: all held-out scores of a trained model; `rank(scores)`: what the best run has the most of;
-  `words(scores)`;
 - `finish(best, rates, device, ranks)`, which writes into the folder and returns what the result has besides."""
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
             rates[name] = train_rate(task, run, picked, Callbacks(stop, on_step))
             step = rates[name].get("best_step", run.train.steps)
             scores = rates[name].get("held_out", rates[name])
-            logger.info(f"  {task.words(scores)}, held out, step {step:,} of {run.train.steps:,}")
+            logger.info(f"  {in_words(scores)}, held out, step {step:,} of {run.train.steps:,}")
         best = max(rates, key=lambda name: task.rank(rates[name]))
         result = {"best": f"lr-{best}", "learning_rates": rates, **task.finish(runs[best], rates, picked, ranks),
                   "fine_tuning": settings}

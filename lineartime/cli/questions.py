@@ -9,7 +9,7 @@ from lineartime.cli.terminal import Terminal, counted_documents, results_are_fil
 from lineartime.data.files import require_there
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import DataError, UsageError
-from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
+from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride, in_words
 from lineartime.model_names import named_folder
 from lineartime.settings import require
 
@@ -57,21 +57,17 @@ def finetune(
 
 def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     """Say the scores of each learning rate, of a baseline and of the test, and where all is."""
-    from lineartime.documents import metrics, vectors
-    from lineartime.qa.metrics import in_words
-
     out, best = plan.out, result["best"]
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
-    words = {"questions": in_words, "classify": metrics.in_words, "embed": vectors.in_words}[plan.task]
     say("")
     for name, scores in result["learning_rates"].items():
-        say(f"lr {name:<9} {words(scores.get('held_out', scores))}" + "  <- best" * (best == f"lr-{name}"))
+        say(f"lr {name:<9} {in_words(scores.get('held_out', scores))}" + "  <- best" * (best == f"lr-{name}"))
     if "test" in result:
-        say(f"test         {words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
+        say(f"test         {in_words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
     for baseline in ("without_reading", "without_training", "TF-IDF"):
         if baseline in result:
-            say(f"{baseline.replace('_', ' '):<12} {words(result[baseline])}, on the same held-out texts")
+            say(f"{baseline.replace('_', ' '):<12} {in_words(result[baseline])}, on the same held-out texts")
     report, following = (("predictions.json", f'answer {out} --question "Who wrote it?" --document FILE')
                          if plan.task == "questions" else ("report.md", f"{plan.task} {out} FILES"))
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")

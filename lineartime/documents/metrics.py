@@ -39,13 +39,6 @@ def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict
             "n_documents": len(targets)}
 
 
-def in_words(scores: dict[str, Any]) -> str:
-    """The most important scores, in words."""
-    if "r2" in scores:
-        return f"R^2 {scores['r2']:.3f}, mean absolute error {scores['mean_absolute_error']:.3g}"
-    return f"accuracy {scores['accuracy']:.3f}, macro F1 {scores['macro_f1']:.3f}"
-
-
 def had_and_said(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, ...]:
     """Which classes each document has, and which the model says it has, as scikit-learn takes them: bool `[N, L + 1]`
     each. The last column is empty, because a single one would be read as two classes, 0 and 1."""

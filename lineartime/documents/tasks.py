@@ -23,7 +23,7 @@ from lineartime.documents.examples import read_examples
 from lineartime.documents.pooling import padded, row_means
 from lineartime.documents.texts import TokenizedTexts, epoch_rows, read_texts, read_vectors, reading_of
 from lineartime.documents.vectors import TEMPERATURE, contrastive_losses, same_texts, score_texts
-from lineartime.finetune_config import FineTuning
+from lineartime.finetune_config import FineTuning, in_words
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
 from lineartime.run import CONFIG_FILE
 from lineartime.run_config import RunConfig
@@ -181,9 +181,6 @@ class DocumentTask:
     def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
         return scores["score"], -scores["held_out"]["loss"]
 
-    def words(self, scores: dict[str, Any]) -> str:
-        return metrics.in_words(scores) if self.learns_labels else vectors.in_words(scores)
-
     def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
         """Score the best model, and beside it what it is compared with, on the test, or without one on the validation;
         write the report."""
@@ -209,7 +206,7 @@ class DocumentTask:
             baselines = {"without_training": score_texts(self.pretrained.to(device), texts, reading, counted)}
         found = {"task": self.plan.task, **baselines, **({"test": scores} if "test" in self.splits else {})}
         if ranks.is_first:
-            words = f"{self.words(scores)} on {len(texts):,} {'test' if 'test' in found else 'validation'} {self.unit}"
+            words = f"{in_words(scores)} on {len(texts):,} {'test' if 'test' in found else 'validation'} {self.unit}"
             result = {"best": name, "learning_rates": rates, **found}
             report.write_report(out, words, result, scores, [*baselines], lines)
         return found

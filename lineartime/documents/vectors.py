@@ -83,9 +83,3 @@ def score_pairs(first_ND: Tensor, second_ND: Tensor, same_N2: np.ndarray) -> dic
     mrr = float((1 / ranks_N).mean())
     return {"loss": loss / (2 * n), "score": mrr, "mrr": mrr, "recall_at_1": float((ranks_N == 1).mean()),
             "recall_at_10": float((ranks_N <= 10).mean()), "n_documents": n}
-
-
-def in_words(scores: dict[str, Any]) -> str:
-    """The most important scores, in words."""
-    return (f"found first {scores['recall_at_1']:.3f}, among ten {scores['recall_at_10']:.3f}, mean 1 / rank "
-            f"{scores['mrr']:.3f}")

@@ -22,7 +22,7 @@ from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import DataError
 from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model import LanguageModel, SpanModel
-from lineartime.qa.metrics import in_words, score
+from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import (
     WindowConfig,
@@ -140,9 +140,6 @@ class QuestionTask:
 
     def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
         return scores["f1"], scores["exact_match"]
-
-    def words(self, scores: dict[str, Any]) -> str:
-        return in_words(scores)
 
     def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
         return {"train_questions": self.train.counts}

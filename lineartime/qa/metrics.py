@@ -59,11 +59,6 @@ def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict
             "n_missing": len(asked) - len(said)}
 
 
-def in_words(scores: Mapping[str, float]) -> str:
-    """The most important scores, in words."""
-    return f"EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
-
-
 class Word(NamedTuple):
     """A normalised word and its characters [start, stop) in the text."""
 
