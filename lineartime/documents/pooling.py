@@ -119,12 +119,12 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
     return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
-def padded(rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-    """ids_BT, int64: rows with -1 behind them as padding, `width` ids wide or as the longest."""
-    ids_BT = np.full((len(rows), width or max(map(len, rows))), -1, np.int64)
+def padded(rows: Sequence[np.ndarray], width: int | None = None, fill: int = -1) -> np.ndarray:
+    """Rows of ids with `fill` behind them as padding, `width` ids wide or as the longest: int64 `[R, T]`."""
+    ids_RT = np.full((len(rows), width or max(map(len, rows))), fill, np.int64)
     for row, ids in enumerate(rows):
-        ids_BT[row, : len(ids)] = ids
-    return ids_BT
+        ids_RT[row, : len(ids)] = ids
+    return ids_RT
 
 
 def row_states(model: LanguageModel, ids_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,19 +19,13 @@ from lineartime.data.files import hash_of
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import ALONE, Ranks
+from lineartime.documents.pooling import padded
 from lineartime.errors import DataError
 from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
-from lineartime.qa.spans import (
-    WindowConfig,
-    answer_questions,
-    span_logits,
-    span_losses,
-    stack_rows,
-    training_windows,
-)
+from lineartime.qa.spans import WindowConfig, answer_questions, span_logits, span_losses, training_windows
 from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.run_config import RunConfig
 from lineartime.settings import require
@@ -158,7 +152,8 @@ class SpanObjective:
         places = places_of_step([len(train)], seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
         chosen = sorted((row for _, _, row in places), key=lambda row: -len(train.ids[row]))
         chosen = chosen[self.ranks.share(len(chosen))]
-        return stack_rows([train.ids[i] for i in chosen], [train.roles[i] for i in chosen], config.model.context)
+        return tuple(padded([rows[i] for i in chosen], config.model.context, fill=0)
+                     for rows in (train.ids, train.roles))
 
     def n_targets(self, *batch: Tensor) -> int:
         return 2 * len(batch[0])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.documents.pooling import padded
 from lineartime.model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.qa.metrics import occurrences, score, words_of
@@ -189,14 +190,6 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
     return rows
 
 
-def stack_rows(ids: Sequence[np.ndarray], roles: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows padded at their ends to `length`: ids_BT int64 and roles_BT uint8."""
-    ids_BT, roles_BT = np.zeros((len(ids), length), np.int64), np.zeros((len(ids), length), np.uint8)
-    for row, (row_ids, row_roles) in enumerate(zip(ids, roles, strict=True)):
-        ids_BT[row, : len(row_ids)], roles_BT[row, : len(row_roles)] = row_ids, row_roles
-    return ids_BT, roles_BT
-
-
 def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
     """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are cut off first."""
     longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
@@ -279,9 +272,8 @@ def score_windows(model: nn.Module, rows: Sequence[tuple[Window, Passage]], wind
                   precision: str) -> Iterator[tuple[Span | None, float]]:
     """The best span of each window, and its loss in nats: the mean for the first and the last token."""
     device = next(model.parameters()).device
-    arrays = stack_rows([window.ids for window, _ in rows], [window.roles for window, _ in rows],
-                        max(len(window.ids) for window, _ in rows))
-    ids_BT, roles_BT = (torch.from_numpy(array).to(device) for array in arrays)
+    ids_BT = torch.from_numpy(padded([window.ids for window, _ in rows], fill=0)).to(device)
+    roles_BT = torch.from_numpy(padded([window.roles for window, _ in rows], fill=0)).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         logits_BT2 = span_logits(model, ids_BT, roles_BT)
     losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
