@@ -188,7 +188,7 @@ class DocumentTask:
         # The best step of the best run: a run that has no better score goes on for a while, so it is not the last one.
         model = self.new_model(best.train.seed)
         load_step(Path(best.out), rates[name.removeprefix("lr-")]["best_step"], model)
-        model.to(device)
+        model.to(device).eval()
         reading, counted = reading_of(best), self.watch("scoring the best", texts.n_tokens, ranks)
         if self.learns_labels:
             assert isinstance(model, DocumentClassifier)

@@ -109,12 +109,9 @@ def drawn_stretch(n_tokens: int, size: int, seed: int, epoch: int, row: int) -> 
 
 def read_vectors(model: LanguageModel, ids: Iterable[np.ndarray], reading: Reading,
                  progress: Callable[[int], None] | None = None) -> np.ndarray:
-    """The vectors of documents read whole, float64 `[N, D]`. progress is called with the number of tokens read."""
-    was_training = model.training
-    model.eval()
-    vectors_ND = np.array(list(read_means(model, ids, reading, progress=progress)))
-    model.train(was_training)
-    return vectors_ND
+    """The vectors of documents read whole by a model in evaluation mode, float64 `[N, D]`. progress is called with the
+    number of tokens read."""
+    return np.array(list(read_means(model, ids, reading, progress=progress)))
 
 
 def reading_of(config: RunConfig) -> Reading:

@@ -289,9 +289,7 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
     windows.
 
     max_tokens: stop after the question whose windows reach this many. progress is called after each batch of windows
-    with the number of questions answered."""
-    was_training = model.training
-    model.eval()
+    with the number of questions answered. The model must be in evaluation mode."""
     answers: dict[str, str] = {}
     loss, n_windows, n_labelled = 0.0, 0, 0
 
@@ -306,7 +304,6 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
         n_labelled += prediction.n_windows if prediction.question.answers else 0
         if max_tokens is not None and n_windows * windows.context >= max_tokens:
             break
-    model.train(was_training)
     return answers, loss / max(n_labelled, 1), n_windows
 
 
@@ -314,7 +311,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
                        context: int | None = None, stride: int | None = None, max_answer_tokens: int = 30,
                        batch_rows: int = 8, precision: str = "float32",
                        progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """The scores of a fine-tuned model by the official rules, and its answers by question id.
+    """The scores of a fine-tuned model in evaluation mode, by the official rules, and its answers by question id.
 
     context: tokens in a window, by default as in training; stride and max_answer_tokens as in `WindowConfig`.
     batch_rows: windows read at once. precision: "float32" or "bfloat16". progress is called with the number of

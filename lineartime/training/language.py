@@ -143,7 +143,6 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
         return result
     if run.is_sharded or not config.model.decodes:  # of a sharded one all weights would be gathered for every token
         return result
-    model.eval()
     stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
     tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
     length = min(200, (config.model.max_len or 201) - 1)

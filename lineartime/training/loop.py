@@ -74,7 +74,7 @@ class Callbacks:
 
 
 def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> LanguageModel:
-    """Train a model to the last step, from the newest checkpoint if there is one; returns it.
+    """Train a model to the last step, from the newest checkpoint if there is one; returns it in evaluation mode.
 
     Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
     `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
@@ -96,7 +96,7 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
         loop.step(step)
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
             loop.save(step + 1)
-    return loop.model
+    return loop.model.eval()
 
 
 class Loop:
@@ -155,7 +155,8 @@ class Loop:
         """Score the model on held-out data."""
         if self.setup.patience is not None:
             self.save(step)  # it may be the best
-        held_out = self.setup.objective.evaluate(self.model, lambda n_scored: self.stop_if_asked(step))
+        held_out = self.setup.objective.evaluate(self.model.eval(), lambda n_scored: self.stop_if_asked(step))
+        self.model.train()
         self.log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
 
     def log(self, record: dict[str, Any]) -> None:
