@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.atomic_io import write_json
+from lineartime.checkpoint import tensors_sha256
 from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.files import hash_of
@@ -106,9 +107,11 @@ class QuestionTask:
         logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
                     f"{self.windows.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
                     f"{counts['answer_not_found']:,} answers not found in the evidence")
+        weights = Path(self.loaded_from["checkpoint"]) / WEIGHTS_FILE  # not there if they are in several files
         asked = [[q.id, q.text, q.accepted, [evidence.name for evidence in q.documents]] for q in self.validation]
         self.facts: dict[str, Any] = {
-            "pretrained_sha256": hash_of(Path(self.loaded_from["checkpoint"]) / WEIGHTS_FILE)["sha256"],
+            "pretrained_sha256": (hash_of(weights)["sha256"] if weights.exists() else
+                                  tensors_sha256(self.pretrained.state_dict())),
             "rows_sha256": self.train.sha256(), "tokenizer_sha256": self.tokenizer.sha256,
             "validation_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
             **dataclasses.asdict(self.windows)}

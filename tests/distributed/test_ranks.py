@@ -228,8 +228,8 @@ def test_evaluate_divides_the_work(data, ranks, trained):
 
 @pytest.mark.parametrize("optimizer", ["adamw", *rest("muon")])
 def test_fine_tuning_ends_in_the_same_bits(optimizer, masked_data, ranks, tmp_path):
-    assert ranks.run(1, command(masked_data, tmp_path / "pretrained", **SIZES | {"steps": 2}, causal=False,
-                                warmup_steps=1)) == [0], ranks.printed()
+    assert ranks.run(2, command(masked_data, tmp_path / "pretrained", **SIZES | {"steps": 2}, **SHARDED, causal=False,
+                                warmup_steps=1)) == [0, 0], ranks.printed()
     questions = write_questions(tmp_path / "train.json", 0, 12), write_questions(tmp_path / "dev.json", 100, 4)
     for n_ranks in (1, 2):
         options = ("--questions", questions[0], "--validation", questions[1], "--out", tmp_path / str(n_ranks),
