@@ -42,11 +42,11 @@ def export(
 
     text = read_small(about) if about is not None else ""
     with Terminal() as terminal:
-        made = export(folder, out, data=data, about=text, device=pick_device(device),
-                      progress=terminal.count)
-    for split, evaluation in made.scores.items():
+        scores, n_bytes = export(folder, out, data=data, about=text, device=pick_device(device),
+                                 progress=terminal.count)
+    for split, evaluation in scores.items():
         say(summary(split, evaluation.to_dict()))
-    say(f"weights  {joined(out, 'model.safetensors')} ({made.n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
+    say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
         "transformers)")
     say(f"card     {joined(out, 'README.md')}")
 

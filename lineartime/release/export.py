@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -37,21 +36,11 @@ CARD_FILE = "README.md"
 HELD_OUT_SPLITS = ("validation", "test")
 
 
-class Exported(NamedTuple):
-    """The result of `export`."""
-
-    scores: dict[str, Evaluation]
-    """By split."""
-    task: str | None
-    """The `--task` that the data was prepared with."""
-    n_bytes: int
-    """Size of the file of weights."""
-
-
 def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch.device,
-           progress: Progress | None = None) -> Exported:
+           progress: Progress | None = None) -> tuple[dict[str, Evaluation], int]:
     """Write the newest checkpoint of a run to the new folder `out`, which may be in a store: weights rounded to
-    bfloat16, what `transformers` reads, and a card with the scores of these rounded weights.
+    bfloat16, what `transformers` reads, and a card with the scores of these rounded weights. Returns these scores by
+    split, and the bytes of the weights.
 
     data: the prepared text, by default the run's; its held-out splits are scored. about: the beginning of the card, in
     Markdown. progress counts scored tokens. Raises UsageError if `out` exists, `run` is no run of a language model, or
@@ -92,7 +81,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     with new_folder(out, model, model_config_json(model.config), tokenizer, torch.bfloat16) as (aside, n_bytes):
         card = replace(card, n_bytes=n_bytes, scores=scores, sample=sample)
         (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
-    return Exported(scores, manifests[0].settings.get("task"), n_bytes)
+    return scores, n_bytes
 
 
 def export_documents(folder: Path, out: Name) -> int:
