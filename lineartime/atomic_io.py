@@ -176,6 +176,15 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
+def system_errors(out: str) -> Iterator[None]:
+    """Inside the block, an OSError is a ResourceError."""
+    try:
+        yield
+    except OSError as e:
+        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
+
+
+@contextlib.contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
     """Write a folder atomically: yields an empty folder, whose files become `out` at the end. Raises as
     `unfinished_folder` does."""

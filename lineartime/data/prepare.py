@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lineartime.atomic_io import DONE, remove_leftovers, unfinished_folder
+from lineartime.atomic_io import DONE, remove_leftovers, system_errors, unfinished_folder
 from lineartime.data import shares
 from lineartime.data.files import exists, hash_of, is_address, is_folder, joined, make_folder, remove
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, read_manifest, verify_file
 from lineartime.data.units import Slice
-from lineartime.data.workers import encode_all, system_errors
+from lineartime.data.workers import encode_all
 from lineartime.errors import UsageError
 from lineartime.settings import require
 

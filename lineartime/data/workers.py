@@ -4,7 +4,6 @@ A worker is a program of its own, `python -m lineartime.data.workers WORK NUMBER
 may have threads; and not one of `multiprocessing`, which would run the caller's script again in each. It prints the
 number of each unit that it has done, and of an error of the system what it says."""
 
-import contextlib
 import json
 import os
 import queue
@@ -12,21 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from lineartime.atomic_io import system_errors
 from lineartime.data.files import Name
 from lineartime.data.shares import encode
 from lineartime.errors import ResourceError
-
-
-@contextlib.contextmanager
-def system_errors(out: str) -> Iterator[None]:
-    """Inside the block, an OSError is a ResourceError."""
-    try:
-        yield
-    except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
 
 
 def encode_all(work: Name, n_workers: int, done: Callable[[int], None]) -> None:

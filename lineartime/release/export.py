@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lineartime.atomic_io import read_bytes, remove_leftovers, written_aside
+from lineartime.atomic_io import read_text, remove_leftovers, system_errors, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
@@ -18,7 +18,7 @@ from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
 from lineartime.documents.report import REPORT_FILE
-from lineartime.errors import CheckpointError, ResourceError, UsageError
+from lineartime.errors import CheckpointError, UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.load import is_exported, load_model
@@ -90,21 +90,17 @@ def export_documents(folder: Path, out: Name) -> int:
     bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
     require_new(out)
     model, tokenizer, facts = load_model(folder)
-    config_json = read_bytes(Path(facts["checkpoint"]) / CONFIG_FILE).decode()
+    config_json = read_text(Path(facts["checkpoint"]) / CONFIG_FILE)
     does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
-    try:
-        report = read_bytes(folder / REPORT_FILE)
-    except OSError as e:
-        raise CheckpointError("cannot read", e.filename, e.strerror) from None
-    if not report.startswith(b"# "):
+    report = read_text(folder / REPORT_FILE)
+    if not report.startswith("# "):
         raise CheckpointError("damaged report", folder / REPORT_FILE,
                               "take it from a copy, or fine-tune into another folder")
-    card = front_matter(model.config, does).encode() + report
-    sentences = {name: text.encode() for name, text in sentence_files(model.config.d_model).items()}
+    card = {CARD_FILE: front_matter(model.config, does) + report}
     with new_folder(out, model, config_json, tokenizer, torch.float32) as (aside, n_bytes):
-        for name, content in {CARD_FILE: card, **sentences}.items():
+        for name, text in (card | sentence_files(model.config.d_model)).items():
             (aside / name).parent.mkdir(exist_ok=True)
-            (aside / name).write_bytes(content)
+            (aside / name).write_bytes(text.encode())
     return n_bytes
 
 
@@ -124,12 +120,9 @@ def new_folder(out: Name, model: LanguageModel, config_json: str, tokenizer: Tok
     texts = {CONFIG_FILE: config_with_code(config_json), CODE_FILE: CODE, **tokenizer_files(tokenizer)}
     files = {name: text.encode() for name, text in texts.items()}
     weights = {name: weight.detach().to(dtype) for name, weight in model.named_parameters()}
-    try:
-        with uploaded(out) if is_address(out) else written_aside(Path(out)) as aside:
-            entry = write_file(aside / WEIGHTS_FILE, weights)
-            files[MANIFEST] = manifest_of(files, {WEIGHTS_FILE: entry})
-            for name, content in files.items():
-                (aside / name).write_bytes(content)
-            yield aside, int(entry["bytes"])
-    except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
+    with system_errors(str(out)), (uploaded(out) if is_address(out) else written_aside(Path(out))) as aside:
+        entry = write_file(aside / WEIGHTS_FILE, weights)
+        files[MANIFEST] = manifest_of(files, {WEIGHTS_FILE: entry})
+        for name, content in files.items():
+            (aside / name).write_bytes(content)
+        yield aside, int(entry["bytes"])
