@@ -25,7 +25,7 @@ from lineartime.load import is_exported, load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.release.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, Card, front_matter, model_card
 from lineartime.release.provenance import provenance
-from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, read_metrics, read_run
+from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, damaged, read_metrics, read_run
 from lineartime.run_config import RUN_FILE
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
@@ -53,13 +53,14 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
     if isinstance(model, DocumentClassifier | DocumentEncoder):
         raise UsageError("this is one run of a fine-tuning on documents", str(run), "name the folder that holds it")
-    try:
-        model_config(description["preset"], description["task"])  # the card has the command that trains such a model
-    except UsageError as e:
-        raise CheckpointError("damaged", run / RUN_FILE, str(e)) from None
+    # The card has the command that trains such a model, and the hashes of what it was trained from.
+    with damaged(run / RUN_FILE):
+        model_config(description["preset"], description["task"])
+        needed = ["data_sha256", "from_sha256"] if "from" in description else ["data_sha256"]
+        hashes = {name: description[name] for name in needed}
     named = str(data or description["data"])
     manifests = read_manifests(named)
-    require(sha256_of(named, manifests) == description["data_sha256"], "this is not the run's data", named,
+    require(sha256_of(named, manifests) == hashes["data_sha256"], "this is not the run's data", named,
             f"give --data what the run was trained on; {run / RUN_FILE} has its hash")
     lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
     if not lines:

@@ -257,6 +257,8 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     (tmp_path / "text").mkdir()
     other, out = prepare_text(tmp_path / "text", first=40_000), tmp_path / "new" / "out"
+    shutil.copytree(run, lost := tmp_path / "lost", symlinks=True)
+    (lost / "run.json").write_text((run / "run.json").read_text().replace("data_sha256", "lost"))
     for code, words, arguments in [
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
@@ -265,6 +267,7 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
+        (4, [f"damaged: {lost / 'run.json'}; 'data_sha256' is missing"], [lost, "--out", out]),
         (6, ["cannot write"], [run, "--out", tmp_path / "latin1.md" / "out"]),
     ]:
         assert_refused(*call("export", *arguments)[::2], code, *words)
