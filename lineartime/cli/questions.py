@@ -105,9 +105,8 @@ def answer(
     from lineartime.runtime import pick_device
 
     model, tokenizer, facts = load_span_model(folder)
-    context = context or model.config.context
-    windows = WindowConfig(context, stride, max_answer_tokens)
-    model.check_length(context)
+    windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
+    model.check_length(windows.context)
     with Terminal() as terminal:
         asked = [Question("", question, documents, (), ())]
         (found,) = predict(model.to(pick_device(device)), tokenizer, asked, windows,

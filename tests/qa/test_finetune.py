@@ -276,8 +276,8 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, 
     blank.write_text(" \n")
     for arguments, code, words in (
             ([], 2, "--document"), (["--document", none], 3, "none.json"),
-            (["--document", doc, "--context", 8], 2, "context"), (["--document", blank], 3, "white space"),
-            (["--document", doc, "--batch-rows", 0], 2, "batch_rows")):
+            (["--document", doc, "--context", 8], 2, "context"), (["--document", doc, "--context", 0], 2, "context"),
+            (["--document", blank], 3, "white space"), (["--document", doc, "--batch-rows", 0], 2, "batch_rows")):
         refused(capsys, ["answer", done, "--question", "Who?", *arguments], code, words)
 
 
