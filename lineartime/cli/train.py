@@ -120,6 +120,7 @@ def say_trained(done: "TrainResult") -> None:
     """Print the scores, the sample and the files of a run."""
     from lineartime.data.mixture import read_mixture
     from lineartime.data.tokens import read_manifests
+    from lineartime.run import WEIGHTS_FILE
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))
@@ -130,7 +131,9 @@ def say_trained(done: "TrainResult") -> None:
     if done.sample:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
-    say(f"weights  {out / 'latest'}  (open with lineartime.load_model or transformers)")
+    in_parts = not (out / "latest" / WEIGHTS_FILE).exists()  # those of a sharded model
+    others = "; `lineartime export` writes them for transformers" if in_parts else " or transformers"
+    say(f"weights  {out / 'latest'}  (open with lineartime.load_model{others})")
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
     say(f"next     {generate}{evaluate}")

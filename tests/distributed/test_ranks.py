@@ -119,6 +119,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_p
 
 def test_the_weights_of_a_sharded_run_are_exported_as_one_file(trained, tmp_path):
     run = trained / "2"
+    assert "load_model; `lineartime export` writes them for transformers)" in (trained / "rank-0.txt").read_text()
     with pytest.raises(UsageError, match="the weights of a sharded run are in parts"):
         LineartimeForCausalLM.from_pretrained(run / "latest")
     export(run, tmp_path / "out", data=None, about="", device=torch.device("cpu"))
