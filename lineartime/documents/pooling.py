@@ -52,7 +52,8 @@ class Reading:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "batch_rows"):
             value = getattr(self, name)
-            require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes whole numbers from 1")
+            require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
+                    f"{name} = {value}", "it takes whole numbers from 1")
         require_precision(self.precision)
 
 

@@ -43,7 +43,8 @@ class TrainResult:
     config: RunConfig
     scores: dict[str, Any]
     """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
-    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`) and "peak_mib"."""
+    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`), of several texts "by_source" (the
+    same of each), and "peak_mib"."""
     sample: str
     """Generated text; empty if the model is sharded or does not decode."""
     already: bool

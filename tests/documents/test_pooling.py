@@ -129,8 +129,9 @@ def test_embed_is_the_mean_of_the_last_states():
     assert close(cut_ND[1], lineartime.embed(model, byte_tokenizer(), [texts[1][:29]])[0])
     with pytest.raises(DataError, match="an empty document: text 2"):
         lineartime.embed(model, byte_tokenizer(), ["a", " \n"])
-    with pytest.raises(UsageError, match="batch_rows"):
-        lineartime.embed(model, byte_tokenizer(), ["a"], batch_rows=0)
+    for name, wrong in (("batch_rows", 0), ("max_tokens", 1.5)):
+        with pytest.raises(UsageError, match=name):
+            lineartime.embed(model, byte_tokenizer(), ["a"], **{name: wrong})
 
 
 def test_autocast_rounds_neither_means_nor_logits_nor_cosines(monkeypatch):
