@@ -1,6 +1,5 @@
 """A run of language modelling, from its settings to its scores, its sample and its plot."""
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
 from lineartime.weights.transformers_files import tokenizer_files
 from lineartime.weights.warm_start import check_shapes, find_weights, first_weights
-
-logger = logging.getLogger(__name__)
 
 SAMPLE_FILE = "sample.txt"
 
@@ -71,19 +68,17 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     # What decides the numbers is stored with the run: the hashes of the text, the tokenizer, and the first weights.
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = tokenizer_of(data), read_manifests(data)
-    facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"]}
     of_weights, first = weights_to_begin(settings, tokenizer)
-    facts |= of_weights
+    facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
+             **of_weights}
 
     def begin(ranks: Ranks) -> Setup:
         kind = NextToken if settings.model.causal else MaskedTokens
         objective = kind(settings, open_data(data, "train"), open_data(data, "validation"), ranks)
         return Setup(new_model(settings), objective, tokenizer_files(tokenizer), first)
 
-    def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-        return finish(run, model, data, stop, ranks, progress)
-
     # The run itself. Of one that was complete before, nothing is trained or scored.
+    score = partial(finish, stop=stop, progress=progress)
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
     if launched().is_first and not (already and (out / PLOT_FILE).exists()):  # a kill may have come before the picture
@@ -123,14 +118,14 @@ def new_model(config: RunConfig) -> LanguageModel:
         return LanguageModel(config.model)
 
 
-def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: Ranks,
+def finish(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
            progress: Progress | None) -> dict[str, Any]:
     """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, if the model is causal and not
     sharded, write a sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process
     in training; if the run was resumed, earlier processes do not count."""
     # Before the scores, which need other memory than training.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
-    held_out = open_data(data, "validation")
+    held_out = open_data(config.data, "validation")
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
     evaluation, by_source = evaluate_data(
         model, held_out, context=config.model.context, precision=config.train.precision,
@@ -140,9 +135,8 @@ def finish(run: Run, model: LanguageModel, data: str, stop: StopSignal, ranks: R
                               **({"by_source": {name: each.to_dict() for name, each in by_source.items()}}
                                  if by_source else {}),
                               "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
-    if not ranks.is_first:
-        return result
-    if run.is_sharded or not config.model.decodes:  # of a sharded one all weights would be gathered for every token
+    # Of a sharded model all weights would be gathered for every token.
+    if not ranks.is_first or run.is_sharded or not config.model.decodes:
         return result
     stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
     tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
