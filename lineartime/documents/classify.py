@@ -1,6 +1,6 @@
 """Labels of documents: one class, several, or a number, read from the mean of a document's last hidden states."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lineartime.config_json import PROBLEMS, Head
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.documents.examples import Example, Label, text_examples
+from lineartime.documents.examples import Label, text_examples
 from lineartime.documents.pooling import Mean, Reading, named_means
 from lineartime.documents.texts import TokenizedTexts
 from lineartime.errors import DataError
@@ -42,14 +42,8 @@ def classify(model: DocumentClassifier, tokenizer: Tokenizer, texts: Iterable[st
     require(isinstance(model, DocumentClassifier), "this model has no labels", type(model).__name__,
             "see load_classifier")
     reading = Reading(max_tokens, batch_rows, precision)
-
-    def examples() -> Iterator[Example]:
-        for example in text_examples(texts):
-            require(example.second is not None or not model.head.pairs, "this model learned from pairs of texts",
-                    example.where, "give it a pair")
-            yield example
-
-    means = named_means(model, tokenizer, examples(), reading, progress=progress)
+    examples = text_examples(texts, in_pairs=model.head.pairs)
+    means = named_means(model, tokenizer, examples, reading, progress=progress)
     return [prediction_of(model.head, logits_of(model, mean.vector_D[None])[0]) for _, mean in means]
 
 
@@ -102,9 +96,8 @@ def label_losses(head: Head, logits_BL: Tensor, targets: Tensor) -> Tensor:
 
 def found_label(model: DocumentClassifier, mean: Mean) -> dict[str, Any]:
     """What `lineartime classify` writes of a document: its label and its scores."""
-    found = prediction_of(model.head, logits_of(model, mean.vector_D[None])[0])
-    label = list(found.label) if isinstance(found.label, tuple) else found.label
-    return {"label": label, **({"scores": found.scores} if found.scores else {})}
+    label, scores = prediction_of(model.head, logits_of(model, mean.vector_D[None])[0])
+    return {"label": label, **({"scores": scores} if scores else {})}
 
 
 def head_of(train: TokenizedTexts, kind: Labels, where: str) -> Head:

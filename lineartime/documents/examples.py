@@ -45,14 +45,16 @@ class Example(NamedTuple):
     label: Label | None
 
 
-def text_examples(texts: Iterable[str | tuple[str, str]]) -> Iterator[Example]:
-    """Texts, or pairs of texts, as documents. Raises UsageError for what is neither, DataError for one that is white
-    space."""
+def text_examples(texts: Iterable[str | tuple[str, str]], in_pairs: bool = False) -> Iterator[Example]:
+    """Texts, or pairs of texts, as documents. Raises UsageError for what is neither, and for one text if they must be
+    in pairs; DataError for one that is white space."""
     require(not isinstance(texts, str), "a list of texts is needed", f"{str(texts)[:40]!r}", "put the text into a list")
     for number, text in enumerate(texts, 1):
         pair = (text, None) if isinstance(text, str) else text
         require(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
                 and isinstance(pair[1], str | None), "neither a text nor a pair of texts", f"text {number}")
+        require(pair[1] is not None or not in_pairs, "this model learned from pairs of texts", f"text {number}",
+                "give it a pair")
         yield example_of("", number, f"text {number}", pair[0], pair[1])
 
 
