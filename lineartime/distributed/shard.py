@@ -9,7 +9,6 @@ import gc
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,15 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lineartime.distributed.ordered import VECTOR, ParameterPart, tree_sum
 from lineartime.distributed.ranks import Ranks
+from lineartime.model import LanguageModel
 
 
 class OrderedReduceScatter:
     """What FSDP2 calls with a unit's gradients: this rank's part of their sum, each times its rank's `share`, as a tree
     in rank order."""
 
-    def __init__(self) -> None:
-        self.share = 1.0
-        """The share of the step's targets that this rank's micro-batch has."""
+    share = 1.0
+    """The share of the step's targets that this rank's micro-batch has."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for FSDP2."""
@@ -45,12 +44,10 @@ class OrderedReduceScatter:
         output_tensor.copy_(total)
 
 
-def shard_model(model: nn.Module, layers: Sequence[tuple[nn.Module, Callable[[], None]]],
-                init_outer: Callable[[], None], seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
     """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
     its gradients. In a process on its own nothing is sharded.
 
-    layers: those of the model, in order, with what sets their values. init_outer: sets those of what is in no layer.
     The values of a layer are drawn from (seed, place), so they do not depend on the number of ranks. A model that is
     never sharded draws all of them from one generator, and starts from others."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
@@ -66,10 +63,10 @@ def shard_model(model: nn.Module, layers: Sequence[tuple[nn.Module, Callable[[],
             unit.set_force_sum_reduction_for_comms(True)
 
     # A layer is given memory, its values, and then its share, so that no process ever has the whole model.
-    for place, (layer, init) in enumerate(layers):
+    for place, layer in enumerate(model.residual_layers()):
         layer.to_empty(device=device)
         torch.manual_seed(seed_of(seed, f"layers.{place}"))
-        init()
+        layer.init_weights(model.config.init_std)
         share_out(layer)
         if mesh is not None:
             register_fsdp_forward_method(layer, "add")  # the model calls it in place of `forward`
@@ -78,7 +75,7 @@ def shard_model(model: nn.Module, layers: Sequence[tuple[nn.Module, Callable[[],
         if any(p.is_meta for p in module.parameters(recurse=False)):
             module.to_empty(device=device, recurse=False)
     torch.manual_seed(seed_of(seed, "outer"))
-    init_outer()
+    model.init_outer_weights()
     share_out(model)
     return reduce_scatter
 

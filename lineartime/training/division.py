@@ -1,14 +1,13 @@
 """How ranks divide a step: whose micro-batches and parts of rows a rank computes, and which parameters it updates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import ParameterPart, exchange, gather_parts, norm_of, parts_of, sum_over_row
+from lineartime.distributed.ordered import ParameterPart, exchange, gather_parts, parts_of, sum_over_row
 from lineartime.distributed.ranks import ALONE, Ranks, gather
 from lineartime.distributed.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
 from lineartime.model import LanguageModel
@@ -59,10 +58,6 @@ class Division:
             return gradient
         return exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
-    def norm(self, gradient: list[Tensor]) -> Tensor:
-        """The norm of the gradient of all parts of all ranks, `[]`, on the CPU."""
-        return norm_of(gradient, self.parts, self.ranks)
-
     def mean(self, norms: Sequence[Tensor]) -> Tensor:
         """The mean over the micro-batches of all ranks, `[]`, on the CPU."""
         return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
@@ -88,11 +83,8 @@ class Division:
 
 def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torch.device) -> Division:
     """Place a model on the device, and this rank's share of it if it is to be sharded; returns what is this rank's."""
-    # Whole copies of the model, of whose parameters each rank updates a part; or of every parameter a part alone.
     if not config.shard:
         model.to(device)
         return Division(parts_of(model, ranks, config.optimizer == "muon"), ranks)
-    layers: list[tuple[nn.Module, Callable[[], None]]] = [
-        (layer, partial(layer.init_weights, model.config.init_std)) for layer in model.residual_layers()]
-    reduce_scatter = shard_model(model, layers, model.init_outer_weights, config.seed, ranks, device)
+    reduce_scatter = shard_model(model, config.seed, ranks, device)
     return Division(sharded_parts(model, ranks), ranks, reduce_scatter)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import Sums, merge_all, parts_of, push
+from lineartime.distributed.ordered import Sums, merge_all, norm_of, parts_of, push
 from lineartime.distributed.ranks import Ranks
 from lineartime.distributed.shard import local
 from lineartime.distributed.windows import differentiate_windows
@@ -59,7 +59,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         push(sums, gradient)
     # From here on each rank has only the parts of the gradient that it updates the parameters of.
     gradient = division.add_ranks(merge_all(sums))
-    norm = division.mean(norms) if clip_each else division.norm(gradient)
+    norm = division.mean(norms) if clip_each else norm_of(gradient, division.parts, division.ranks)
     if not clip_each:
         scale_to(gradient, norm, config.clip)
     forget(parameters)
