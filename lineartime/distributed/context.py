@@ -26,7 +26,7 @@ def exchange_states(leaving_DBF: Tensor, passes_B: Tensor, ranks: Ranks) -> Tens
 
     leaving_DBF: floating, what the part hands on to the ranks after it, and to those before it. passes_B: whether the
     part is one document that the tokens before and after it belong to as well."""
-    return torch.ops.lineartime.fold_states(leaving_DBF, passes_B, False, *as_arguments(ranks))
+    return torch.ops.lineartime.fold_states(leaving_DBF, passes_B, False, ranks.rank, ranks.size, ranks.group)
 
 
 def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, int],
@@ -44,7 +44,7 @@ def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, in
                          segment_ids_BT[:, :n_after] == 0], dim=1)
     # Whether an edge belongs to the document that crosses the border travels as one more feature.
     sent_BKS = torch.cat([edges_BKS, open_BK[..., None].to(z_BTS.dtype)], dim=-1)
-    received_BKS = torch.ops.lineartime.exchange_edges(sent_BKS, n_before, False, *as_arguments(ranks))
+    received_BKS = torch.ops.lineartime.exchange_edges(sent_BKS, n_before, False, ranks.rank, ranks.size, ranks.group)
     before_BKS, after_BKS = received_BKS.split([n_before, n_after], dim=1)
     row_BLS = torch.cat([before_BKS[..., :-1], z_BTS, after_BKS[..., :-1]], dim=1)
     ids_BL = torch.cat([torch.where(before_BKS[..., -1] > 0, 0, -1), segment_ids_BT,
@@ -52,19 +52,15 @@ def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, in
     return row_BLS, ids_BL
 
 
-def as_arguments(ranks: Ranks) -> tuple[int, int, str]:
-    """Ranks as arguments of an op: rank, size and the name of the group, "" for all processes."""
-    return ranks.rank, ranks.size, ranks.group or ""
-
-
 @torch.library.custom_op("lineartime::fold_states", mutates_args=())
-def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int, group: str) -> Tensor:
+def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int,
+                group: str | None) -> Tensor:
     """`exchange_states`, or its transpose: gradients of the states that enter to gradients of those that leave."""
     # Every rank gets what all have sent, and adds in the same order, so that all agree to the last bit.
     d, (b, f) = len(states_DBF), states_DBF.shape[1:]
     # One message has the states and whether a document passes through.
     sent = torch.cat([states_DBF.flatten(), passes_B.to(states_DBF.dtype)])
-    received_W = gather(sent, Ranks(rank, size, group or None))
+    received_W = gather(sent, Ranks(rank, size, group))
     states_WDBF, passes_WB = received_W[:, : d * b * f].view(size, d, b, f), received_W[:, d * b * f :] > 0
     # Direction 0 goes from left to right in the forward pass, direction 1 from right to left; gradients the other way.
     entering = []
@@ -78,11 +74,12 @@ def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: in
 
 
 @torch.library.custom_op("lineartime::exchange_edges", mutates_args=())
-def exchange_edges(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int, group: str) -> Tensor:
+def exchange_edges(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int,
+                   group: str | None) -> Tensor:
     """The first n_before positions from the rank before, the others from the rank after, or where there is none 0:
     `[B, K, S]`. transposed: the first from the rank after, the others from the rank before."""
     # All edges go to all ranks: they are a few positions, and the backward pass needs the same collective.
-    received_WBKS = gather(edges_BKS, Ranks(rank, size, group or None))
+    received_WBKS = gather(edges_BKS, Ranks(rank, size, group))
     step = 1 if transposed else -1
     parts = [(rank + step, slice(0, n_before)), (rank - step, slice(n_before, None))]
     return torch.cat([received_WBKS[each][:, at] if 0 <= each < size else torch.zeros_like(edges_BKS[:, at])
@@ -90,12 +87,12 @@ def exchange_edges(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int
 
 
 @fold_states.register_fake
-def _(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int, group: str) -> Tensor:
+def _(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int, group: str | None) -> Tensor:
     return states_DBF.new_empty(states_DBF.shape)
 
 
 @exchange_edges.register_fake
-def _(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int, group: str) -> Tensor:
+def _(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int, group: str | None) -> Tensor:
     return edges_BKS.new_empty(edges_BKS.shape)
 
 
