@@ -87,9 +87,8 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
         # Once in a while: score the model. A stop or a kill meanwhile loses no step, and a resume scores again.
         if is_due and (setup.score_last or not is_last):
             loop.score(step)
-        # End, after the last step or when the scores have not become better for long.
-        if setup.patience is not None and (is_due or is_last) and run.best_so_far() >= setup.patience:
-            break
+            if setup.patience is not None and run.best_so_far() >= setup.patience:
+                break  # the scores have not become better for long
         if is_last:
             break
         # One training step, and once in a while a checkpoint.
