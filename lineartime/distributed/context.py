@@ -31,8 +31,9 @@ def exchange_states(leaving_DBF: Tensor, passes_B: Tensor, ranks: Ranks) -> Tens
 
 def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, int],
                     ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's part of rows between the last around[0] positions of the part before and the first around[1] of the
-    part after: row_BLS, with gradients, and their documents ids_BL; of other documents and beyond the row's ends -1.
+    """This rank's part of rows, with the last around[0] positions of the part before in front and the first around[1]
+    of the part after behind: row_BLS, with gradients, and ids_BL, the document of each; -1 for other documents and
+    beyond the row's ends.
 
     z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part is as long as each of both numbers."""
     (n_before, n_after), n_tokens = around, z_BTS.shape[1]

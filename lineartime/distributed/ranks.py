@@ -124,7 +124,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     if dist.is_initialized():
-        yield with_groups(in_rows(Ranks(dist.get_rank(), dist.get_world_size()), n_in_row), timeout)
+        yield with_groups(ranks, timeout)
         return
 
     def join() -> Ranks:
@@ -198,7 +198,8 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 def speaks_first(ranks: Ranks, error: BaseException) -> bool:
     """Whether this rank is the first to speak of an error. Every rank asks once, before it does. Where the store does
-    not answer, each speaks of its own errors; but of lost ranks and stops ranks 0 and 1 and a machine's first rank."""
+    not answer, every rank speaks of its own errors; of a lost rank or a stop only ranks 0 and 1 and the first of each
+    machine do."""
     if ranks.size == 1:
         return True
     import torch.distributed  # noqa: F401  # before the seconds are counted

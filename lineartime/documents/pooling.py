@@ -22,7 +22,7 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require, require_precision
 
 BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
-"""Most batches of rows that wait to be sorted by length, and most that would be full of tokens: what a stop loses."""
+"""So many batches of rows wait to be sorted by length, or so many that are full of tokens; a stop loses them."""
 BETWEEN = "\n\n"
 """What stands between the two texts of a pair where the tokenizer has no [SEP]."""
 

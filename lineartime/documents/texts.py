@@ -51,7 +51,7 @@ def as_bytes(ids: np.ndarray) -> bytes:
 
 def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: int | None = None,
                progress: Callable[[int], None] | None = None, *, in_pairs: bool = False) -> TokenizedTexts:
-    """Tokenise documents. max_tokens: cut longer ones; it is counted how many. progress is called with the number of
+    """Tokenise documents. max_tokens: cut longer ones, and count them in `n_cut`. progress is called with the number of
     documents read. in_pairs: read the two texts of a record apart, or the two halves of a document. Raises DataError
     for a document that is too short to be halved, and for fewer than two pairs."""
     texts, where = TokenizedTexts(), ""

@@ -2,8 +2,7 @@
 
 A pair is two documents, or without a second field the two halves of one. The vector of each is the mean of its last
 hidden states, as in `embed`. The loss is the cross-entropy of finding a text's partner among those of the micro-batch,
-both ways, by cosine similarities divided by TEMPERATURE. Of a document that is longer than a row each epoch reads one
-stretch; held-out documents are read whole."""
+both ways, by cosine similarities divided by TEMPERATURE."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,11 +43,10 @@ def contrastive_losses(first_BD: Tensor, second_BD: Tensor, same_B2: Tensor) -> 
 
 def no_negatives(same_N2: Tensor, rows_R: Tensor, side: int = 0) -> Tensor:
     """Which texts of the other side do not count as wrong for the texts `rows_R` of this side, without their partners:
-    bool `[R, N]`. They are copies of the text itself, copies of its partner, and the partners of its copies.
+    bool `[R, N]`. They are copies of the text and of its partner, on whichever side, and the partners of its copies.
 
     same_N2: of `same_texts`. side: 0 for the first texts of pairs, 1 for the second."""
     same_R2 = same_N2[rows_R]
-    # Copies of the text or of its partner, whichever side they are on of theirs; then partners of copies of the text.
     found_RN = (same_R2[:, None] == same_N2).any(-1) | (same_R2[:, None, side] == same_N2[:, 1 - side])
     return found_RN.scatter(1, rows_R[:, None], False)
 

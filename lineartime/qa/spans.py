@@ -337,8 +337,7 @@ def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_token
     if n == 0 or not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)
-    # table[i, k] is the score of the span of the tokens i to i + k. argmax takes the first of equal ones, so the
-    # earliest start wins, then the shortest span.
+    # table[i, k] is the score of the span of the tokens i to i + k; argmax takes the first of equal ones.
     ends = np.concatenate([logits_N2[:, 1], np.full(width - 1, -np.inf)])
     table = logits_N2[:, :1] + np.lib.stride_tricks.sliding_window_view(ends, width)
     first, more = divmod(int(table.argmax()), width)

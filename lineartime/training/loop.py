@@ -125,7 +125,6 @@ class Loop:
     def step(self, step: int) -> None:
         """Update the weights once: the gradient, AdamW and Muon, and a line of metrics."""
         config, started, cpu_started = self.config, time.perf_counter(), time.process_time()
-        # The rows are a function of the seed and the step, so nothing of the data's order is stored.
         batch = [torch.from_numpy(part).to(self.device) for part in self.setup.objective.batch(step)]
         rate = learning_rate_at(step, config)
         for group in self.optimizer.param_groups:
