@@ -15,6 +15,7 @@ from test_questions import parquet, squad, triviaqa
 
 import lineartime
 from benchmarks.paper import runner
+from command_line import assert_refused
 from lineartime import finetuning
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config
@@ -84,7 +85,7 @@ def assert_same_outcome(out, done):
         assert (out / name).read_bytes() == (done / name).read_bytes()
 
 
-def test_the_folder_holds_the_best_run(folder, done, capsys):
+def test_the_folder_holds_the_best_run(folder, done, call):
     result = json.loads((done / "result.json").read_text())
     rates = result["learning_rates"]
     assert set(rates) == {"1e-02", "2.5e-03"}
@@ -100,17 +101,13 @@ def test_the_folder_holds_the_best_run(folder, done, capsys):
     model, _, facts = lineartime.load_model(done)
     assert isinstance(model, SpanModel) and f"lr-{best}" in facts["checkpoint"]
     assert (model.config.chunk_size, model.config.cls_softmax, model.config.context) == (4, True, 48)
-    fields = json.loads((done / "best" / "config.json").read_text())
-    assert fields["architectures"] == ["LineartimeForQuestionAnswering"]
+    assert json.loads((done / "best/config.json").read_text())["architectures"] == ["LineartimeForQuestionAnswering"]
     train = json.loads((done / "lr-1e-02" / "run.json").read_text())["train"]
     assert (train["clip"], train["learning_rate"], train["warmup_steps"]) == (None, 0.01, round(0.1 * train["steps"]))
-    lines = [json.loads(line) for line in (done / "lr-1e-02" / "metrics.jsonl").read_text().splitlines()]
-    assert any("f1" in line.get("held_out", {}) for line in lines)
-    capsys.readouterr()
-    assert run_cli(["evaluate", done, "--questions", folder / "dev.json", "--max-answer-tokens", 6, "--json",
-                    "--predictions", folder / "again.json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["f1"] == pytest.approx(rates[best]["f1"])
+    assert any("f1" in line.get("held_out", {}) for line in read_metrics(done / "lr-1e-02"))
+    code, printed, _ = call("evaluate", done, "--questions", folder / "dev.json", "--max-answer-tokens", 6, "--json",
+                            "--predictions", folder / "again.json")
+    assert code == 0 and json.loads(printed)["f1"] == pytest.approx(rates[best]["f1"])
     assert json.loads((folder / "again.json").read_text()) == predictions
 
 
@@ -145,13 +142,13 @@ def test_flash_alone_is_not_clipped(folder, tmp_path, preset, fields, monkeypatc
     assert [run.train.clip for run in seen] == [0.1, None] and not any(run.model.cls_softmax for run in seen)
 
 
-def test_the_same_command_says_complete_and_another_is_refused(folder, done, capsys):
+def test_the_same_command_says_complete_and_another_is_refused(folder, done, call):
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"}
-    assert run_cli(arguments(folder, done)) == 0
-    assert "complete" in capsys.readouterr().out
+    code, out, _ = call(*arguments(folder, done))
+    assert code == 0 and "complete" in out
     for more in (["--learning-rates", "1e-2"], ["--set", "seed=1"], ["--negatives", "1"]):
-        refused(capsys, arguments(folder, done, *more), 2, "another fine-tuning is here")
-    refused(capsys, arguments(folder, folder / "pretrained"), 2, "another run is here")
+        assert_refused(*call(*arguments(folder, done, *more))[::2], 2, "another fine-tuning is here")
+    assert_refused(*call(*arguments(folder, folder / "pretrained"))[::2], 2, "another run is here")
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"} == before
 
 
@@ -185,53 +182,40 @@ def test_batches_are_a_function_of_seed_and_step(folder):
     assert sorted(drawn) == sorted(10 * [ids.astype(np.int64).tobytes() for ids in rows.ids])
 
 
-def test_answer_says_what_and_where(folder, done, capsys, tmp_path, monkeypatch):
+def test_answer_says_what_and_where(done, call, tmp_path):
     text = "Nothing here. " * 50 + "Zuse lives in town 7. " + "Émile does not. " * 50
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     ask = ["answer", done, "--question", "Who lives in town 7?"]
     for rows in (1, 100):
-        assert run_cli([*ask, "--document", tmp_path / "long.txt", "--json", "--batch-rows", rows]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert text[found["start"] : found["stop"]] == found["answer"] and found["windows"] > 5
-    with (tmp_path / "long.txt").open(encoding="utf-8") as file:
-        monkeypatch.setattr(sys, "stdin", file)
-        assert run_cli([*ask, "--document", "-"]) == 0
-    out = capsys.readouterr().out
-    assert f"answer   {found['answer']}" in out and f"characters {found['start']:,} to {found['stop']:,}" in out
-    assert f"[{found['answer']}]" in out
+        code, printed, _ = call(*ask, "--document", tmp_path / "long.txt", "--json", "--batch-rows", rows)
+        found = json.loads(printed)
+        assert code == 0 and text[found["start"] : found["stop"]] == found["answer"] and found["windows"] > 5
+    code, out, _ = call(*ask, "--document", "-", stdin=text)
+    assert code == 0 and f"answer   {found['answer']}" in out and f"[{found['answer']}]" in out
+    assert f"characters {found['start']:,} to {found['stop']:,}" in out
 
 
-def test_triviaqa_end_to_end(folder, tmp_path, capsys):
+def test_triviaqa_end_to_end(folder, tmp_path, call):
     """Both forms at once, evidence beside the questions."""
     for part in ("json", "parquet"):
         (tmp_path / part).mkdir()
     path = triviaqa(tmp_path / "json")
     other = parquet(tmp_path / "parquet", question_id="p1")
     out = tmp_path / "out"
-    assert run_cli(["finetune", folder / "pretrained", "--questions", path, "--questions", other, "--validation", path,
-                    "--out", out, "--context", 48, "--learning-rates", "1e-3", "--epochs", 1]) == 0
+    assert call("finetune", folder / "pretrained", "--questions", path, "--questions", other, "--validation", path,
+                "--out", out, "--context", 48, "--learning-rates", "1e-3", "--epochs", 1)[0] == 0
     assert list(json.loads((out / "predictions.json").read_text())) == ["q1"]
     counts = json.loads((out / "result.json").read_text())["train_questions"]
     assert (counts["questions"], counts["answer_not_found"]) == (2, 0)
     (tmp_path / "json" / "evidence" / "web" / "0" / "0_1.txt").unlink()
-    capsys.readouterr()
-    assert run_cli(["evaluate", out, "--questions", path]) == 3
-    assert "0_1.txt" in capsys.readouterr().err
+    assert_refused(*call("evaluate", out, "--questions", path)[::2], 3, "0_1.txt")
 
 
-def refused(capsys, arguments, code, *words):
-    capsys.readouterr()
-    assert run_cli(arguments) == code
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert all(word in err for word in words), err
-
-
-def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
+def test_finetune_refuses_in_one_line(folder, tmp_path, call):
     out = tmp_path / "out"
 
     def refuse(code, *words, run="pretrained", more=()):
-        refused(capsys, arguments(folder, out, *more, run=run), code, *words)
+        assert_refused(*call(*arguments(folder, out, *more, run=run))[::2], code, *words)
         assert not out.exists()
 
     refuse(2, "sees both ways", run="causal")
@@ -249,49 +233,52 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, capsys):
     refuse(3, "twice", more=["--questions", folder / "train.json"])
     line = ["finetune", folder / "pretrained", "--out", out, *SETTINGS, "--questions"]
     nothing = squad(tmp_path, answers=[])
-    refused(capsys, [*line, folder / "train.json", "--validation", nothing], 3, "no question has an answer")
-    refused(capsys, [*line, nothing, "--validation", folder / "dev.json"], 3, "no window holds an answer",
-            "1 have no label")
-    refused(capsys, [*line, folder / "train.json"], 2, "--validation")
+    for more, code, words in (
+            ([folder / "train.json", "--validation", nothing], 3, ["no question has an answer"]),
+            ([nothing, "--validation", folder / "dev.json"], 3, ["no window holds an answer", "1 have no label"]),
+            ([folder / "train.json"], 2, ["--validation"])):
+        assert_refused(*call(*line, *more)[::2], code, *words)
     assert not out.exists()
 
 
-def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, capsys, monkeypatch):
+def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, call, monkeypatch):
     dev, doc, none = folder / "dev.json", tmp_path / "doc.txt", tmp_path / "none.json"
     doc.write_text("Ada.")
     for arguments, code, words in (
             ([folder / "pretrained", "--questions", dev], 2, "not fine-tuned"), ([done], 2, "--data"),
             ([done, "--questions", dev, "--data", folder / "prepared"], 2, "--questions and --data; leave one out"),
             ([done, "--data", folder / "prepared", "--stride", 9], 2, "--stride goes with --questions")):
-        refused(capsys, ["evaluate", *arguments], code, words)
+        assert_refused(*call("evaluate", *arguments)[::2], code, words)
     with monkeypatch.context() as patch:  # before the model answers
         patch.setattr(spans, "evaluate_questions", None)
-        refused(capsys, ["evaluate", done, "--questions", squad(tmp_path, answers=[])], 2, "--predictions")
-        refused(capsys, ["evaluate", done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], 6,
-                "p.json")
-    refused(capsys, ["generate", done, "x"], 2, "only a causal language model")
-    refused(capsys, ["answer", folder / "causal", "--question", "?", "--document", doc], 2, "not fine-tuned")
-    refused(capsys, ["answer", done, "--document", doc], 2, "--question")
+        for arguments, code, words in (
+                ([squad(tmp_path, answers=[])], 2, "--predictions"),
+                ([dev, "--predictions", tmp_path / "no" / "p.json"], 6, "p.json")):
+            assert_refused(*call("evaluate", done, "--questions", *arguments)[::2], code, words)
+    for arguments, words in ((["generate", done, "x"], "only a causal language model"),
+                             (["answer", folder / "causal", "--question", "?", "--document", doc], "not fine-tuned"),
+                             (["answer", done, "--document", doc], "--question")):
+        assert_refused(*call(*arguments)[::2], 2, words)
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n")
     for arguments, code, words in (
             ([], 2, "--document"), (["--document", none], 3, "none.json"),
             (["--document", doc, "--context", 8], 2, "context"), (["--document", doc, "--context", 0], 2, "context"),
             (["--document", blank], 3, "white space"), (["--document", doc, "--batch-rows", 0], 2, "batch_rows")):
-        refused(capsys, ["answer", done, "--question", "Who?", *arguments], code, words)
+        assert_refused(*call("answer", done, "--question", "Who?", *arguments)[::2], code, words)
 
 
-def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, capsys):
+def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, call):
     out = tmp_path / "out"
     shutil.copytree(done, out, symlinks=True)
     ask = ["answer", out, "--question", "?", "--document", folder / "dev.json"]
     whole = json.loads((out / "result.json").read_text())
     for text in ("{", "{}", json.dumps({**whole, "best": "lr-1"})):
         (out / "result.json").write_text(text)
-        refused(capsys, ask, 4, "damaged", "result.json")
+        assert_refused(*call(*ask)[::2], 4, "damaged", "result.json")
         with pytest.raises(CheckpointError, match="damaged"):
             runner.finetuned(out)
-        refused(capsys, arguments(folder, out), 4, "damaged", "result.json")
+        assert_refused(*call(*arguments(folder, out))[::2], 4, "damaged", "result.json")
     (out / "result.json").unlink()
     assert run_cli(arguments(folder, out)) == 0
     assert_same_outcome(out, done)
