@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from lineartime.config import TASKS
 from lineartime.data.read_text import require_encoding
-from lineartime.data.rows import MAX_LINE_BYTES, UTF8
+from lineartime.data.rows import UTF8
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
@@ -48,15 +48,13 @@ class PrepareSettings:
     """The tokenizer is trained on at most about so many characters, from pieces at equal distances."""
     shard_tokens: int = 1 << 27
     """Tokens in a file."""
-    max_line_bytes: int = MAX_LINE_BYTES
-    """Longest line of JSON."""
     unit_bytes: int = UNIT_BYTES
     """What a process takes at once. It changes the result only inside words of more than 4,096 characters."""
 
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",
                 "it lies between 0 and 1")
-        for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes", "max_line_bytes"):
+        for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes"):
             value = getattr(self, name)
             require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
         require_encoding(self.encoding)
@@ -82,8 +80,7 @@ class PrepareSettings:
     @property
     def reading(self) -> dict[str, Any]:
         """The named arguments of `read_pieces`."""
-        return {"field": self.field, "max_line_bytes": self.max_line_bytes, "task": self.task,
-                "encoding": self.encoding}
+        return {"field": self.field, "task": self.task, "encoding": self.encoding}
 
     @property
     def from_hub(self) -> list[str]:

@@ -23,7 +23,6 @@ from typing import IO, NamedTuple
 from lineartime.data.corpora import wiki40b_document
 from lineartime.data.files import Name, file_blocks, files_below, packing_of, reading, size_of, stdin_blocks, unpacked
 from lineartime.data.rows import (
-    MAX_LINE_BYTES,
     UTF8,
     Row,
     array_rows,
@@ -108,8 +107,8 @@ def expansion_of(name: Name) -> int:
     return EXPANSION if packing_of(name) or ending_of(name) == ".parquet" else 1
 
 
-def read_pieces(name: Name, *, field: str = "text", max_line_bytes: int = MAX_LINE_BYTES, task: str | None = None,
-                encoding: str = UTF8, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+def read_pieces(name: Name, *, field: str = "text", task: str | None = None, encoding: str = UTF8, start: int = 0,
+                stop: int | None = None) -> Iterator[Piece]:
     """The documents of a file, in order, each as pieces of at most `PIECE` characters; a blank document is one empty
     piece, or in a file that is one document pieces of white space.
 
@@ -119,8 +118,7 @@ def read_pieces(name: Name, *, field: str = "text", max_line_bytes: int = MAX_LI
     if is_one_document(name):
         yield from _pieces_of_text(name, encoding, start, stop)
         return
-    rows = read_rows(name, [field], max_line_bytes=max_line_bytes, encoding=encoding, start=start, stop=stop)
-    for where, record in rows:
+    for where, record in read_rows(name, [field], encoding=encoding, start=start, stop=stop):
         text = text_field(record, field, where)
         text = wiki40b_document(text, where) if task == "wiki40b" else text
         yield from pieces_of("" if text.isspace() else text)
@@ -153,8 +151,8 @@ def _before_word(file: IO[bytes], start: int, stop: int) -> int:
     return stop
 
 
-def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), max_line_bytes: int = MAX_LINE_BYTES,
-              encoding: str = UTF8, start: int = 0, stop: int | None = None) -> Iterator[Row]:
+def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), encoding: str = UTF8, start: int = 0,
+              stop: int | None = None) -> Iterator[Row]:
     """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the file must have, and
     those of `optional` that it has, are read. start, stop: a range of `ranges_of`."""
     kind, size = ending_of(name), size_of(name)
@@ -170,7 +168,7 @@ def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (),
             yield from array_rows(file, name, encoding)
         else:
             stop = None if packing_of(name) else stop  # a packed file has one range
-            yield from json_lines(file, str(name), max_line_bytes, encoding, start, stop)
+            yield from json_lines(file, str(name), encoding, start, stop)
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:

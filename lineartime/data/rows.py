@@ -16,6 +16,7 @@ from lineartime.errors import DataError
 
 UTF8 = "utf-8"
 MAX_LINE_BYTES = 64 << 20
+"""Longest line of JSON, and longest field of a table."""
 MAX_ARRAY_BYTES = 1 << 30
 """Largest JSON array, which is read whole."""
 
@@ -40,8 +41,8 @@ def not_in_encoding(where: str, encoding: str = UTF8) -> DataError:
                      "--encoding latin-1")
 
 
-def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES, encoding: str = UTF8, start: int = 0,
-               stop: int | None = None) -> Iterator[Row]:
+def json_lines(file: IO[bytes], name: str, encoding: str = UTF8, start: int = 0, stop: int | None = None
+               ) -> Iterator[Row]:
     """The records of JSON lines, or those whose lines begin in a range of bytes."""
     number, after = 0, f" after byte {start}" if start else ""
     if start:
@@ -49,11 +50,11 @@ def json_lines(file: IO[bytes], name: str, max_line_bytes: int = MAX_LINE_BYTES,
         while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):  # of a line of the range before
             pass
     at = file.tell() if start else 0
-    while (stop is None or at < stop) and (line := file.readline(max_line_bytes + 1)):
+    while (stop is None or at < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
         number, at = number + 1, at + len(line)
         where = f"{name}:{number}{after}"
-        if len(line) > max_line_bytes:
-            raise DataError("line is too long", where, f"the limit is {max_line_bytes} bytes")
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError("line is too long", where, f"the limit is {MAX_LINE_BYTES} bytes")
         if line == b"\n" and isinstance(file, io.BufferedReader):  # a packed file may have a thousand million of them
             block = file.peek()
             more = len(file.read(len(block) - len(block.lstrip(b"\n"))))

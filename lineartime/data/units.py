@@ -26,7 +26,7 @@ BLOCK_IDS = 1 << 21
 ROW = np.dtype(("<u8", 4))
 """Of a document, or the part of it in a unit: ids, words, bytes, hash."""
 ReadArguments = dict[str, Any]
-"""The named arguments of `read_pieces`: field, max_line_bytes, task, encoding."""
+"""The named arguments of `read_pieces`: field, task, encoding."""
 
 
 Faults = dict[str, list[Any]]

@@ -188,13 +188,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_refused_with_their_place(tmp_path, fault):
+def test_faults_are_refused_with_their_place(tmp_path, fault, monkeypatch):
     name, content, message = FAULTS[fault]
+    monkeypatch.setattr("lineartime.data.rows.MAX_LINE_BYTES", 1000 if fault == "long line" else 1 << 20)
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        limit = 1000 if fault == "long line" else 1 << 20
-        list(read_pieces(path, max_line_bytes=limit))
+        list(read_pieces(path))
     assert message.format(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
