@@ -10,7 +10,7 @@ from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
 from lineartime.data.files import packing_of, require_there, size_of
 from lineartime.data.read_text import ending_of, is_one_document, require_encoding, text_of
-from lineartime.data.rows import UTF8
+from lineartime.data.rows import UTF8, is_utf8
 from lineartime.data.small_texts import read_small
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding
@@ -114,7 +114,7 @@ def read(
     empty.reserve(1)
     note(f"state    {constant / 1e6:.1f} MB, " + ("whatever the length of the text" if not grows else
                                                   f"and {empty.n_bytes - constant:,} bytes or more for each token"))
-    n_file_bytes = None if book == "-" or packing_of(book) or encoding != UTF8 else size_of(book)
+    n_file_bytes = None if book == "-" or packing_of(book) or not is_utf8(encoding) else size_of(book)
     begun = time.monotonic()
     with Terminal() as terminal:
         def show(n_bytes: int, n_tokens: int) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from lineartime.config import TASKS
 from lineartime.data.read_text import require_encoding
-from lineartime.data.rows import UTF8
+from lineartime.data.rows import UTF8, is_utf8
 from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
@@ -99,7 +99,7 @@ class PrepareSettings:
         settings: dict[str, Any] = {"held_out": self.held_out, "field": self.field, "shard_tokens": self.shard_tokens}
         settings |= {"mlm": True} if self.is_masked else {}
         settings |= {"task": self.task} if self.task is not None else {}
-        settings |= {"encoding": self.encoding} if self.encoding != UTF8 else {}
+        settings |= {} if is_utf8(self.encoding) else {"encoding": self.encoding}
         settings |= {"hub": " ".join(self.from_hub)} if self.from_hub else {}
         if tokenizer_sha256 is not None:
             return settings | {"tokenizer": tokenizer_sha256}

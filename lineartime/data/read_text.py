@@ -28,6 +28,7 @@ from lineartime.data.rows import (
     array_rows,
     codec_of,
     is_array,
+    is_utf8,
     json_lines,
     not_in_encoding,
     parquet_rows,
@@ -87,9 +88,7 @@ def text_files_below(folder: Name) -> tuple[list[str], list[str]]:
 def require_encoding(encoding: str) -> None:
     """Raise UsageError for an encoding that Python does not know."""
     try:
-        codecs.getincrementaldecoder(encoding)
-        if not codecs.lookup(encoding)._is_text_encoding:  # such as hex and rot13
-            raise LookupError
+        "".encode(encoding)
     except (LookupError, ValueError):
         raise UsageError("unknown encoding", encoding, "such as utf-8, latin-1 or cp1252") from None
 
@@ -97,7 +96,7 @@ def require_encoding(encoding: str) -> None:
 def ranges_of(name: Name, size: int, range_bytes: int, encoding: str = UTF8) -> list[tuple[int, int]]:
     """The ranges of bytes in which a file of this size may be read apart; one if that is not possible. They depend on
     nothing else, so any number of processes makes the same. range_bytes: of text, see `EXPANSION`."""
-    apart = (ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and encoding == UTF8) or is_token_file(name)
+    apart = (ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and is_utf8(encoding)) or is_token_file(name)
     step = max(range_bytes // expansion_of(name), 1) if apart else max(size, 1)
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
@@ -218,7 +217,7 @@ def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encodi
     """The text of blocks of bytes that begin at byte `position` of a file, without a byte order mark at its beginning.
     name: for errors."""
     decoder = codecs.getincrementaldecoder(encoding if position else codec_of(encoding))()
-    may_have_nul = encoding.lower().startswith(("utf-16", "utf-32", "utf16", "utf32"))
+    may_have_nul = codecs.lookup(encoding).name.startswith(("utf-16", "utf-32"))
     for block in itertools.chain(blocks, [b""]):
         if b"\0" in block and not may_have_nul:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + block.index(0)}")

@@ -23,9 +23,14 @@ MAX_ARRAY_BYTES = 1 << 30
 logger = logging.getLogger(__name__)
 
 
+def is_utf8(encoding: str) -> bool:
+    """Whether this is a name of UTF-8, such as utf8 and UTF-8."""
+    return codecs.lookup(encoding).name == UTF8
+
+
 def codec_of(encoding: str) -> str:
     """The codec that takes a file's byte order mark away."""
-    return "utf-8-sig" if codecs.lookup(encoding).name == UTF8 else encoding
+    return "utf-8-sig" if is_utf8(encoding) else encoding
 
 
 class Row(NamedTuple):
@@ -110,7 +115,7 @@ def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> It
     csv.field_size_limit(MAX_LINE_BYTES)
     line = 1
     # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
-    errors = "surrogateescape" if encoding == UTF8 else "strict"
+    errors = "surrogateescape" if is_utf8(encoding) else "strict"
     with io.TextIOWrapper(file, codec_of(encoding), errors, newline="") as text:
         rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
         try:

@@ -95,14 +95,16 @@ def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path):
     ("a.txt", "naïve"), ("a.csv", "text\nnaïve\n"), ("a.jsonl", '{"text": "naïve"}')])
 def test_text_in_another_encoding(tmp_path, name, text):
     (tmp_path / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=r"not valid UTF-8: .*--encoding latin-1"):
-        prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes")
+    for encoding in ("utf-8", "UTF-8"):
+        with pytest.raises(DataError, match=r"not valid UTF-8: .*a\.(csv:2|txt, byte|jsonl:1).*--encoding latin-1"):
+            prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding=encoding)
     with pytest.raises(DataError, match="UTF-16"):  # it has no byte order mark
         prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding="utf-16")
-    for encoding, written in (("latin-1", "latin-1"), ("UTF8", "utf-8-sig")):
+    for encoding, written in (("latin-1", "latin-1"), ("U16", "utf-16"), ("UTF8", "utf-8-sig")):
         (tmp_path / name).write_bytes(text.encode(written))
         prepare([tmp_path / name], tmp_path / encoding, tokenizer="bytes", encoding=encoding)
         assert documents_of(tmp_path / encoding) == ["naïve"]
+    assert prepare([tmp_path / name], tmp_path / "UTF8", tokenizer="bytes").already_prepared
     for wrong in ("latin-99", "hex"):
         with pytest.raises(UsageError, match=f"unknown encoding: {wrong}"):
             prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", encoding=wrong)
