@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
 from lineartime.data.files import require_there
-from lineartime.data.read_text import require_encoding
+from lineartime.data.read_text import require_encoding, small_bytes
 from lineartime.data.rows import UTF8
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding, Fields, MaxTokens, PairField, Stdin, TextField
@@ -97,7 +97,6 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                   found_of: "Callable[[Mean], dict[str, Any]]") -> None:
     """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
     same verb, fields and reading. found_of: gives what a row says of a document's mean."""
-    from lineartime.data.small_texts import small_bytes
     from lineartime.documents.examples import MAX_STDIN, read_examples
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows

@@ -36,7 +36,7 @@ def export(
         say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
             "transformers or sentence-transformers)")
         return
-    from lineartime.data.small_texts import read_small
+    from lineartime.data.read_text import read_small
     from lineartime.release.export import export
     from lineartime.runtime import pick_device
 

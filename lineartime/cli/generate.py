@@ -9,9 +9,8 @@ from typing import Annotated
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
 from lineartime.data.files import packing_of, require_there, size_of
-from lineartime.data.read_text import ending_of, is_one_document, require_encoding, text_of
+from lineartime.data.read_text import ending_of, is_one_document, read_small, require_encoding, text_of
 from lineartime.data.rows import UTF8, is_utf8
-from lineartime.data.small_texts import read_small
 from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding
 from lineartime.model_names import named_folder

@@ -92,8 +92,8 @@ def answer(
     require(bool(question.strip()), "no question", "--question", 'give --question "..."')
     require(batch_rows >= 1, "wrong value", f"batch_rows = {batch_rows}", "it takes whole numbers from 1")
     folder = named_folder(run)
+    from lineartime.data.read_text import read_small
     from lineartime.data.rows import checked
-    from lineartime.data.small_texts import read_small
     from lineartime.qa.questions import MOST_BYTES, Document, Question
 
     checked(question, "the question", "--question")

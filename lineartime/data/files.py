@@ -126,7 +126,10 @@ def too_large(name: Name) -> DataError:
 
 
 def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, behind the first `n_read`."""
+    """The bytes of a file, unpacked, behind the first `n_read`; or what comes on stdin (`-`)."""
+    if name == "-":
+        yield from stdin_blocks()
+        return
     with reading(name), unpacked(name) as file:
         while n_read:
             if not (block := file.read(min(n_read, 1 << 20))):

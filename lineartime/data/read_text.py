@@ -20,8 +20,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
+from lineartime.atomic_io import MAX_BYTES
 from lineartime.data.corpora import wiki40b_document
-from lineartime.data.files import Name, file_blocks, files_below, packing_of, reading, size_of, stdin_blocks, unpacked
+from lineartime.data.files import Name, file_blocks, files_below, packing_of, reading, size_of, unpacked
 from lineartime.data.rows import (
     UTF8,
     Row,
@@ -232,9 +233,29 @@ def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encodi
 
 def text_of(name: Name, encoding: str = UTF8) -> Iterator[str]:
     """The text of a file of any name, which may be packed, or of stdin (`-`), in blocks."""
-    if name == "-":
-        return text_blocks(stdin_blocks(), "stdin", encoding=encoding)
-    return text_blocks(file_blocks(name), name, encoding=encoding)
+    return text_blocks(file_blocks(name), "stdin" if name == "-" else name, encoding=encoding)
+
+
+def read_small(name: Name, most: int = MAX_BYTES) -> str:
+    """The text of UTF-8 that `small_bytes` reads, without its byte order mark. Raises DataError for other text, and as
+    that does."""
+    try:
+        return small_bytes(name, most).decode().removeprefix(BYTE_ORDER_MARK)
+    except UnicodeDecodeError as e:
+        where = f"{'stdin' if name == '-' else name}, byte {e.start}"
+        raise DataError("not valid UTF-8", where, "save it as UTF-8") from None
+
+
+def small_bytes(name: Name, most: int) -> bytes:
+    """The bytes of a file, unpacked, or of stdin (`-`). Raises DataError for more than `most`, and for a file that
+    cannot be read."""
+    content = bytearray()
+    for block in file_blocks(name):
+        content += block
+        if len(content) > most:
+            where = "stdin" if name == "-" else name
+            raise DataError("the text is too large", where, f"at most {most:,} bytes are read")
+    return bytes(content)
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:

@@ -19,8 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from lineartime.atomic_io import read_bytes
 from lineartime.config import LARGEST
 from lineartime.data.files import Name
-from lineartime.data.read_text import pieces_of, read_whole
-from lineartime.data.small_texts import read_small
+from lineartime.data.read_text import pieces_of, read_small, read_whole
 from lineartime.errors import DataError, UsageError
 from lineartime.settings import require
 

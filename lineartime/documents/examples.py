@@ -16,11 +16,11 @@ from lineartime.data.read_text import (
     is_one_document,
     read_pieces,
     read_rows,
+    small_bytes,
     text_blocks,
     text_files_below,
 )
 from lineartime.data.rows import Row, checked, json_lines, text_field, warn_once
-from lineartime.data.small_texts import small_bytes
 from lineartime.data.sources import require_file
 from lineartime.data.streams import ON_HUB, hub_rows
 from lineartime.errors import DataError, raise_faults

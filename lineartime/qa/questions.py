@@ -11,9 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lineartime.data.files import Name, expanded
-from lineartime.data.read_text import ending_of, read_rows
+from lineartime.data.read_text import ending_of, read_rows, read_small
 from lineartime.data.rows import checked, parse_json
-from lineartime.data.small_texts import read_small
 from lineartime.data.streams import ON_HUB, hub_rows
 from lineartime.errors import DataError
 

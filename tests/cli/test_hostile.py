@@ -119,7 +119,7 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
 
 def test_an_endless_stdin_is_refused(warm_command: list[str]) -> None:
     done = shell("lineartime generate small - < /dev/zero", warm_command)
-    assert_refused(done.returncode, done.stderr, 3, "too much on stdin: more than 67,108,864 bytes")
+    assert_refused(done.returncode, done.stderr, 3, "the text is too large: stdin; at most 67,108,864 bytes")
 
 
 def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from lineartime.data.read_text import cut, ranges_of, read_pieces
-from lineartime.data.small_texts import read_small
+from lineartime.data.read_text import cut, ranges_of, read_pieces, read_small
 from lineartime.data.sources import find_sources
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.errors import DataError, UsageError

@@ -148,7 +148,7 @@ def test_another_encoding(tmp_path):
 @pytest.mark.parametrize(("kind", "text", "found"), [
     ("text", "\ufeffwhole\ntext", ["whole\ntext"]), ("jsonl", '{"text": "a"}\n\n{"text": "b"}', ["a", "b"]),
     ("text", "", "nothing on stdin"), ("text", " ", "an empty document: stdin"), ("jsonl", "\n{", "stdin:2"),
-    ("text", "x" * 99, "too much on stdin: more than 64 bytes; put it into a file")])
+    ("text", "x" * 99, "the text is too large: stdin; at most 64 bytes")])
 def test_stdin(tmp_path, monkeypatch, kind, text, found):
     monkeypatch.setattr("lineartime.documents.examples.MAX_STDIN", 64)
     (tmp_path / "stdin").write_text(text, encoding="utf-8")
