@@ -142,13 +142,12 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
     that are not finite, and as `open_state` does."""
     require_precision(precision)
     state = open_state(model, tokenizer) if state is None else state
-    pack = tokenizer.packer()
 
     def encode(text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a text and, for rows of tokens, their places in it."""
         if per == "token":
             return tokenizer.encode_with_offsets(text)
-        return np.frombuffer(pack(text), tokenizer.dtype), np.empty((0, 2), np.int64)
+        return np.frombuffer(tokenizer.pack(text), tokenizer.dtype), np.empty((0, 2), np.int64)
 
     for block in itertools.chain(blocks, () if keep else (None,)):
         data = block.encode() if isinstance(block, str) else block

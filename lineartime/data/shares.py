@@ -103,12 +103,12 @@ def encode(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -
     `join` can say soon what else is wrong."""
     job, tokenizer = _opened(work)
     make_folder(joined(work, UNITS))
-    pack, origins, is_right = tokenizer.packer(), _origins(job, tokenizer), True
+    origins, is_right = _origins(job, tokenizer), True
     for index in range(number, len(origins), of):
         name, slices = _unit_name(work, index), [Slice(*each) for each in job["units"][index][1]]
         if not is_finished(name, origins[index]):
             if is_right:
-                unit = encode_unit(name, slices, job["reading"], tokenizer, pack, job["held_out"] is not None)
+                unit = encode_unit(name, slices, job["reading"], tokenizer, job["held_out"] is not None)
             else:
                 unit = Encoded(faults=faults_of(slices, job["reading"]))
             is_right = is_right and not unit.faults

@@ -3,6 +3,7 @@
 The BPE and byte tokenizers made here have no normaliser and add no prefix space, so decoding restores text exactly."""
 
 import contextlib
+import functools
 import hashlib
 import json as json_module
 import os
@@ -143,7 +144,8 @@ class Tokenizer:
         """The ids of `text`, without an end-of-document token. Raises DataError for text that the tokenizer lacks."""
         return [i for part in self.parts(text) for i in self.encode_part(part)]
 
-    def packer(self) -> Callable[[str], bytes]:
+    @functools.cached_property
+    def pack(self) -> Callable[[str], bytes]:
         """A function that returns the ids of a part of a text, those of `encode_part`, as bytes of `dtype`.
 
         It remembers the ids of words, with which a byte-level tokenizer takes a third of the time. It raises DataError

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,15 +127,13 @@ def rows_of(pieces: Iterable[tuple[str, int, bool]], with_hashes: bool) -> np.nd
     return np.fromiter(rows(), ROW)
 
 
-def encode_unit(name: str, slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, pack: Callable[[str], bytes],
-                with_hashes: bool) -> Encoded:
-    """Write the ids and rows of a unit; returns its description, which has faults if something is wrong with its text.
-
-    pack: the tokenizer's `packer`."""
+def encode_unit(name: str, slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, with_hashes: bool) -> Encoded:
+    """Write the ids and rows of a unit; returns its description, which has faults if something is wrong with its
+    text."""
     unit, fault = Encoded(), list[Any]()
     try:
         with opened_new(f"{name}.ids") as file:
-            rows_N4 = rows_of(_written(file, slices, how, tokenizer, pack, unit), with_hashes)
+            rows_N4 = rows_of(_written(file, slices, how, tokenizer, unit), with_hashes)
         with opened_new(f"{name}.rows") as file:
             file.write(rows_N4.tobytes())
     except DataError as e:
@@ -147,13 +145,13 @@ def encode_unit(name: str, slices: list[Slice], how: ReadArguments, tokenizer: T
     return unit
 
 
-def _written(file: Any, slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, pack: Callable[[str], bytes],
-             unit: Encoded) -> Iterator[tuple[str, int, bool]]:
+def _written(file: Any, slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, unit: Encoded
+             ) -> Iterator[tuple[str, int, bool]]:
     """The pieces of some slices, whose ids are written into an open file and counted."""
     end = np.array([tokenizer.end_of_document], tokenizer.dtype)
     for one in slices:
         n_pieces = 0
-        for text, ids, last in _tokenised(one, how, tokenizer, pack):
+        for text, ids, last in _tokenised(one, how, tokenizer):
             _check_ids(ids, text, tokenizer)
             if not tokenizer.is_lossless:
                 unit.lost += tokenizer.decode(ids.tolist()) != text
@@ -165,14 +163,13 @@ def _written(file: Any, slices: list[Slice], how: ReadArguments, tokenizer: Toke
         unit.sources.append({"path": one.path, "pieces": n_pieces} | (hash_of(one.path) if begins else {}))
 
 
-def _tokenised(one: Slice, how: ReadArguments, tokenizer: Tokenizer, pack: Callable[[str], bytes]
-               ) -> Iterator[tuple[str, np.ndarray, bool]]:
+def _tokenised(one: Slice, how: ReadArguments, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, bool]]:
     """The pieces of a slice with their ids, and whether a document ends. A token file has ids, which are decoded for
     the counts of words and bytes; special tokens at the ends of its documents are left out."""
     if not is_token_file(one.path):
         pieces = read_slice(one, how)
         for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
-            yield text, np.frombuffer(pack(text) if text else b"", tokenizer.dtype), last
+            yield text, np.frombuffer(tokenizer.pack(text) if text else b"", tokenizer.dtype), last
         return
     for ids in read_token_file(one.path, one.start, one.stop):
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:

@@ -31,7 +31,7 @@ TEXT = "It was the best of times, it was the worst of times; naïve café, 東�
 TRAINED = train_tokenizer([TEXT], 400)
 BYTES = byte_tokenizer()
 MASKED = (train_tokenizer([TEXT], 400, mlm=True), byte_tokenizer(mlm=True))
-PACKERS = [(tokenizer, tokenizer.packer()) for tokenizer in (TRAINED, BYTES, MASKED[0])]
+PACKERS = [(tokenizer, tokenizer.pack) for tokenizer in (TRAINED, BYTES, MASKED[0])]
 ANY_TEXT = st.text(st.characters(codec="utf-8"))
 
 
@@ -126,7 +126,7 @@ def test_remembered_words_have_the_ids_of_the_text(text):
 
 def test_words_are_forgotten_when_there_are_many(monkeypatch):
     monkeypatch.setattr("lineartime.data.tokenizer.CACHED_WORDS", 3)
-    assert np.frombuffer(TRAINED.packer()(TEXT), "<u2").tolist() == TRAINED.encode(TEXT)
+    assert np.frombuffer(Tokenizer(TRAINED.json).pack(TEXT), "<u2").tolist() == TRAINED.encode(TEXT)
 
 
 def test_a_tokenizer_that_reads_across_words_gets_whole_texts():
@@ -139,7 +139,7 @@ def test_a_tokenizer_that_reads_across_words_gets_whole_texts():
     lower.normalizer = normalizers.Strip()
     for made in (inner, joined, lower, foreign_tokenizer()):
         tokenizer = Tokenizer(made.to_str())
-        assert np.frombuffer(tokenizer.packer()(TEXT), "<u2").tolist() == tokenizer.encode(TEXT)
+        assert np.frombuffer(tokenizer.pack(TEXT), "<u2").tolist() == tokenizer.encode(TEXT)
 
 
 @given(ANY_TEXT, ANY_TEXT)
@@ -215,7 +215,7 @@ def test_a_beginning_for_other_programs_is_not_heeded_here(tokenizer):
     text = "abba a\n b"
     begun = Tokenizer(tokenizer.json_with_beginning())
     assert begun.json != tokenizer.json and begun.sha256 == tokenizer.sha256
-    assert begun.encode(text) == tokenizer.encode(text) and begun.packer()(text) == tokenizer.packer()(text)
+    assert begun.encode(text) == tokenizer.encode(text) and begun.pack(text) == tokenizer.pack(text)
     for a, b in zip(begun.encode_with_offsets(text), tokenizer.encode_with_offsets(text), strict=True):
         assert (a == b).all()
     assert begun.json_with_beginning() == begun.json
