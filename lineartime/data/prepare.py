@@ -61,7 +61,8 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
                                                                 for split, name, path, _ in shown])
             job = shares.plan(asked, work, show, anew=True)
             n_bytes = [sum(Slice(*one).bytes for one in own) for _, own in job["units"]]
-            n_workers = 1 if sum(n_bytes) < asked.unit_bytes else min(asked.n_jobs, len(n_bytes))
+            n_jobs = asked.jobs or len(os.sched_getaffinity(0))  # the cores that this process may use
+            n_workers = 1 if sum(n_bytes) < asked.unit_bytes else min(n_jobs, len(n_bytes))
             encoded = _counted(progress, "tokenising", sum(n_bytes))
             encode_all(work, n_workers, lambda index: encoded(n_bytes[index]))
             return shares.join(work, out if is_address(out) else joined(work, DONE), show)

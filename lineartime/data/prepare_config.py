@@ -1,6 +1,5 @@
 """The settings of `prepare`, for Python and for the shell. Nothing heavy is imported."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,6 @@ from typing import Annotated, Any
 from lineartime.config import TASKS
 from lineartime.data.read_text import require_encoding
 from lineartime.data.rows import UTF8, is_utf8
-from lineartime.errors import UsageError
 from lineartime.settings import require, require_name
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -68,11 +66,6 @@ class PrepareSettings:
                 str(self.add_tokens), "name it: --tokenizer RUN")
 
     @property
-    def n_jobs(self) -> int:
-        """Processes: by default one for each core that this process may use."""
-        return self.jobs or len(os.sched_getaffinity(0))
-
-    @property
     def is_masked(self) -> bool:
         """Whether the tokenizer has [MASK] and [SEP]."""
         return self.mlm or self.task == "c4"
@@ -105,13 +98,3 @@ class PrepareSettings:
             return settings | {"tokenizer": tokenizer_sha256}
         return settings | {"tokenizer": "train", "vocab_size": self.vocab_size or DEFAULT_VOCAB_SIZE,
                            "train_characters": self.train_characters}
-
-    def require_fitting(self, sources: list[Any]) -> None:
-        """Raise UsageError for two validation splits and for a format that the task does not have."""
-        require(self.held_out is None or all(source.split != "validation" for source in sources),
-                "two validation splits", f"held_out = {self.held_out}",
-                "the inputs have one already; leave out held_out")
-        for source in sources:
-            if self.task == "wiki40b" and source.path.lower().endswith(".txt"):
-                raise UsageError("Wiki-40B is not .txt", source.path,
-                                 "name .parquet or .jsonl.gz, or leave out the task")

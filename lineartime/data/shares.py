@@ -66,6 +66,7 @@ from lineartime.data.units import (
 )
 from lineartime.errors import DataError, UsageError, raise_faults
 from lineartime.model_names import copied, shipped_models, weights_folder
+from lineartime.settings import require
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,11 @@ def find_text(asked: PrepareSettings, work: Name, show: Show) -> tuple[Job, Toke
     make_folder(work)
     saved = save_streams(asked, joined(work, STREAMS), show)
     sources = find_sources([SAMPLE] if asked.sample else saved.inputs, saved.validation, saved.test, task=asked.task)
-    asked.require_fitting(sources)
+    require(asked.held_out is None or all(each.split != "validation" for each in sources), "two validation splits",
+            f"held_out = {asked.held_out}", "the inputs have one already; leave out held_out")
+    for each in sources:
+        require(asked.task != "wiki40b" or not is_one_document(each.path), "Wiki-40B is not .txt or .md", each.path,
+                "name .parquet or .jsonl.gz, or leave out the task")
     if tokenizer is None and any(is_token_file(each.path) for each in sources):
         raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
     unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))

@@ -158,6 +158,7 @@ FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
     "no markers in parquet": (3, ["--task", "wiki40b", "plain.parquet"],
                               ["not a Wiki-40B article", "plain.parquet, row 2", "_START_ARTICLE_"]),
     "books": (2, ["--task", "wiki40b", "book.txt"], ["Wiki-40B is not .txt", "book.txt"]),
+    "packed books": (2, ["--task", "wiki40b", "book.md.gz"], ["Wiki-40B is not .txt or .md", "book.md.gz"]),
     "unknown task": (2, ["--task", "pg18", "book.txt"], ["unknown task", "did you mean pg19?"]),
     "no split": (2, ["hub:pg19"], ["no such name on the hub: hub:pg19", "hub:allenai/c4:en/train[:1000]"]),
     "no documents": (2, ["hub:emozilla/pg19/train[:0]"], ["no such name on the hub"]),
@@ -171,7 +172,7 @@ def test_faults_are_one_line_and_leave_nothing(tmp_path: Path, monkeypatch: pyte
                                                fault: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    make(Path(), {"plain.parquet": [ARTICLE, "No article."], "book.txt": "A book."})
+    make(Path(), {"plain.parquet": [ARTICLE, "No article."], "book.txt": "A book.", "book.md.gz": "A book."})
     before = sorted(Path().iterdir())
     expected_code, arguments, words = FAULTS[fault]
     code, out, err = call("prepare", *arguments, "--out", "new/data", "--tokenizer", "bytes")
