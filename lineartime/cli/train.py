@@ -90,7 +90,7 @@ def train(
         say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
             "or any other setting.")
         return
-    say_trained(done)
+    say_trained(done, tokens_of(manifests, "validation"))
 
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
@@ -116,15 +116,13 @@ def tokens_of(manifests: "list[Manifest]", split: str) -> int:
     return sum(manifest.splits[split].tokens for manifest in manifests if split in manifest.splits)
 
 
-def say_trained(done: "TrainResult") -> None:
+def say_trained(done: "TrainResult", n_held_out: int) -> None:
     """Print the scores, the sample and the files of a run."""
     from lineartime.data.mixture import read_mixture
-    from lineartime.data.tokens import read_manifests
     from lineartime.run import WEIGHTS_FILE
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))
-    n_held_out = tokens_of(read_manifests(config.data), "validation")
     evaluate = f"lineartime evaluate {out} --data {next(iter(read_mixture(config.data)))} --split validation"
     if n_held_out > config.train.last_eval_tokens:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
