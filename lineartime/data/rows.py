@@ -183,8 +183,6 @@ def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], star
                     if n_characters > most:
                         raise too_large(name)
                     yield Row(f"{name}, row {row}", fields)
-    except FileNotFoundError:
-        raise DataError("cannot read", name, "no such file or folder") from None
     except UnicodeDecodeError:
         raise DataError("not valid UTF-8", f"{name}, row {row + 1}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
