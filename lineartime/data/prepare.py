@@ -2,7 +2,6 @@
 back."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,7 @@ from lineartime.atomic_io import DONE, remove_leftovers, system_errors, unfinish
 from lineartime.data import shares
 from lineartime.data.files import exists, hash_of, is_address, is_folder, joined, make_folder, remove
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.data.tokens import DATA_MANIFEST, Manifest, read_manifest, verify_file
+from lineartime.data.tokens import DATA_MANIFEST, Manifest, read_manifest, verify_data
 from lineartime.data.units import Slice
 from lineartime.data.workers import encode_all
 from lineartime.errors import UsageError
@@ -97,9 +96,9 @@ def _already_prepared(out: str, settings: dict[str, Any], sources: list[dict[str
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     how = [name if name == "text" else f"{name} {old.get(name)} -> {new.get(name)}" for name in changed]
     require(not how, "the output was prepared differently", f"{out} ({', '.join(how)})", "choose another or delete it")
-    for name in manifest.files:
-        verify_file(out, manifest, name)
-    return dataclasses.replace(manifest, already_prepared=True)
+    verify_data(out)
+    manifest.already_prepared = True
+    return manifest
 
 
 def _counted(progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:

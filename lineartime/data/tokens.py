@@ -73,8 +73,8 @@ class Manifest:
     """Remarks that `lineartime prepare` prints."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Bytes and SHA-256 of every other file in the folder."""
-    already_prepared: bool = False
-    """Whether `prepare` found the folder complete; not written."""
+    already_prepared = False  # no field, for it is not written
+    """Whether `prepare` found the folder complete."""
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +94,6 @@ class Manifest:
 
     def _signed(self) -> dict[str, Any]:
         fields = {"version": FORMAT_VERSION} | dataclasses.asdict(self)
-        del fields["already_prepared"]
         return fields | {"manifest_sha256": _digest(fields)}
 
 
