@@ -160,21 +160,19 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `task` is the data set's name in `prepare`. `n_words` is published for a published split of PG-19 and counted for
-    other text; `word_count` says which. `mask` and `separator` are the ids of "[MASK]" and "[SEP]", None for data
-    prepared without them. `special` are the ids that no text has, `ordinary` all others. `document_positions` are the
-    places of the end-of-document tokens: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `n_words` is published for a published split of PG-19 and counted for other text; `word_count` says which. `mask` is
+    the id of "[MASK]", None for data prepared without it. `special` are the ids that no text has, `ordinary` all
+    others. `document_positions` are the places of the end-of-document tokens: document i is
+    `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest):
         self.folder, self.split, counts = folder, split, manifest.splits[split]
-        self.n_documents, self.n_tokens = counts.documents, counts.tokens
-        self.task: str | None = manifest.settings.get("task")
-        published = published_words(counts.documents, counts.words) if self.task == "pg19" else None
-        self.n_words, self.n_bytes = published or counts.words, counts.bytes
+        is_pg19 = manifest.settings.get("task") == "pg19"
+        published = published_words(counts.documents, counts.words) if is_pg19 else None
+        self.n_tokens, self.n_words, self.n_bytes = counts.tokens, published or counts.words, counts.bytes
         self.word_count = "published" if published else "counted"
         self.vocab_size, self.end_of_document = manifest.vocab_size, manifest.end_of_document
         self.mask: int | None = manifest.tokenizer.get("mask")
-        self.separator: int | None = manifest.tokenizer.get("separator")
         self.special: list[int] = manifest.tokenizer.get("special", [self.end_of_document])
         self.ordinary = np.setdiff1d(np.arange(self.vocab_size), self.special)
         self.tokenizer_sha256: str = manifest.tokenizer["sha256"]
@@ -204,9 +202,9 @@ class TokenStream:
         return ids
 
 
-def open_split(data_dir: Name, split: str, *, verify: bool | None = None) -> TokenStream:
-    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: their sizes, and with
-    `verify` their SHA-256; by default where that takes less than a second, for fewer bytes than `HASHED_BYTES`.
+def open_split(data_dir: Name, split: str) -> TokenStream:
+    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: their sizes, and their
+    SHA-256 where that takes less than a second, for fewer bytes than `HASHED_BYTES`; `verify_data` reads all.
 
     Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""
     manifest = read_manifest(data_dir)
@@ -215,10 +213,9 @@ def open_split(data_dir: Name, split: str, *, verify: bool | None = None) -> Tok
                         "prepare with --held-out 0.05, --validation or --test for more")
     names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
     folder = local_copy(data_dir, manifest, names)
-    if verify is None:
-        verify = sum(manifest.files[name]["bytes"] for name in names) < HASHED_BYTES
+    is_small = sum(manifest.files[name]["bytes"] for name in names) < HASHED_BYTES
     for name in names:
-        verify_file(folder, manifest, name, by_hash=verify)
+        verify_file(folder, manifest, name, by_hash=is_small)
     return TokenStream(folder, split, manifest)
 
 

@@ -120,7 +120,7 @@ def test_pg19_as_parquet_and_as_books(tmp_path: Path) -> None:
         assert [documents_of(data, split) for split in SPLITS] == list(texts.values())
         assert manifest.notes == []
         stream = open_split(data, "train")
-        assert (stream.task, stream.n_words, stream.word_count) == ("pg19", 5, "counted")
+        assert (manifest.settings["task"], stream.n_words, stream.word_count) == ("pg19", 5, "counted")
 
 
 def test_a_split_is_the_published_one_by_its_books_and_about_its_words() -> None:

@@ -33,9 +33,9 @@ def documents_of(data, split="train"):
     return [tokenizer.decode(stream.read(a + 1, b).tolist()) for a, b in itertools.pairwise(at)]
 
 
-def stream_of(data, split="train", **options):
+def stream_of(data, split="train"):
     """The tokens of a prepared split."""
-    stream = open_split(data, split, **options)
+    stream = open_split(data, split)
     return stream.read(0, len(stream)).tolist()
 
 
