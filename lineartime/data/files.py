@@ -1,5 +1,5 @@
 """Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://, gs://, hf://,
-https:// or memory://. Nothing is copied to this machine as a whole but what `cached` says."""
+https:// or memory://. Only what `cached` copies is kept on this machine whole."""
 
 import bz2
 import contextlib

@@ -43,8 +43,8 @@ def read_mixture(text: str) -> dict[str, int]:
 def order_of(weights: tuple[int, ...]) -> list[tuple[int, int]]:
     """The text of each row of a period, and the number of the row among those of its text.
 
-    Row n of a text with weight w of W is due between row n W / w and row (n + 1) W / w; of those that may come the one
-    comes that is due first, which is never late."""
+    Row n of a text with weight w of W may come from row n W / w on, and is due before row (n + 1) W / w. Of the texts
+    whose next row may come, the one due first comes; so none is late."""
     total, given, order = sum(weights), [0] * len(weights), []
     for row in range(total):
         _, k = min((-(-(n + 1) * total // w), k) for k, (n, w) in enumerate(zip(given, weights, strict=True))

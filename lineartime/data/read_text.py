@@ -45,7 +45,7 @@ PIECE = 1 << 16
 LONGEST_WHOLE = 1 << 22
 """Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
 EXPANSION = 4
-"""About how many times its file the text is that is packed, or in parquet: by it work is shared evenly."""
+"""How many times larger than its file a packed text, or one in parquet, is taken to be when work is shared."""
 BYTE_ORDER_MARK = "\ufeff"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
 """In UTF-8, white space before a character that is none: a place at which byte-level tokenizers cut, see `cut`."""
@@ -78,8 +78,8 @@ def is_token_file(name: Name) -> bool:
 
 
 def text_files_below(folder: Name) -> tuple[list[str], list[str]]:
-    """The relative names of the files of text in a folder, and of all others. A `.json` is one of the others where
-    there is more: it has settings more often than text. Raises OSError."""
+    """The relative names of the files of text in a folder, and of all others. Beside other text a `.json` counts among
+    the others: it has settings more often than text. Raises OSError."""
     names = files_below(folder)
     readable = [name for name in names if ending_of(name)]
     text = [name for name in readable if ending_of(name) != ".json"] or readable

@@ -151,7 +151,7 @@ def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Warn of a file that may be read twice: it is checked first. A warning, for results may go to stdout."""
+    """Warn once, though a file is read twice, first to check it. It goes to stderr, for results may go to stdout."""
     logger.warning(line)
 
 

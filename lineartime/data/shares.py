@@ -54,12 +54,12 @@ from lineartime.data.units import (
     Encoded,
     Faults,
     Slice,
-    checked,
     chosen_ids,
     documents_of,
     encode_unit,
     faults_of,
     is_finished,
+    pieces_noting_faults,
     read_encoded,
     read_slice,
     rows_of,
@@ -170,7 +170,7 @@ def find_text(asked: PrepareSettings, work: Name, show: Show) -> tuple[Job, Toke
     if tokenizer is None and any(is_token_file(each.path) for each in sources):
         raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
     unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))
-    # The hash of a copy in the work folder, for it is made anew each time; the time and the like of other files.
+    # A copy in the work folder is made anew each time, so its hash is taken; of other files their time and size.
     stamps = [hash_of(each.path)["sha256"] if each.path.startswith(joined(work, STREAMS)) else stamp_of(each.path)
               for each in sources]
     return {"settings": asked.for_manifest(None if tokenizer is None else tokenizer.sha256),
@@ -238,7 +238,7 @@ def _trained(asked: PrepareSettings, job: Job, show: Show) -> Tokenizer:
                       for is_train in (True, False))
     n_bytes, faults = sum(one.bytes for one in slices), Faults()
     shown = show("checking", slices, n_bytes, lambda one: one.bytes)
-    rows_D4 = rows_of(checked(shown, job["reading"], faults), job["held_out"] is not None)
+    rows_D4 = rows_of(pieces_noting_faults(shown, job["reading"], faults), job["held_out"] is not None)
     raise_faults([DataError(*each) for each in (faults | faults_of(others, job["reading"])).values()])
     is_chosen_D = _divided("train", rows_D4, job["held_out"], slices[0].path)["train"]
     every, vocab_size = -(-n_bytes // asked.train_characters), asked.vocab_size or DEFAULT_VOCAB_SIZE

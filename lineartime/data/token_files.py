@@ -1,4 +1,4 @@
-"""Token files that other programs wrote, so that who has tokens need not tokenise again.
+"""Token files that other programs wrote, so that nobody who has tokens must tokenise again.
 
     datatrove    FILE.ds: ids as uint16 or uint32. FILE.ds.index: where each document ends, uint64.
                  FILE.ds.metadata: its first line ends with the bytes of an id

@@ -27,8 +27,6 @@ ROW = np.dtype(("<u8", 4))
 """Of a document, or the part of it in a unit: ids, words, bytes, hash."""
 ReadArguments = dict[str, Any]
 """The named arguments of `read_pieces`: field, task, encoding."""
-
-
 Faults = dict[str, list[Any]]
 """What is wrong with a file, by its path: the arguments of a DataError."""
 
@@ -87,7 +85,8 @@ def read_slice(one: Slice, how: ReadArguments) -> Iterator[tuple[str, bool]]:
             return
 
 
-def checked(slices: Iterable[Slice], how: ReadArguments, faults: Faults) -> Iterator[tuple[str, int, bool]]:
+def pieces_noting_faults(slices: Iterable[Slice], how: ReadArguments, faults: Faults
+                         ) -> Iterator[tuple[str, int, bool]]:
     """The pieces of some slices as `rows_of` takes them. Of a file that cannot be read the fault is noted, and the next
     one is read. Token files have none."""
     for one in slices:
@@ -101,7 +100,7 @@ def checked(slices: Iterable[Slice], how: ReadArguments, faults: Faults) -> Iter
 def faults_of(slices: Iterable[Slice], how: ReadArguments) -> Faults:
     """What is wrong with the files of some slices, which are read to find it."""
     faults = Faults()
-    for _ in checked(slices, how, faults):
+    for _ in pieces_noting_faults(slices, how, faults):
         pass
     return faults
 
