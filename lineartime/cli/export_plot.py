@@ -10,6 +10,7 @@ from lineartime.data.files import joined
 from lineartime.errors import UsageError
 from lineartime.model_names import named_folder
 from lineartime.run_config import RESULT_FILE, RUN_FILE, require_run
+from lineartime.settings import require
 
 
 def export(
@@ -56,12 +57,13 @@ def plot(
     out: Annotated[Path | None, "PNG file to write; needed for several runs."] = None,
 ) -> None:
     """Draw the curves of runs."""
-    split = [text.partition("=") for text in runs]
-    named = {label if equals else Path(label).name: Path(path or label) for label, equals, path in split}
+    split = [(text, "", text) if Path(text).is_dir() else text.partition("=") for text in runs]
+    named = {label: Path(path or label) for label, _, path in split}  # the label of a run without one is its path
     if out is None and len(runs) > 1:
         raise UsageError("the picture needs a file", "plot", "give --out a .png")
+    require(len(named) == len(runs), "two runs have the same label", "plot", "name each as LABEL=RUN")
     for run in named.values():
         require_run(run)
     from lineartime.plot import plot_run, plot_side_by_side
 
-    say(str(plot_run(Path(runs[0])) if out is None else plot_side_by_side(named, out)))
+    say(str(plot_run(*named.values()) if out is None else plot_side_by_side(named, out)))

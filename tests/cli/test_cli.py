@@ -176,9 +176,14 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
     assert_refused(code, err, 2, "--document-tokens goes with --contexts")
 
 
-def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call) -> None:
+def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = shutil.copytree(run, tmp_path / "lr=.1" / run.name, ignore=lambda *_: ["loss.png"])
     assert call("plot", f"a={run}", f"b={run}", "--out", tmp_path / "drawn.png")[0] == 0
-    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    assert call("plot", f"a={other}")[0] == 0
+    for drawn in (tmp_path / "drawn.png", other / "loss.png"):
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("lineartime.plot.plot_side_by_side", lambda named, out: named)
+    assert call("plot", run, other, "--out", "x.png")[1] == f"{({str(run): run, str(other): other})}\n"
 
 
 def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
@@ -199,6 +204,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (3, ["not valid UTF-8", "bad.txt, byte 5"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
         (2, ["a stop text is empty"], ["generate", run, "x", "--stop", ""]),
         (2, ["--out"], ["plot", run, run]),
+        (2, ["the same label"], ["plot", f"a={run}", f"a={data}", "--out", tmp_path / "x"]),
     ]:
         got, _, err = call(*arguments)
         assert_refused(got, err, code, *words)
