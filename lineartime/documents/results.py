@@ -17,7 +17,7 @@ import numpy as np
 
 from lineartime.atomic_io import MAX_BYTES, locked, replaced
 from lineartime.config import to_dict
-from lineartime.data.files import is_address, size_of
+from lineartime.data.files import is_address, size_of, stamp_of
 from lineartime.data.streams import ON_HUB
 from lineartime.documents.examples import files_of
 from lineartime.errors import ResourceError, UsageError
@@ -62,12 +62,12 @@ def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterab
             "files": files, **settings}
 
 
-def state_of(name: str) -> list[int]:
-    """What tells that a file is as it was: its size, and the time of its last change where that is known. Text on stdin
-    is never the same twice; a data set of the hub always is."""
+def state_of(name: str) -> list[int | str]:
+    """What tells that a file is as it was: its size, and the time of its last change, or what a store has for it. Text
+    on stdin is never the same twice; a data set of the hub always is."""
     if name == "-" or name.startswith(ON_HUB):
         return [time.time_ns()] if name == "-" else []
-    return [size_of(name), *([] if is_address(name) else [os.stat(name).st_mtime_ns])]
+    return [size_of(name), stamp_of(name) if is_address(name) else os.stat(name).st_mtime_ns]
 
 
 def part_of(out: Path) -> Path:
