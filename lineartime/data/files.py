@@ -38,9 +38,11 @@ def joined(folder: Name, *names: str) -> str:
 
 
 def store_of(name: Name) -> tuple[Any, str]:
-    """The file system of an address, and the path there. Raises UsageError for a store whose library is missing."""
+    """The file system of a name, and the path there. Raises UsageError for a store whose library is missing."""
     import fsspec
 
+    if not is_address(name):  # fsspec would join file systems at a "::", and take "~" for a home
+        return fsspec.filesystem("file"), str(Path(name).absolute())
     try:
         return fsspec.core.url_to_fs(str(name))
     except (ImportError, ValueError) as e:
@@ -234,7 +236,7 @@ def uploaded(address: Name) -> Iterator[Path]:
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
     """A folder in the cache of this machine with the files of a folder in a store that have these names and sizes. What
     is there already is kept; key: a hash of what they hold."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lineartime" / key[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lineartime" / key[:16]
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
         if Path(name).name != name:  # a manifest may come from anybody

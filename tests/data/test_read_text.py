@@ -67,7 +67,7 @@ def test_documents_of_every_kind(tmp_path, name):
     assert documents(tmp_path / name) == [DOCUMENTS[0], "", DOCUMENTS[2], DOCUMENTS[3]]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz", "a.txt.bz2", "a.md.xz", "a.txt.zst"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz", "a.txt.bz2", "a::b.md.xz", "a.txt.zst"])
 def test_a_text_file_of_every_kind_is_one_document(tmp_path, name):
     for text in ("Naïve.\r\n" * 9, "é" * 700_001, "é <|endoftext|>\n\n"):
         (tmp_path / name).write_bytes(packed(("\ufeff" + text).encode(), name))
