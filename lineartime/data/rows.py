@@ -119,7 +119,7 @@ def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> It
     with io.TextIOWrapper(file, codec_of(encoding), errors, newline="") as text:
         rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
         try:
-            names = next(rows, [])
+            names = next((row for row in rows if row), [])
             if len({*names}) < len(names):
                 raise DataError("the same column twice", name, ", ".join(names))
             line = rows.line_num + 1

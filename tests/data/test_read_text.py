@@ -56,7 +56,7 @@ def table(texts, delimiter=","):
 LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(DOCUMENTS))
 KINDS = {"a.jsonl": LINES, "A.JSONL.GZ": LINES, "a.json": LINES, "a.json.gz": LINES, "a.jsonl.zst": LINES,
          "a.json.bz2": json.dumps([{"text": text} for text in DOCUMENTS], indent=1), "a.csv": table(DOCUMENTS),
-         "a.tsv.xz": table(DOCUMENTS, "\t")}
+         "a.tsv.xz": "\r\n\n" + table(DOCUMENTS, "\t")}
 
 
 @pytest.mark.parametrize("name", [*KINDS, "a.parquet"])
