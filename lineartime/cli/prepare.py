@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from lineartime.cli.terminal import Terminal, results_are_files, say
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.settings import require
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
@@ -14,8 +13,6 @@ def prepare(settings: PrepareSettings) -> None:
     """Turn text into tokens once, for training to read. If it was cut off, the same command goes on. Many machines can
     share the work: see docs/guides/many-machines.md."""
     results_are_files()
-    require(settings.tokenizer == "train" or settings.vocab_size is None, "this tokenizer has its own vocabulary",
-            f"--tokenizer {settings.tokenizer} --vocab-size {settings.vocab_size}", "leave out --vocab-size")
     from lineartime.data.prepare import prepare_text
 
     with Terminal() as terminal:

@@ -64,6 +64,8 @@ class PrepareSettings:
         require(self.inputs.count("-") <= 1, "stdin is read once", "-", "name it once")
         require(self.tokenizer != "train" or self.add_tokens is None, "tokens are added to a tokenizer that is there",
                 str(self.add_tokens), "name it: --tokenizer RUN")
+        require(self.tokenizer == "train" or self.vocab_size is None, "this tokenizer has its own vocabulary",
+                f"--tokenizer {self.tokenizer} --vocab-size {self.vocab_size}", "leave out --vocab-size")
 
     @property
     def is_masked(self) -> bool:

@@ -125,7 +125,8 @@ def test_mask_and_separator_in_a_document_are_text(tokenizer, tmp_path):
     """And the manifest says which ids are special."""
     text = "Reader, I [MASK] him.[SEP] <|endoftext|>[MASK]\n" * 40
     (tmp_path / "a.txt").write_text(text)
-    manifest = prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer=tokenizer, vocab_size=300, mlm=True)
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer=tokenizer, mlm=True,
+                       vocab_size=300 if tokenizer == "train" else None)
     special = {"bytes": [256, 257, 258], "train": [0, 1, 2]}[tokenizer]
     assert [manifest.tokenizer[name] for name in ("end_of_document", "mask", "separator")] == special
     stream = open_split(tmp_path / "data", "train")
