@@ -48,7 +48,9 @@ def info(
     is_folder = model not in PRESETS and (model in shipped_models() or is_address(model) or Path(model).is_dir())
     is_data = is_folder and exists(joined(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
+    require(not is_data or not settings, "--set takes a model or a run", model, "leave out --set")
     require(plan is None or not is_folder, "--plan takes the name of a model", model, f"one of {', '.join(PRESETS)}")
+    require(task == "wiki40b" or not is_folder, "--task takes the name of a model", model, "leave out --task")
     require(plan is None or 1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
     chosen = {"model": model, "task": task, **settings}
     if is_data:

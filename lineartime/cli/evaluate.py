@@ -10,7 +10,7 @@ from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.terminal import Terminal, say, summary
 from lineartime.data.files import require_there
 from lineartime.distributed.ranks import connected, launched
-from lineartime.errors import ResourceError, UsageError
+from lineartime.errors import UsageError
 from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
 from lineartime.settings import require
@@ -19,7 +19,7 @@ NEEDS = {"--document-tokens": "--contexts", "--out": "--contexts", "--prediction
          "--evidence": "--questions", "--stride": "--questions"}
 """Options that need another one."""
 EXCLUDES = (("--contexts", "--questions"), ("--contexts", "--context"), ("--contexts", "--batch-rows"),
-            ("--questions", "--data"))
+            ("--questions", "--data"), ("--questions", "--split"))
 """Pairs of options that exclude each other."""
 
 
@@ -59,8 +59,7 @@ class EvaluateOptions:
             require(not {one, other} <= {*given}, "options that do not go together", f"{one} and {other}",
                     "leave one out")
         for path in (self.out, self.predictions):
-            if path is not None and not path.parent.is_dir():
-                raise ResourceError("cannot write", path, "there is no such folder")
+            require(path is None or path.parent.is_dir(), "cannot write", str(path), "there is no such folder")
 
 
 def evaluate(options: EvaluateOptions) -> None:

@@ -247,13 +247,14 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, call, mo
     for arguments, code, words in (
             ([folder / "pretrained", "--questions", dev], 2, "not fine-tuned"), ([done], 2, "--data"),
             ([done, "--questions", dev, "--data", folder / "prepared"], 2, "--questions and --data; leave one out"),
+            ([done, "--questions", dev, "--split", "test"], 2, "--questions and --split; leave one out"),
             ([done, "--data", folder / "prepared", "--stride", 9], 2, "--stride goes with --questions")):
         assert_refused(*call("evaluate", *arguments)[::2], code, words)
     with monkeypatch.context() as patch:  # before the model answers
         patch.setattr(spans, "evaluate_questions", None)
         for arguments, code, words in (
                 ([squad(tmp_path, answers=[])], 2, "--predictions"),
-                ([dev, "--predictions", tmp_path / "no" / "p.json"], 6, "p.json")):
+                ([dev, "--predictions", tmp_path / "no" / "p.json"], 2, "p.json")):
             assert_refused(*call("evaluate", done, "--questions", *arguments)[::2], code, words)
     for arguments, words in ((["generate", done, "x"], "only a causal language model"),
                              (["answer", folder / "causal", "--question", "?", "--document", doc], "not fine-tuned"),
