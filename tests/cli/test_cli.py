@@ -96,8 +96,6 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
     assert "train flash --data" in out and "nothing to do" in call(*prepare)[1]
     assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
-    code, _, err = call(*prepare, "--vocab-size", 500)
-    assert_refused(code, err, 2, "this tokenizer has its own vocabulary", "leave out --vocab-size")
 
 
 def test_evaluate_prints_and_gives_json(run: Path, data: Path, call: Call) -> None:
@@ -179,9 +177,8 @@ def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Pa
 def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     other = shutil.copytree(run, tmp_path / "lr=.1" / run.name, ignore=lambda *_: ["loss.png"])
     assert call("plot", f"a={run}", f"b={run}", "--out", tmp_path / "drawn.png")[0] == 0
-    assert call("plot", f"a={other}")[0] == 0
-    for drawn in (tmp_path / "drawn.png", other / "loss.png"):
-        assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    assert call("plot", f"a={other}")[0] == 0 and (other / "loss.png").exists()
     monkeypatch.setattr("lineartime.plot.plot_side_by_side", lambda named, out: named)
     assert call("plot", run, other, "--out", "x.png")[1] == f"{({str(run): run, str(other): other})}\n"
 

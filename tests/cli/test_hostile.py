@@ -117,11 +117,6 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
         assert_refused(code, err, 3, path)
 
 
-def test_an_endless_stdin_is_refused(warm_command: list[str]) -> None:
-    done = shell("lineartime generate small - < /dev/zero", warm_command)
-    assert_refused(done.returncode, done.stderr, 3, "the text is too large: stdin; at most 67,108,864 bytes")
-
-
 def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:
     out = tmp_path / "model"
     shutil.copytree(model_folder("small"), out)

@@ -245,7 +245,7 @@ def test_an_empty_file_does_not_refuse_a_folder(tmp_path):
     ({"jobs": 0}, "jobs = 0; it takes 1 or more"),
     ({"vocab_size": 256}, "vocab_size = 256; it takes 257 to 16,777,216"),
     ({"vocab_size": 258, "mlm": True}, "vocab_size = 258; it takes 259 to 16,777,216"),
-    ({"tokenizer": "bytes", "vocab_size": 500}, "this tokenizer has its own vocabulary"),
+    ({"tokenizer": "bytes", "vocab_size": 500}, "its own vocabulary: --tokenizer bytes --vocab-size 500; leave"),
     ({"tokenizer": "none.json"}, "cannot read the tokenizer: none.json"),
 ])
 def test_wrong_arguments_are_usage_errors_before_anything_is_read(tmp_path, monkeypatch, options, message):

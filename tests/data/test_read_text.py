@@ -116,6 +116,9 @@ def test_a_small_text_comes_from_anywhere(tmp_path, monkeypatch, name):
             monkeypatch.setattr(sys, "stdin", file)
             with pytest.raises(DataError, match=fault) if fault else contextlib.nullcontext():
                 assert read_small("-" if name == "-" else path, 64) == "naïve\r\n"
+    with open("/dev/zero", "rb") as endless, pytest.raises(DataError, match="too large: stdin; at most 64 bytes"):
+        monkeypatch.setattr(sys, "stdin", endless)
+        read_small("-", 64)
 
 
 def test_the_field_is_a_choice(tmp_path):

@@ -55,8 +55,7 @@ def test_token_files_give_what_their_text_gives(tmp_path):
 
 
 def test_token_files_that_do_not_fit_are_refused(tmp_path):
-    tokenizer = train_tokenizer(TEXTS, 300)
-    (tmp_path / "tokenizer.json").write_text(tokenizer.json)
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).json)
     write_datatrove(tmp_path / "a.ds", [np.array([5, 600])], "<u2")
     (tmp_path / "b.bin").write_bytes(b"12")
     with pytest.raises(UsageError, match="token files need the tokenizer that made them"):

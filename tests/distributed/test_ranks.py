@@ -30,7 +30,7 @@ SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_ev
 
 @pytest.fixture(scope="module")
 def masked_data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", mlm=True)
+    return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", vocab_size=300, mlm=True)
 
 
 @pytest.fixture

@@ -31,9 +31,13 @@ def read(*names, fields=None, labels="one"):
     return [(example.text, example.second, example.label) for example in read_examples(names, fields, labels)]
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.parquet"])
-def test_records(tmp_path, name):
-    path = write_rows(tmp_path / name)
+@pytest.mark.parametrize("kind", [None, pyarrow.string(), pyarrow.string_view(), pyarrow.large_string(),
+                                  pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])
+def test_records(tmp_path, kind):
+    """Of a table, and of every type of text in parquet."""
+    path = write_rows(tmp_path / ("x.parquet" if kind else "x.csv"))
+    if kind:
+        parquet.write_table(parquet.read_table(path).cast(pyarrow.schema({"text": kind, "label": kind})), path)
     assert read(path) == [(row["text"], None, row["label"]) for row in ROWS]
     assert read(path, fields=Fields("label", "text"), labels=None) == [
         (row["label"], row["text"], None) for row in ROWS]
@@ -128,14 +132,6 @@ def test_a_store(tmp_path):
     assert read("memory://rows.parquet") == read(tmp_path / "x.parquet")
     with pytest.raises(DataError, match=r"cannot read: memory://no\.txt; no such file"):
         read("memory://no.txt")
-
-
-@pytest.mark.parametrize("kind", [pyarrow.string_view(), pyarrow.large_string(),
-                                  pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])
-def test_every_type_of_text_in_parquet_reads_alike(tmp_path, kind):
-    columns = {name: pyarrow.array([row[name] for row in ROWS]).cast(kind) for name in ("text", "label")}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
-    assert read(tmp_path / "x.parquet") == [(row["text"], None, row["label"]) for row in ROWS]
 
 
 def test_another_encoding(tmp_path):

@@ -62,7 +62,6 @@ def test_every_output_has_the_same_vectors_in_order(folder, vectors, tmp_path, c
 
 
 def test_a_store_and_stdin_give_the_same_vectors(folder, vectors, tmp_path, call):
-    """Half a file of vectors is known to be of other text, though the text in the store has the same size."""
     store = fsspec.filesystem("memory")
     store.pipe_file("/embed.jsonl", (folder / "texts.jsonl").read_bytes())
     out = tmp_path / "v.npy"
@@ -137,11 +136,9 @@ def test_bad_input_is_one_line(folder, tmp_path, call):
     for arguments, code, words in (
             ([tmp_path / "none", text], 2, "no weights here"), ([folder / "texts", text], 2, "not a run"),
             ([model, lines], 3, "x.jsonl:401"), ([model, lines, "--out", tmp_path / "v.jsonl"], 3, "x.jsonl:401"),
-            ([model, "-"], 3, "nothing on stdin"),
             ([model, text, "--out", tmp_path / "v.csv"], 2, ".jsonl, .npy"),
             ([model, text, "--out", tmp_path / "no" / "v.npy"], 2, "there is no such folder"),
             ([model, text, "--max-tokens", 0], 2, "max_tokens = 0"),
-            ([model, text, "--precision", "float16"], 2, "precision"),
             ([model, text, "--device", "tpu"], 2, "unknown device")):
         code_said, out, err = call("embed", *arguments)
         assert_refused(code_said, err, code, words)

@@ -17,9 +17,7 @@ def prepare_text(folder, tokenizer="bytes", first=20_000, **options):
     """Ten thousand characters of the book that ships with the package, a fifth of them held out."""
     text = SAMPLE.read_text(encoding="utf-8")[first : first + 10_000]
     (folder / "text.txt").write_text(text, encoding="utf-8")
-    vocab_size = 300 if tokenizer == "train" else None
-    prepare([folder / "text.txt"], folder / "prepared", tokenizer=tokenizer, vocab_size=vocab_size, held_out=0.2,
-            jobs=1, **options)
+    prepare([folder / "text.txt"], folder / "prepared", tokenizer=tokenizer, held_out=0.2, jobs=1, **options)
     return folder / "prepared"
 
 

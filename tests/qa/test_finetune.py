@@ -37,7 +37,7 @@ from tiny_runs import assert_same, command, prepare_text, what_is_left
 def folder(tmp_path_factory):
     """A pretrained run that sees both ways, one that does not, and questions."""
     folder = tmp_path_factory.mktemp("finetune")
-    data = prepare_text(folder, tokenizer="train", mlm=True)
+    data = prepare_text(folder, tokenizer="train", vocab_size=300, mlm=True)
     for name, causal in (("pretrained", "false"), ("causal", "true")):
         assert run_cli(command(data, folder / name, causal=causal, steps=3)) == 0
     write_questions(folder / "train.json", 0, 12)

@@ -120,14 +120,12 @@ def test_a_stream_that_fills_exactly_one_row(stream):
         masked_batch(stream, seed=0, step=0, rows_per_step=1, context=len(stream) + 1)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "train"])
-def test_mask_and_separator_in_a_document_are_text(tokenizer, tmp_path):
+@pytest.mark.parametrize("how, special", [({"tokenizer": "bytes"}, [256, 257, 258]), ({"vocab_size": 300}, [0, 1, 2])])
+def test_mask_and_separator_in_a_document_are_text(how, special, tmp_path):
     """And the manifest says which ids are special."""
     text = "Reader, I [MASK] him.[SEP] <|endoftext|>[MASK]\n" * 40
     (tmp_path / "a.txt").write_text(text)
-    manifest = prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer=tokenizer, mlm=True,
-                       vocab_size=300 if tokenizer == "train" else None)
-    special = {"bytes": [256, 257, 258], "train": [0, 1, 2]}[tokenizer]
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "data", mlm=True, **how)
     assert [manifest.tokenizer[name] for name in ("end_of_document", "mask", "separator")] == special
     stream = open_split(tmp_path / "data", "train")
     assert (stream.mask, stream.special) == (special[1], special)

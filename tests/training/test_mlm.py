@@ -31,7 +31,7 @@ IDS = random_ids(6, 20)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("data"), tokenizer="train", mlm=True)
+    return prepare_text(tmp_path_factory.mktemp("data"), tokenizer="train", vocab_size=300, mlm=True)
 
 
 @pytest.fixture(scope="module")
