@@ -23,7 +23,7 @@ from benchmarks import Row
 from benchmarks.markdown import parameters, tokens, unique
 from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
 from benchmarks.paper.tables import value
-from benchmarks.recall.report import ABOUT, learned, sizes, without_keys
+from benchmarks.recall.report import ABOUT, accuracies, learned, sizes, without_keys
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.atomic_io import replaced
@@ -318,15 +318,15 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
 def recall_picture(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
     (what, chance), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
-    models = {each.model: each for each in learned(rows, task)}
+    models = learned(rows, task)
     if len(models) > len(COLOURS):
         models = {name: models[name] for name in STUDY["lists"]["drawn"] if name in models}
     by_number, by_length, by_step = [], [], []
-    for (name, each), colour in zip(models.items(), COLOURS, strict=False):
+    for (name, runs), colour in zip(models.items(), COLOURS, strict=False):
         style = {"color": colour}
-        by_number.append(Line(name, spread_points({n: each.accuracy(lengths[0], n) for n in n_facts}), style))
-        by_length.append(Line(name, spread_points({length: each.accuracy(length) for length in lengths}), style))
-        by_step.append(Line(name, tuple((step, right) for step, _, right in each.rows[0]["curve"]), style))
+        by_number.append(Line(name, spread_points({n: accuracies(runs, lengths[0], n) for n in n_facts}), style))
+        by_length.append(Line(name, spread_points({length: accuracies(runs, length) for length in lengths}), style))
+        by_step.append(Line(name, tuple((step, right) for step, _, right in runs[0]["curve"]), style))
     # Who knows the values of a row and not their keys; above the models, which often end there.
     known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
     mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]

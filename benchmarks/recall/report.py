@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from benchmarks import Row
 from benchmarks.markdown import source_line
@@ -16,35 +15,24 @@ MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads":
 """What a row of recall need not say, as it is the same in all."""
 
 
-class Learned(NamedTuple):
-    """A model on a task: its runs at the learning rate that was best with the first seed."""
-
-    model: str
-    rows: list[Row]
-
-    def accuracy(self, length: int, n_facts: int | None = None) -> list[float]:
-        """By seed: of one number of facts, or the mean of all; none where the model takes no row of this length."""
-        told = [row["accuracy"][str(length)] for row in self.rows if str(length) in row.get("accuracy", {})]
-        return [statistics.fmean(right.values()) if n_facts is None else right[str(n_facts)] for right in told]
-
-    @property
-    def passed(self) -> list[int | None]:
-        """By seed: the step from which on the task was learned."""
-        return [row["passed"] for row in self.rows]
-
-
-def learned(rows: Sequence[Row], task: str) -> list[Learned]:
-    """The models that have rows of a task, in the order of the study; a later row takes the place of an earlier one."""
+def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
+    """Of each model that has rows of a task, in the order of the study, its runs by seed at the learning rate that was
+    best with the first; a later row takes the place of an earlier one."""
     newest = {(row["model"], row["learning_rate"], row["seed"]): row for row in rows if row["task"] == task}
-    found = []
+    found = {}
     for model in STUDY["models"]:
         own = [row for (name, _, _), row in newest.items() if name == model]
         first = [row for row in own if row["seed"] == 0]
         if first:
             rate = best_rate(first)
-            best = [row for row in own if row["learning_rate"] == rate]
-            found.append(Learned(model, sorted(best, key=lambda row: row["seed"])))
+            found[model] = sorted((row for row in own if row["learning_rate"] == rate), key=lambda row: row["seed"])
     return found
+
+
+def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> list[float]:
+    """By seed: of one number of facts, or the mean of all; none where the model takes no row of this length."""
+    told = [row["accuracy"][str(length)] for row in runs if str(length) in row.get("accuracy", {})]
+    return [statistics.fmean(right.values()) if n_facts is None else right[str(n_facts)] for right in told]
 
 
 def without_keys(task: str, n_facts: int) -> float:
@@ -86,26 +74,19 @@ def spread_text(values: Sequence[float], digits: int = 2) -> str:
     return text(statistics.fmean(values)) + (f" ({least}-{most})" if least != most else "")
 
 
-def grid(rows: Sequence[Row], task: str) -> list[list[str]]:
-    """A task's table: its heading, and a line for each model."""
-    lengths, n_facts = sizes(rows, task)
-    lines = [["model", "learned from step", *(f"{n} facts" for n in n_facts),
-              *(f"{length} tokens" for length in lengths[1:])]]
-    for each in learned(rows, task):
-        lines.append([each.model, ", ".join("never" if step is None else f"{step:,}" for step in each.passed),
-                      *(spread_text(each.accuracy(lengths[0], n)) for n in n_facts),
-                      *(spread_text(each.accuracy(length)) for length in lengths[1:])])
-    return lines
-
-
 def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """A task's table in Markdown. pictures: of each the words that say what it shows, and its path."""
     own = [row for row in rows if row["task"] == task]
     if not own:
         return "Not measured yet."
-    (what, chance), (lengths, _) = ABOUT[task], sizes(rows, task)
+    (what, chance), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
     told = (f"Accuracy, {what}: by number of facts in rows of {lengths[0]} tokens, then in longer rows over all "
             f"numbers of facts. The mean of the seeds, and their range. A guess is right {chance:.2g} of the time.")
-    head, *lines = grid(rows, task)
+    head = ["model", "learned from step", *(f"{n} facts" for n in n_facts),
+            *(f"{length} tokens" for length in lengths[1:])]
+    lines = [[model, ", ".join(f"{run['passed']:,}" if run["passed"] else "never" for run in runs),
+              *(spread_text(accuracies(runs, lengths[0], n)) for n in n_facts),
+              *(spread_text(accuracies(runs, length)) for length in lengths[1:])]
+             for model, runs in learned(rows, task).items()]
     return "\n\n".join([told, markdown(head, lines, 1), *(f"![{words}]({path})" for words, path in pictures),
                         source_line([row | MADE_BY for row in own])])
