@@ -317,7 +317,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
 
 def recall_picture(rows: Sequence[Row], task: str) -> Picture:
     """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
-    (what, chance), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
+    (what, n_values), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
     models = learned(rows, task)
     if len(models) > len(COLOURS):
         models = {name: models[name] for name in STUDY["lists"]["drawn"] if name in models}
@@ -333,7 +333,7 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
     by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))
     by_length.append(Line(name, tuple((length, mean) for length in lengths), DOTTED))
     by_step.append(Line(name, ((min(steps), mean), (max(steps), mean)), DOTTED))
-    guess: dict[str, Any] = {"y_label": "accuracy", "level": chance, "level_name": "a guess"}
+    guess: dict[str, Any] = {"y_label": "accuracy", "level": 1 / n_values, "level_name": "a guess"}
     return Picture(
         f"Recall, {what}. Mean accuracy of the answers over the seeds at the best learning rate, with the "
         "range of the seeds; the curves over steps are of the first seed.", (

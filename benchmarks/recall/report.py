@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from benchmarks import Row
 from benchmarks.markdown import source_line
 from benchmarks.recall.study import STUDY, best_rate
-from benchmarks.recall.tasks import CHANCE, DIGITS, FORMS, RULER, TASKS, TEXT, Task, commonest
+from benchmarks.recall.tasks import DIGITS, FORMS, RULER, TASKS, TEXT, Task, commonest
 from lineartime.markdown import markdown
 
-ABOUT = {name: (task.what, task.chance) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT].what, CHANCE)}
-"""What is asked, and the accuracy of a guess."""
+ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT].what, len(DIGITS))}
+"""What is asked, and how many values there are, of which a guess takes one."""
 MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}
 """What a row of recall need not say, as it is the same in all."""
 
@@ -37,9 +37,8 @@ def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> 
 
 def without_keys(task: str, n_facts: int) -> float:
     """The accuracy of who knows the values of a row, and not which belongs to which key."""
-    if task == TEXT:
-        return commonest(len(DIGITS), n_facts)
-    return 1 / n_facts if TASKS[task].distinct else commonest(TASKS[task].n_values, n_facts)
+    distinct = task in TASKS and TASKS[task].distinct
+    return 1 / n_facts if distinct else commonest(ABOUT[task][1], n_facts)
 
 
 def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
@@ -53,7 +52,7 @@ def line(row: Row) -> str:
     right, whole = ("  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
                               for length, told in row.get(name, {}).items()) for name in ("accuracy", "whole"))
     if row["learning_rate"] is None:  # a trained run, which was asked alone
-        told = f"{row['model']}, {row['task']}, {', '.join(map(str, row['n_facts']))} facts: {right}; a guess {CHANCE}"
+        told = f"{row['model']}, {row['task']}, {', '.join(map(str, row['n_facts']))} facts: {right}; a guess 0.1"
         return told + f"\n  whole numbers: {whole}; a guess 1e-07" * (row["task"] == RULER)
     begin = f"{row['model']}, {row['task']}, rate {row['learning_rate']:g}, seed {row['seed']}: "
     if "failed" in row:
@@ -79,9 +78,10 @@ def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] 
     own = [row for row in rows if row["task"] == task]
     if not own:
         return "Not measured yet."
-    (what, chance), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
+    (what, n_values), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
     told = (f"Accuracy, {what}: by number of facts in rows of {lengths[0]} tokens, then in longer rows over all "
-            f"numbers of facts. The mean of the seeds, and their range. A guess is right {chance:.2g} of the time.")
+            f"numbers of facts. The mean of the seeds, and their range. A guess is right {1 / n_values:.2g} of the "
+            "time.")
     head = ["model", "learned from step", *(f"{n} facts" for n in n_facts),
             *(f"{length} tokens" for length in lengths[1:])]
     lines = [[model, ", ".join(f"{run['passed']:,}" if run["passed"] else "never" for run in runs),

@@ -53,10 +53,8 @@ class Task:
     """Tokens in a training row."""
     n_facts: tuple[int, ...]
     """Facts in a row; training begins with the fewest."""
-    chance: float
-    """Accuracy of a guess."""
     n_values: int
-    """Different values."""
+    """Different values, of which a guess takes one."""
     distinct: bool = False
     """Whether no two facts of a row have the same value."""
     test: Draw | None = None
@@ -169,23 +167,22 @@ def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
 
 SMALL = (4, 8, 16, 32)
 TASKS = {
-    "pairs": Task(pairs, "key-value pairs of two tokens at the beginning", FIRST_PAIR, 128, SMALL, 1 / N_VALUES,
-                  N_VALUES, least=2 * SMALL[-1] + N_QUESTIONS),
+    "pairs": Task(pairs, "key-value pairs of two tokens at the beginning", FIRST_PAIR, 128, SMALL, N_VALUES,
+                  least=2 * SMALL[-1] + N_QUESTIONS),
     "joint": Task(joint, "key-value pairs of one token at the beginning", FIRST_PAIR + N_KEYS * N_VALUES, 128,
-                  (*SMALL, 64), 1 / N_VALUES, N_VALUES, least=64 + N_QUESTIONS),
-    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, SMALL, 1 / N_VALUES, N_VALUES,
+                  (*SMALL, 64), N_VALUES, least=64 + N_QUESTIONS),
+    "needle": Task(needle, "key-value pairs anywhere", FIRST_PAIR, 256, SMALL, N_VALUES,
                    least=2 * SMALL[-1] + 2 * N_QUESTIONS),
-    "induction": Task(induction, "a repeated string of different symbols", FIRST_PAIR, 128, SMALL, 1 / N_KEYS, N_KEYS,
+    "induction": Task(induction, "a repeated string of different symbols", FIRST_PAIR, 128, SMALL, N_KEYS,
                       distinct=True, least=2 * SMALL[-1] + 2),
-    "copying": Task(copying, "a repeated string whose symbols recur", FIRST_PAIR, 128, SMALL, 1 / N_VALUES, N_VALUES,
+    "copying": Task(copying, "a repeated string whose symbols recur", FIRST_PAIR, 128, SMALL, N_VALUES,
                     least=2 * SMALL[-1] + 2),
     "zoology": Task(zoology, "multi-query associative recall in Zoology's form", ZOOLOGY_VOCABULARY, 128, SMALL,
-                    2 / ZOOLOGY_VOCABULARY, ZOOLOGY_VOCABULARY // 2, distinct=True, least=4 * SMALL[-1]),
+                    ZOOLOGY_VOCABULARY // 2, distinct=True, least=4 * SMALL[-1]),
 }
 
 # Recall inside real text: names that are no words, each with a digit behind it, anywhere in an article, and at the end
 # the names again. What stands around a name is language; its digit is in the row alone.
-CHANCE = 0.1
 CONSONANTS, VOWELS, DIGITS = "bdfgklmnprstvz", "aeiou", "0123456789"
 
 
@@ -226,7 +223,7 @@ def text_task(data: Path, name: str = TEXT) -> Task:
     tokenizer, form = load_tokenizer(data / TOKENIZER_FILE), FORMS[name]
     digits = tuple(tokenizer.encode(digit)[-1] for digit in DIGITS)
     train, test = (drawn_from(open_split(data, split), tokenizer, digits, form) for split in ("train", "validation"))
-    return Task(train, form.what, tokenizer.vocab_size, chance=CHANCE, n_values=len(DIGITS), test=test, answers=digits,
+    return Task(train, form.what, tokenizer.vocab_size, n_values=len(DIGITS), test=test, answers=digits,
                 end_of_document=tokenizer.end_of_document, **form.tested)
 
 
