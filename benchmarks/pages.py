@@ -17,6 +17,7 @@ from benchmarks.figures import Picture, draw, figures_of, recall_picture, speed_
 from benchmarks.paper.report import table_section
 from benchmarks.paper.results import results_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
+from benchmarks.recall.report import learning
 from benchmarks.recall.report import section as recall_section
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import speed_section, tables_of
@@ -83,7 +84,7 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tup
     name, scale = [*names, "", ""][:2]
     if kind == "recall":
         require_name("task", name, STUDY["tasks"])
-        if any(row["task"] == name for row in rows):
+        if learning(rows, name):
             drawn = {f"recall-{name}.png": recall_picture(rows, name)}
         return recall_section(rows, name, links(drawn, images)), drawn
     require_name("table", name, TABLES)

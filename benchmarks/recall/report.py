@@ -7,7 +7,7 @@ from benchmarks import Row
 from benchmarks.markdown import source_line
 from benchmarks.recall.study import STUDY, best_rate
 from benchmarks.recall.tasks import DIGITS, FORMS, RULER, TASKS, TEXT, Task, commonest
-from lineartime.markdown import markdown
+from lineartime.markdown import in_markdown, markdown
 
 ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT].what, len(DIGITS))}
 """What is asked, and how many values there are, of which a guess takes one."""
@@ -15,18 +15,36 @@ MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads":
 """What a row of recall need not say, as it is the same in all."""
 
 
+def learning(rows: Sequence[Row], task: str) -> list[Row]:
+    """The rows of models that learned a task here; a trained model, which was asked alone, has no learning rate."""
+    return [row for row in rows if row["task"] == task and row["learning_rate"] is not None]
+
+
 def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Of each model that has rows of a task, in the order of the study, its runs by seed at the learning rate that was
-    best with the first; a later row takes the place of an earlier one."""
-    newest = {(row["model"], row["learning_rate"], row["seed"]): row for row in rows if row["task"] == task}
-    found = {}
+    """Of each model that has learned a task, in the order of the study, its runs by seed at the learning rate that was
+    best with the first; a later row takes the place of an earlier one. Runs that differ from the model's oldest in a
+    setting are a model of their own, whose name says so."""
+    oldest: dict[str, Row] = {}
+    named: dict[str, dict[tuple[float, int], Row]] = {}
     for model in STUDY["models"]:
-        own = [row for (name, _, _), row in newest.items() if name == model]
-        first = [row for row in own if row["seed"] == 0]
+        for row in (row for row in learning(rows, task) if row["model"] == model):
+            name = name_beside(row, oldest.setdefault(model, row))
+            named.setdefault(name, {})[row["learning_rate"], row["seed"]] = row
+    found = {}
+    for name, newest in named.items():
+        first = [row for (_, seed), row in newest.items() if seed == 0]
         if first:
             rate = best_rate(first)
-            found[model] = sorted((row for row in own if row["learning_rate"] == rate), key=lambda row: row["seed"])
+            found[name] = sorted((row for row in newest.values() if row["learning_rate"] == rate),
+                                 key=lambda row: row["seed"])
     return found
+
+
+def name_beside(row: Row, oldest: Row) -> str:
+    """A model's name, and behind it the settings in which a row differs from another of the model."""
+    own, other = (each["settings"] | each["training"] for each in (row, oldest))
+    differ = [name for name in own | other if own.get(name) != other.get(name)]
+    return ", ".join([row["model"], *(f"{name}={own.get(name, 'default')}" for name in differ)])
 
 
 def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> list[float]:
@@ -43,7 +61,7 @@ def without_keys(task: str, n_facts: int) -> float:
 
 def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
     """The lengths and the numbers of facts that a task was asked at, the trained length first."""
-    row = next(row for row in rows if row["task"] == task)
+    row = learning(rows, task)[0]
     return [times * row["length"] for times in Task.times], row["n_facts"]
 
 
@@ -75,7 +93,7 @@ def spread_text(values: Sequence[float], digits: int = 2) -> str:
 
 def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """A task's table in Markdown. pictures: of each the words that say what it shows, and its path."""
-    own = [row for row in rows if row["task"] == task]
+    own = learning(rows, task)
     if not own:
         return "Not measured yet."
     (what, n_values), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
@@ -84,9 +102,9 @@ def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] 
             "time.")
     head = ["model", "learned from step", *(f"{n} facts" for n in n_facts),
             *(f"{length} tokens" for length in lengths[1:])]
-    lines = [[model, ", ".join(f"{run['passed']:,}" if run["passed"] else "never" for run in runs),
+    lines = [[in_markdown(name), ", ".join(f"{run['passed']:,}" if run["passed"] else "never" for run in runs),
               *(spread_text(accuracies(runs, lengths[0], n)) for n in n_facts),
               *(spread_text(accuracies(runs, length)) for length in lengths[1:])]
-             for model, runs in learned(rows, task).items()]
+             for name, runs in learned(rows, task).items()]
     return "\n\n".join([told, markdown(head, lines, 1), *(f"![{words}]({path})" for words, path in pictures),
                         source_line([row | MADE_BY for row in own])])

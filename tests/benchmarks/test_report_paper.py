@@ -15,6 +15,7 @@ from benchmarks.figures import digest
 from benchmarks.pages import fill_pages, filled
 from benchmarks.paper.report import table_section
 from benchmarks.paper.results import read_records, results_of, steps_to
+from benchmarks.recall.report import section
 from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
 from command_line import Call, assert_refused
@@ -83,6 +84,18 @@ def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
         for name, picture in drawn.items():
             with Image.open(ROOT / "benchmarks" / "tables" / "images" / name) as file:
                 assert file.text["Rows"] == digest(picture), name
+
+
+@pytest.mark.parametrize(("task", "other"), [("text", {"learning_rate": None}), ("pairs", {"steps": 9})])
+def test_a_run_that_is_not_the_studys_leaves_the_studys_line(task, other):
+    """A trained model of that name, which was asked alone, and a run with another setting."""
+    rows = read_recall(ROWS / "recall.jsonl")
+    row = next(row for row in rows if (row["task"], row["model"], row["seed"]) == (task, "flash", 0)) | other
+    row |= {"accuracy": {length: dict.fromkeys(told, 1.0) for length, told in row["accuracy"].items()},
+            "training": row["training"] | other}
+    before, after = (section(given, task).splitlines() for given in (rows, [*rows, row]))
+    assert {line for line in before if "| flash" in line} <= {*after}
+    assert any("| flash, steps=9 | " in line and "1.00" in line for line in after) == (task == "pairs")
 
 
 def test_the_command_prints_a_table(call: Call):
