@@ -33,7 +33,7 @@ from lineartime.markdown import markdown
 from lineartime.model_names import named_folder
 from lineartime.release.provenance import provenance
 from studies import missing, named_models, run
-from studies.document_scores import INTERVAL
+from studies.documents import INTERVAL
 from studies.labelled_texts import books
 
 SEEDS = (0, 1, 2)

@@ -13,7 +13,7 @@ import lineartime
 from benchmarks import ROOT, laws
 from benchmarks.append import rows_in
 from benchmarks.recall.study import training
-from studies import document_scores, expressions, labelled_texts, length, listops, plant, retrieval, rows_of, zoology
+from studies import documents, labelled_texts, length, listops, plant, retrieval, rows_of, zoology
 
 pytestmark = pytest.mark.rest
 
@@ -39,7 +39,7 @@ def value_of(symbols: list[str]) -> int:
 def test_expressions_have_their_values() -> None:
     draw = random.Random(0)
     for _ in range(400):
-        symbols, value = expressions.expression(draw)
+        symbols, value = listops.expression(draw)
         assert value == value_of(symbols) and 0 <= value <= 9
 
 
@@ -92,10 +92,10 @@ def test_an_exact_memory_finds_what_came_within_its_reach_and_nothing_else(monke
         monkeypatch.setattr(length, name, value)
     model, tokenizer, _ = lineartime.load_model("small")
     ids = tokenizer.encode(BOOK[:20_000])
-    for documents, gains in [
+    for texts, gains in [
             ([(ids[at : at + 512] * 5)[:2049] for at in (0, 600)], True),  # what came 512 tokens ago comes again
             (np.random.default_rng(0).integers(4, model.config.vocab_size, (2, 2049)).tolist(), False)]:
-        asked = [length.ask(model.eval(), each) for each in documents]
+        asked = [length.ask(model.eval(), each) for each in texts]
         alone = np.mean([-float(each.log_p_T[1024:].mean()) for each in asked])
         near, far = (np.mean(length.mixed(asked, reach)) for reach in (256, 1024))
         assert (far < near / 2) == gains and near < alone + 0.02
@@ -116,7 +116,7 @@ def test_a_step_of_zoology_has_one_set_as_often_as_its_tokens_are_many() -> None
 
 @pytest.mark.parametrize(("table", "name", "page"), [
     (listops.table, "listops", "documents"), (retrieval.table, "retrieval", "documents"),
-    (document_scores.tables, "documents", "documents"), (length.table, "length", "memory"),
+    (documents.tables, "documents", "documents"), (length.table, "length", "memory"),
     (zoology.table, "zoology", "memory"), (laws.table, "laws", "../../docs/laws")])
 def test_the_page_shows_the_rows(table, name, page) -> None:
     """After new rows: python -m studies.NAME --into PAGE; of laws: python -m benchmarks report laws --into PAGE."""
