@@ -31,10 +31,10 @@ Kind = Literal["speed", "table", "recall", "laws"]
 def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[Any]) -> list[Path]:
     """Fill the places of a kind of every page and draw what they show; returns what was written.
 
-    Nothing is written unless every page has its places. Raises DataError, UsageError, ResourceError."""
+    Nothing is written unless every page has its places. Raises as `filled`, and ResourceError."""
     made, drawn = {}, dict[str, Picture]()
     for page in pages:
-        made[page], pictures = filled(page_text(page), page, images, kind, rows)
+        made[page], pictures = filled(page, images, kind, rows)
         drawn.update(pictures)
     for name, picture in drawn.items():
         draw(picture, images / name)
@@ -43,9 +43,9 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
     return [*(images / name for name in drawn), *made]
 
 
-def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any]) -> tuple[str, dict[str, Picture]]:
-    """A page's text with its places of a kind filled, and the pictures they show by file name. page, images: where both
-    will be, for the links between them. Raises as `with_places`, and UsageError for what does not exist."""
+def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any]) -> tuple[str, dict[str, Picture]]:
+    """A page's text with its places of a kind filled, and the pictures they show by file name. images: where they will
+    be, for the links to them. Raises as `with_places`, and UsageError for what does not exist."""
     drawn: dict[str, Picture] = {}
 
     def made(names: list[str]) -> str:
@@ -53,12 +53,16 @@ def filled(text: str, page: Path, images: Path, kind: Kind, rows: Sequence[Any])
         drawn.update(pictures)
         return text
 
-    return with_places(text, page, kind, made), drawn
+    return with_places(page, kind, made), drawn
 
 
-def with_places(text: str, page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
+def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
     """A page's text whose places of a kind hold what is made of the names in their marks. Raises UsageError for a page
-    without a whole place."""
+    without a whole place, DataError for one that is no UTF-8, OSError."""
+    try:
+        text = read_bytes(page).decode()
+    except UnicodeDecodeError as e:
+        raise DataError("not a page in UTF-8", page, str(e)) from None
     place = re.compile(rf"(<!-- {kind}((?: [\w.+-]+)*): begin -->\n)(.*?)(<!-- {kind}(?:\2)?: end -->)", re.DOTALL)
     with_tables, n_places = place.subn(lambda found: f"{found[1]}\n{made(found[2].split())}\n{found[4]}", text)
     if not n_places or len(re.findall(rf"<!-- {kind}\b[^>]*-->", text)) != 2 * n_places:
@@ -99,15 +103,6 @@ def links(pictures: dict[str, Picture], images: str) -> list[tuple[str, str]]:
     return [(picture.caption, f"{images}/{name}") for name, picture in pictures.items()]
 
 
-def page_text(page: Path) -> str:
-    """A page's text. Raises DataError if it cannot be read."""
-    try:
-        return read_bytes(page).decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError("cannot read the page", page, getattr(e, "strerror", None) or str(e)) from None
-
-
 def fill_place(page: Path, name: str, made: str) -> None:
-    """Fill a page's place of this name, for scripts that make their own tables. Raises UsageError for a page without
-    it, DataError for one that cannot be read."""
-    write_atomically(page, with_places(page_text(page), page, name, lambda _: f"{made}\n"))
+    """Fill a page's place of this name, for scripts that make their own tables. Raises as `with_places`."""
+    write_atomically(page, with_places(page, name, lambda _: f"{made}\n"))

@@ -23,6 +23,7 @@ from lineartime.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "rows"
+IMAGE = ROOT / "benchmarks" / "tables" / "images" / "recall-pairs.png"
 
 
 curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
@@ -78,9 +79,8 @@ def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
              for page in folder.glob("*.md") if f"<!-- {kind}" in page.read_text()]
     assert pages
     for page in pages:
-        text = page.read_text()
-        made, drawn = filled(text, page, ROOT / "benchmarks" / "tables" / "images", kind, measured)
-        assert made == text
+        made, drawn = filled(page, ROOT / "benchmarks" / "tables" / "images", kind, measured)
+        assert made == page.read_text()
         for name, picture in drawn.items():
             with Image.open(ROOT / "benchmarks" / "tables" / "images" / name) as file:
                 assert file.text["Rows"] == digest(picture), name
@@ -108,7 +108,8 @@ def test_the_command_prints_a_table(call: Call):
     (("gap", "--into", "README.md"), 2, "arguments that do not go together: gap and --into; leave out the table"),
     (("gap", "--rows", "nothing.jsonl"), 3,
      "no rows to report: nothing.jsonl; `python -m benchmarks reproduce` writes them"),
-    (("gap", "--rows", ROOT / "README.md"), 3, "README.md, line 1")])
+    (("gap", "--rows", ROOT / "README.md"), 3, "README.md, line 1"),
+    (("laws", "--into", IMAGE), 3, f"not a page in UTF-8: {IMAGE}; 'utf-8' codec can't decode byte 0x89")])
 def test_bad_arguments_are_errors_of_one_line(arguments, code, message, call: Call):
     got, _, err = call("report", *arguments, app=app)
     assert_refused(got, err, code, message)
