@@ -156,15 +156,15 @@ def speed_pictures(table: pd.DataFrame) -> dict[str, Picture]:
     machine = "cpu" if first["device"] == "cpu" else re.sub(r"\W+", "-", first["hardware"].lower()).strip("-")
     parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
              parameters(size_of(table)).replace(" ", ""), f"{table.n_tokens.max()}"]
-    time = {"step": "ms per token of a step", "forward": "ms per token"}.get(first["benchmark"])
-    shown = ([("time", "ms", time), ("memory", "peak_mib", "peak memory, MiB")]
-             if time else [("time", "ms", "ms per generated token")])
+    time = {"step": "ms per token of a step", "forward": "ms per token"}
     pictures = {}
-    for what, column, y_label in shown:
+    for what, told, column, y_label in (
+            ("time", "Time per token", "ms", time.get(first["benchmark"], "ms per generated token")),
+            ("memory", "Peak memory", "peak_mib", "peak memory, MiB")):
         panels = speed_panels(table, column, y_label)
         if any(len(line.points) > 1 for panel in panels for line in panel.lines):
             stem = re.sub(r"[^\w.+-]+", "-", "-".join(part for part in (*parts, what) if part))
-            pictures[f"{stem}.png"] = Picture(f"{title(table)}. {first['hardware']}", panels)
+            pictures[f"{stem}.png"] = Picture(f"{told} against context. {title(table)}. {first['hardware']}", panels)
     return pictures
 
 

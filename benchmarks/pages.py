@@ -23,6 +23,7 @@ from benchmarks.recall.study import STUDY
 from benchmarks.speed import speed_section, tables_of
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.errors import DataError, UsageError
+from lineartime.markdown import in_markdown
 from lineartime.settings import require_name
 
 Kind = Literal["speed", "table", "recall", "laws"]
@@ -76,9 +77,9 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tup
     drawn: dict[str, Picture] = {}
     if kind == "speed":
         def pictures_of(table: pd.DataFrame) -> list[str]:
-            own = [*speed_pictures(table).items()][: 1 if names else None]
+            own = dict([*speed_pictures(table).items()][: 1 if names else None])
             drawn.update(own)
-            return [f"{images}/{name}" for name, _ in own]
+            return links(own, images)
 
         return speed_section(tables_of(rows), shown=names, pictures=pictures_of), drawn
     if kind == "laws":
@@ -98,9 +99,9 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tup
     return "#" + table_section(results, links(drawn, images)), drawn  # one heading below the question it answers
 
 
-def links(pictures: dict[str, Picture], images: str) -> list[tuple[str, str]]:
-    """Of each picture the words that say what it shows, and its path."""
-    return [(picture.caption, f"{images}/{name}") for name, picture in pictures.items()]
+def links(pictures: dict[str, Picture], images: str) -> list[str]:
+    """Pictures in Markdown, each with its caption for who does not see it."""
+    return [f"![{in_markdown(picture.caption)}]({images}/{name})" for name, picture in pictures.items()]
 
 
 def fill_place(page: Path, name: str, made: str) -> None:

@@ -31,7 +31,7 @@ SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama"
            ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most in float32."""
 Pictures = Callable[[pd.DataFrame], Sequence[str]]
-"""The paths of a table's pictures."""
+"""A table's pictures in Markdown."""
 
 
 def side_name(side: str) -> str:
@@ -140,7 +140,7 @@ def speed_section(tables: Sequence[pd.DataFrame], *, shown: Sequence[str] = (),
     parts, parts_alone = [], []
     for table in tables:
         if table.benchmark.iat[0] in TITLES:
-            parts += [f"### {in_markdown(title(table))}", *links(table, pictures(table)), ratio_table(table),
+            parts += [f"### {in_markdown(title(table))}", *pictures(table), ratio_table(table),
                       *value_tables(table), *sources(table)]
         else:
             parts_alone += [part_table(table), *sources(table)]
@@ -170,7 +170,7 @@ def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures
         "records")) for rival, dtype in SUMMARY]
     how = (f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant, from Llama down eager. "
            "Bold: FLASH is slower.")
-    parts = [*links(widest, pictures(widest)[:1]), how,
+    parts = [*pictures(widest), how,
              ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), sources(cells)[0]]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -187,13 +187,6 @@ def title(table: pd.DataFrame) -> str:
     words += f", {parameters(size_of(table))} parameters, "
     words += "on a processor" if first["device"] == "cpu" else f"on one {first['hardware']}"
     return words + (f" ({first['name']})" if first["name"] else "")
-
-
-def links(table: pd.DataFrame, paths: Sequence[str]) -> list[str]:
-    """Pictures, and in words what they show."""
-    words = in_markdown(title(table))
-    return [f"![{'Peak memory' if 'memory' in path else 'Time per token'} against context. {words}]({path})"
-            for path in paths]
 
 
 def ratio_table(table: pd.DataFrame) -> str:

@@ -121,12 +121,10 @@ def tables_shown(records: Sequence[Record], names: Sequence[str]) -> list[Result
     return shown
 
 
-def table_section(results: Results, pictures: Sequence[tuple[str, str]] = ()) -> str:
-    """A table at one scale: heading, pictures, our numbers beside the paper's, and what they are.
-
-    pictures: of each the words that say what it shows, and its path."""
+def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
+    """A table at one scale: heading, pictures in Markdown, our numbers beside the paper's, and what they are."""
     table = results.table
-    parts = [f"### {table.title}, {results.scale.name} scale", *(f"![{alt}]({path})" for alt, path in pictures)]
+    parts = [f"### {table.title}, {results.scale.name} scale", *pictures]
     if not results.rows:
         return "\n\n".join([*parts, f"Not measured yet: {NOT_RUN} at this scale, `{command_of(results)}`."]) + "\n"
     made = {MEASURES[name].title.format(reference=table.reference): measured(results, MEASURES[name])

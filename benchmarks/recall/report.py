@@ -91,8 +91,8 @@ def spread_text(values: Sequence[float], digits: int = 2) -> str:
     return text(statistics.fmean(values)) + (f" ({least}-{most})" if least != most else "")
 
 
-def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] = ()) -> str:
-    """A task's table in Markdown. pictures: of each the words that say what it shows, and its path."""
+def section(rows: Sequence[Row], task: str, pictures: Sequence[str] = ()) -> str:
+    """A task's table and its pictures, in Markdown."""
     own = learning(rows, task)
     if not own:
         return "Not measured yet."
@@ -106,5 +106,4 @@ def section(rows: Sequence[Row], task: str, pictures: Sequence[tuple[str, str]] 
               *(spread_text(accuracies(runs, lengths[0], n)) for n in n_facts),
               *(spread_text(accuracies(runs, length)) for length in lengths[1:])]
              for name, runs in learned(rows, task).items()]
-    return "\n\n".join([told, markdown(head, lines, 1), *(f"![{words}]({path})" for words, path in pictures),
-                        source_line([row | MADE_BY for row in own])])
+    return "\n\n".join([told, markdown(head, lines, 1), *pictures, source_line([row | MADE_BY for row in own])])
