@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import Row
 from lineartime.errors import escaped
-from lineartime.markdown import fence_of, in_markdown
+from lineartime.markdown import in_markdown
 from lineartime.release.provenance import machine
 
 MACHINES, COMMANDS = 3, 3
@@ -41,17 +41,11 @@ def folded(summary: str, body: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
-def code_span(text: str) -> str:
-    """Text on one line of Markdown as code."""
-    shown = escaped(" ".join(text.split()))
-    fence, space = fence_of(shown, 1), " " * ("`" in shown)
-    return f"{fence}{space}{shown}{space}{fence}"
-
-
 def source_line(rows: Sequence[Row]) -> str:
     """Where the numbers come from: machine, commits, versions of torch, and the commands that make such rows today."""
     commands = unique(map(command_of, rows))
-    made_by = ", ".join(map(code_span, commands[:COMMANDS]))
+    on_a_line = [" ".join(escaped(command).replace("`", "").split()) for command in commands[:COMMANDS]]
+    made_by = ", ".join(f"`{command}`" for command in on_a_line)
     more = f" and {len(commands) - COMMANDS} more, which the rows have" if len(commands) > COMMANDS else ""
     commits = listed(re.sub(r"^(\w{10})\w*", r"\1", row.get("commit") or "unknown") for row in rows)
     machines = "; ".join(unique(map(machine, rows))[:MACHINES])

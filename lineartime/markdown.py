@@ -13,14 +13,9 @@ def in_markdown(text: str) -> str:
 
 
 def code_block(text: str, language: str = "") -> str:
-    """Lines of code."""
-    fence = fence_of(text, 3)
+    """Lines of code, between more backticks than they have in a row, so that no text ends what they begin."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
-
-
-def fence_of(text: str, least: int) -> str:
-    """More backticks than there are in a row in a text, so that no text ends what they begin."""
-    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
