@@ -27,21 +27,14 @@ TOLD_EVERY_S = 30.0
 
 
 def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
-    """The calls of lists, and those for a table, in their order. Raises UsageError for an unknown name."""
+    """The calls of lists or of tables (what stands before the slash in a call's name), in order. Raises UsageError for
+    an unknown name."""
     known = {name: dict(calls) for name, calls in LISTS.items()}
     for call, words in (each for calls in LISTS.values() for each in calls.items()):
         known.setdefault(call.partition("/")[0], {})[call] = words
     for name in names:
         require_name("name of cells", name, known)
     return {call: words.split() for name in names for call, words in known[name].items()}
-
-
-def shape_named(name: str | None) -> dict[str, Any]:
-    """The fields of a shape; none without a name. Raises UsageError for an unknown one."""
-    if name is None:
-        return {}
-    require_name("shape", name, SHAPES)
-    return SHAPES[name]
 
 
 def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | None = None,

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 from benchmarks import ROOT, Row, decode, op, pages, step
 from benchmarks.append import append_json_lines, rows_in
-from benchmarks.cells import LISTS, PEERS, measure_call, named_calls, shape_named, shaped_config
+from benchmarks.cells import LISTS, PEERS, SHAPES, measure_call, named_calls, shaped_config
 from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
 from benchmarks.paper.report import table_section, tables_shown
@@ -60,7 +60,9 @@ class How:
         return Setup(self.repeats, self.threads, pick_device(self.device).type, progress=note)
 
     def config(self, preset: str) -> ModelConfig:
-        return shaped_config(preset, self.task, shape_named(self.shape), self.settings)
+        if self.shape is not None:
+            require_name("shape", self.shape, SHAPES)
+        return shaped_config(preset, self.task, SHAPES.get(self.shape or ""), self.settings)
 
     def show_and_keep(self, rows: list[Row]) -> None:
         """Print rows, and write them to the file if there is one."""
