@@ -12,24 +12,22 @@ from lineartime.settings import require
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")
-VERBS: dict[str, Callable[..., None]] = {
-    "step": verbs.benchmark_step, "decode": verbs.benchmark_decode, "op": verbs.benchmark_op,
-    "run": verbs.benchmark_run, "reproduce": verbs.reproduce, "recall": verbs.recall, "laws": verbs.measure_laws,
-    "report": verbs.report}
-EXAMPLES = {
-    "step": ["step flash:compile transformer++ --contexts 512,2048,8192",
-             "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"],
-    "decode": ["decode flash transformer++ --contexts 2048,8192"],
-    "op": ["op gated_chunk_attention --contexts 2048 --precision bfloat16"],
-    "run": ["run bench --json out/bench.jsonl"],
-    "reproduce": ["reproduce lm_pg19 --scale cpu --texts TEXTS"],
-    "recall": ["recall flash transformer++ --task pairs", "recall run --task text --data data"],
-    "laws": ["laws mamba2 --law right-padding", "laws flash llama qwen3_next", "laws flash --set chunk_size=16"],
-    "report": ["report lm_pg19", "report speed", "report --into page.md --images images"],
+VERBS: dict[str, tuple[Callable[..., None], list[str]]] = {
+    "step": (verbs.benchmark_step, ["step flash:compile transformer++ --contexts 512,2048,8192",
+                                    "step flash transformer++ --contexts 2048,4096,8192 --tokens 1 --together"]),
+    "decode": (verbs.benchmark_decode, ["decode flash transformer++ --contexts 2048,8192"]),
+    "op": (verbs.benchmark_op, ["op gated_chunk_attention --contexts 2048 --precision bfloat16"]),
+    "run": (verbs.benchmark_run, ["run bench --json out/bench.jsonl"]),
+    "reproduce": (verbs.reproduce, ["reproduce lm_pg19 --scale cpu --texts TEXTS"]),
+    "recall": (verbs.recall, ["recall flash transformer++ --task pairs", "recall run --task text --data data"]),
+    "laws": (verbs.measure_laws, ["laws mamba2 --law right-padding", "laws flash llama qwen3_next",
+                                  "laws flash --set chunk_size=16"]),
+    "report": (verbs.report, ["report lm_pg19", "report speed", "report --into page.md --images images"]),
 }
+"""The verbs, with examples for the end of their --help."""
 PROGRAM = "python -m benchmarks"
-for name, verb in VERBS.items():
-    add_verb(app, PROGRAM, name, verb, EXAMPLES[name])
+for name, (verb, examples) in VERBS.items():
+    add_verb(app, PROGRAM, name, verb, examples)
 
 
 @app.callback()
