@@ -47,8 +47,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     closes as many as a long text does per token. Weights are random, and the state is filled with random numbers: the
     time does not depend on what they are. quadratic_up_to: models whose state grows are not measured beyond it.
     capture: steps are CUDA graphs."""
-    measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats,
-                               threads=setup.threads, batch=batch_size)
+    measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
     cases, variant = [], "captured" if capture else "eager"
     for label, config in configs.items():
         is_peer = label in PACKAGES

@@ -79,8 +79,7 @@ def benchmark_op(name: str, configs: Sequence[ModelConfig], setup: Setup, *, tok
     implementations take turns. Kernels are left out on a processor. Raises UsageError for an
     unknown op or type."""
     require_name("op", name, OPS)
-    measure.require_measurable(precisions, models=len(configs), repeats=setup.repeats, threads=setup.threads,
-                               tokens=tokens)
+    measure.require_measurable(precisions, models=len(configs), repeats=setup.repeats, tokens=tokens)
     for precision, config in itertools.product(precisions, configs):
         n_rows, cases = max(tokens // config.context, 1), []
         for variant in VARIANTS if setup.device == "cuda" else VARIANTS[:-1]:

@@ -60,8 +60,8 @@ def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = 
     Those of one context and type take a step in turn, round and round; with `together` those of one type do. Before a
     time counts, the loss and the gradient have been compared with those of the same weights in eager float32."""
     measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=setup.repeats,
-                               threads=setup.threads, **{"tokens of a step": min(
-                                   (min(case.tokens, case.config.context) for case in cases), default=1)})
+                               **{"tokens of a step": min((min(case.tokens, case.config.context) for case in cases),
+                                                          default=1)})
     groups: dict[object, list[StepCase]] = {}
     for case in cases:
         groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
