@@ -20,7 +20,7 @@ from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
 from benchmarks.recall.report import learning
 from benchmarks.recall.report import section as recall_section
 from benchmarks.recall.study import STUDY
-from benchmarks.speed import speed_section, tables_of
+from benchmarks.speed import speed_section, speed_summary, tables_of
 from lineartime.atomic_io import read_bytes, write_atomically
 from lineartime.errors import DataError, UsageError
 from lineartime.markdown import in_markdown
@@ -81,7 +81,8 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tup
             drawn.update(own)
             return links(own, images)
 
-        return speed_section(tables_of(rows), shown=names, pictures=pictures_of), drawn
+        tables = tables_of(rows)
+        return speed_summary(tables, names, pictures_of) if names else speed_section(tables, pictures_of), drawn
     if kind == "laws":
         from benchmarks import laws  # transformers takes seconds to import
 

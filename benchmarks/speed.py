@@ -132,11 +132,8 @@ def compare(table: pd.DataFrame, ours: str, rival: str, *, by_type: bool, varian
     return both.assign(value=both.ms_rival / both.ms, low=both.q1_rival / both.q3, high=both.q3_rival / both.q1)
 
 
-def speed_section(tables: Sequence[pd.DataFrame], *, shown: Sequence[str] = (),
-                  pictures: Pictures = lambda table: ()) -> str:
-    """The tables of `tables_of`; with names in `shown`, a summary of those that have them."""
-    if shown:
-        return speed_summary(tables, shown, pictures)
+def speed_section(tables: Sequence[pd.DataFrame], pictures: Pictures = lambda table: ()) -> str:
+    """The tables of `tables_of`."""
     parts, parts_alone = [], []
     for table in tables:
         if table.benchmark.iat[0] in TITLES:
