@@ -110,9 +110,9 @@ def newest(table: pd.DataFrame) -> pd.DataFrame:
     return last.sort_values(["n_side", "n_kind", "context"])
 
 
-def compare(table: pd.DataFrame, ours: str, rival: str, *, by_type: bool, variant: str | None = None) -> pd.DataFrame:
-    """Two sides at each context (by_type: and in each type), in the newest run that has both: each in its fastest
-    variant, or in the one that is given; without by_type, each in its fastest type.
+def compare(table: pd.DataFrame, rival: str, *, by_type: bool, variant: str | None = None) -> pd.DataFrame:
+    """FLASH and another side at each context (by_type: and in each type), in the newest run that has both: each in its
+    fastest variant, or in the one that is given; without by_type, each in its fastest type.
 
     Columns of the rival end in "_rival"; `value`, `low` and `high` are the rival's time over ours, and take each side's
     one quartile over the other's opposite one; `unmatched` lists the variants that only our side was measured in, where
@@ -121,13 +121,13 @@ def compare(table: pd.DataFrame, ours: str, rival: str, *, by_type: bool, varian
     table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
     shown = table if variant is None else table[table.variant == variant]
     fastest, fastest_rival = (shown[shown.side == side].sort_values("ms", kind="stable").drop_duplicates(
-        ["n_run", *keys]) for side in (ours, rival))
+        ["n_run", *keys]) for side in (OURS, rival))
     # Rows of one run stand beside each other; of several runs that have both sides the newest stays.
     both = fastest.merge(fastest_rival, on=["n_run", *keys], suffixes=("", "_rival"))
     both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
     # What FLASH was measured in and the other was not makes a ratio unfair: it is marked.
     variants = table.groupby(["side", "n_run", "context"]).variant.unique()
-    both["unmatched"] = [[each for each in variants[ours, *at] if variant is None and each not in variants[rival, *at]]
+    both["unmatched"] = [[each for each in variants[OURS, *at] if variant is None and each not in variants[rival, *at]]
                          for at in zip(both.n_run, both.context, strict=True)]
     return both.assign(value=both.ms_rival / both.ms, low=both.q1_rival / both.q3, high=both.q3_rival / both.q1)
 
@@ -163,7 +163,7 @@ def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures
     widest, same = max(chosen, key=lambda table: table.context.nunique()), ["device", "threads", "size"]
     cells = pd.concat([table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()],
                       ignore_index=True)
-    lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], OURS, rival, by_type=False).to_dict(
+    lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
     how = (f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant, from Llama down eager. "
            "Bold: FLASH is slower.")
@@ -195,7 +195,7 @@ def ratio_table(table: pd.DataFrame) -> str:
         shown: list[list[tuple[int, int]]] = []
         for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] in ("step", "forward")),
                                       ("both eager", "eager", True)):
-            both = compare(table, OURS, rival, by_type=by_type, variant=variant)
+            both = compare(table, rival, by_type=by_type, variant=variant)
             for dtype in dtypes_of(table) if by_type else [None]:
                 pairs = (both if dtype is None else both[both.dtype == dtype]).to_dict("records")
                 ids = [(pair["at"], pair["at_rival"]) for pair in pairs]

@@ -112,7 +112,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     if "compiled" in parsed.how:
         model.compile_layers()
     optimizer = make_optimizer(parts_of(model), train)
-    task, batch = random_batch(fields, n_rows, fields.context, on)
+    task, batch = random_batch(fields, n_rows, on)
     times: Times = {}
 
     def step() -> float:
@@ -157,7 +157,7 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
     on, settings = measure.set_up(**place)
     fields, times = ModelConfig(**config), Times()
     model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
-    ids_BT = random_batch(fields, n_rows, fields.context, on)[1][0][:, :fields.context]
+    ids_BT = random_batch(fields, n_rows, on)[1][0][:, :fields.context]
     last_B = torch.arange(1, n_rows + 1, device=on) * fields.context - 1
     answer: Row = {"settings": settings, "n_parameters": sum(p.numel() for p in model.parameters())}
     while True:
@@ -180,7 +180,7 @@ def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Ge
     if isinstance(model, LanguageModel):
         model.activation_checkpointing = True
         model.set_impl("reference")
-    task, batch = random_batch(fields, n_rows, fields.context, on)
+    task, batch = random_batch(fields, n_rows, on)
     loss, _ = compute_gradient(model, task, batch, 1, TrainConfig(clip=None, micro_batch_tokens=4096))
     gradients = {name: p.grad.cpu().contiguous() for name, p in model.named_parameters() if p.grad is not None}
     save_file(gradients, path)
@@ -214,10 +214,10 @@ def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, g
     return {"what": what, "error": errors[worst], "worst": worst, "limit": limit}
 
 
-def random_batch(config: ModelConfig, n_rows: int, n_tokens: int,
-                 device: torch.device) -> tuple[Objective, list[Tensor]]:
-    """The task of a training run, and a batch of random tokens."""
+def random_batch(config: ModelConfig, n_rows: int, device: torch.device) -> tuple[Objective, list[Tensor]]:
+    """The task of a training run, and a batch of random tokens in rows of the model's context."""
     generator, no_stream = np.random.default_rng(0), cast(Any, None)  # the batch is given, and nothing is read
+    n_tokens = config.context
     ids = generator.integers(config.vocab_size, size=(n_rows, n_tokens + 1))
     if config.causal:
         return NextToken(no_stream, no_stream, no_stream), [torch.from_numpy(ids).to(device)]

@@ -68,7 +68,7 @@ def learned(model: str, rate: float, seed: int, on_step: OnStep, check: Callable
     train = training("zoology", TASK, {**LENGTH_OF_TRAINING, "learning_rate": rate, "seed": seed, "context": LONGEST})
     trained = new_model(model, config_of(model, TASK, {"context": LONGEST}), seed)
     curve = [[step, round(loss, 4), round(right, 4)]
-             for step, loss, right in learn(trained, Mixed(TASK, LONGEST, (), train), on_step)]
+             for step, loss, right in learn(trained, Mixed(TASK, LONGEST, train), on_step)]
     trained.eval()
     test = {}
     for size in TESTED:

@@ -35,14 +35,15 @@ class Recall:
     In the first half of the training the numbers of facts are added one after another, the fewest first. All seeds read
     the same rows: a seed draws the initial values alone."""
 
-    def __init__(self, task: Task, length: int, n_facts: Sequence[int], config: TrainConfig):
-        self.task, self.length, self.n_facts, self.config = task, length, n_facts, config
+    def __init__(self, task: Task, length: int, config: TrainConfig):
+        self.task, self.length, self.config = task, length, config
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids `[B, T]`, places of the questions and answers `[B, Q]`."""
         generator = torch.Generator().manual_seed(step)
-        n_known = 1 + min(len(self.n_facts) - 1, 2 * len(self.n_facts) * step // self.config.steps)
-        n = self.n_facts[int(torch.randint(n_known, (1,), generator=generator))]
+        n_facts = self.task.n_facts
+        n_known = 1 + min(len(n_facts) - 1, 2 * len(n_facts) * step // self.config.steps)
+        n = n_facts[int(torch.randint(n_known, (1,), generator=generator))]
         rows = self.task.draw(self.config.tokens_per_step // self.length, n, self.length, generator)
         return rows.ids_BT.numpy(), rows.asked_BQ.contiguous().numpy(), rows.answer_BQ.contiguous().numpy()
 
@@ -55,7 +56,7 @@ class Recall:
 
     def evaluate(self, model: Model, progress: Callable[[int], None] | None = None) -> Row:
         """The mean accuracy over all numbers of facts, of few rows."""
-        right = [asked(model, self.task, n, self.length, 16)[0].double().mean().item() for n in self.n_facts]
+        right = [asked(model, self.task, n, self.length, 16)[0].double().mean().item() for n in self.task.n_facts]
         return {"accuracy": sum(right) / len(right)}
 
 
@@ -111,8 +112,7 @@ def learn(model: Model, objective: Recall, on_step: OnStep = ignore) -> Iterator
             losses.clear()
 
 
-def measure(model: Model, task: Task, train: TrainConfig, *, length: int, n_facts: Sequence[int],
-            on_step: OnStep = ignore) -> Row:
+def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_step: OnStep = ignore) -> Row:
     """Train a new model on a task and ask it: the columns of a row but for who and where.
 
     "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the
@@ -120,18 +120,17 @@ def measure(model: Model, task: Task, train: TrainConfig, *, length: int, n_fact
     on_step is called after every step as `training.train` calls it, and may raise."""
     began, curve = time.process_time(), []
     row: Row = {"n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model),
-                "length": length, "n_facts": list(n_facts)}
+                "length": length, "n_facts": list(task.n_facts)}
     try:
-        for step, loss, right in learn(model, Recall(task, length, n_facts, train), on_step):
+        for step, loss, right in learn(model, Recall(task, length, train), on_step):
             curve.append([step, round(loss, 4), round(right, 4)])
     except NumericsError as e:
         row["failed"] = str(e)
     row |= {"curve": curve, "passed": passed(curve), "train_s": round(time.process_time() - began, 1)}
-    return row if "failed" in row else row | ask_at_lengths(model, task, length, n_facts)
+    return row if "failed" in row else row | ask_at_lengths(model, task, length)
 
 
-def ask_at_lengths(model: Model, task: Task, length: int, n_facts: Sequence[int],
-                   progress: Callable[[int], None] | None = None) -> Row:
+def ask_at_lengths(model: Model, task: Task, length: int, progress: Callable[[int], None] | None = None) -> Row:
     """The "accuracy" of `measure`, and "whole", the share of rows with all answers right, at the lengths that the
     model's position tables allow. progress is called with the number of tokens read, of `n_asked`, and may raise."""
     model.eval()
@@ -142,7 +141,7 @@ def ask_at_lengths(model: Model, task: Task, length: int, n_facts: Sequence[int]
         if limit is not None and times * length > limit:
             continue
         told, all_right = accuracy.setdefault(str(times * length), {}), whole.setdefault(str(times * length), {})
-        for n in n_facts:
+        for n in task.n_facts:
             n_rows = n_test_rows(task, times)
             right_BQ = asked(model, task, n, times * length, n_rows)[0]
             told[str(n)] = round(right_BQ.double().mean().item(), 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import ROOT, Row
+from benchmarks import Row
 from benchmarks.append import rows_in
 from benchmarks.cells import shaped_config
 from benchmarks.measure import add_missing
@@ -23,7 +23,6 @@ from lineartime.model import LanguageModel
 from lineartime.release.provenance import installed_version, provenance
 from lineartime.settings import require, require_name
 
-ROWS = ROOT / "benchmarks" / "rows" / "recall.jsonl"
 STUDY: dict[str, Any] = tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
 RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
 
@@ -136,7 +135,7 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
     def row_of(rate: float, seed: int) -> Row:
         chosen = replace(train, learning_rate=rate, seed=seed)
         return add_missing(path, key_of(model, name, config, chosen), command, lambda: versions | measure(
-            new_model(model, config, seed), task, chosen, length=config.context, n_facts=task.n_facts, on_step=on_step))
+            new_model(model, config, seed), task, chosen, length=config.context, on_step=on_step))
 
     first = []
     for rate in [*STUDY["study"]["lower_rates"].get(model, []), *RATES]:
@@ -156,5 +155,5 @@ def ask_run(run: Path, data: Path, name: str, length: int, progress: Callable[[i
     return {"kind": "recall", "task": name, "model": run.name, "settings": {}, "step": facts.get("step"),
             "data": stream.tokenizer_sha256, "training": {}, "learning_rate": None, "seed": 0, "length": length,
             "n_facts": list(task.n_facts), "curve": [], "passed": None,
-            **ask_at_lengths(model, task, length, task.n_facts, progress), **provenance(),
+            **ask_at_lengths(model, task, length, progress), **provenance(),
             "command": shlex.join(["python", "-m", "benchmarks", "recall", run.name, "--task", name])}

@@ -106,7 +106,7 @@ def test_a_step_of_zoology_has_one_set_as_often_as_its_tokens_are_many() -> None
     train = training("zoology", zoology.TASK, {**zoology.LENGTH_OF_TRAINING, "seed": 0, "context": zoology.LONGEST})
     sizes: Counter[tuple[int, int]] = Counter()
     for step in range(300):
-        ids_BT, asked_BQ, answer_BQ = zoology.Mixed(zoology.TASK, zoology.LONGEST, (), train).batch(step)
+        ids_BT, asked_BQ, answer_BQ = zoology.Mixed(zoology.TASK, zoology.LONGEST, train).batch(step)
         assert ids_BT.size == 8192 and asked_BQ.shape == answer_BQ.shape
         sizes[ids_BT.shape[1], asked_BQ.shape[1]] += 1
     assert sizes.keys() == zoology.TRAINED.keys()

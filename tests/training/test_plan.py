@@ -36,7 +36,7 @@ def test_tensors_without_data_are_as_many_bytes_as_tensors_with_data(settings):
     model = LanguageModel(replace(config.model, end_of_document=None if config.model.by_document else 0))
     model.activation_checkpointing = config.train.activation_checkpointing
     parameters = list(model.parameters())
-    task, (rows_BT,) = random_batch(config.model, config.micro_batch_rows, config.model.context, torch.device("cpu"))
+    task, (rows_BT,) = random_batch(config.model, config.micro_batch_rows, torch.device("cpu"))
     with LiveBytes(parameters) as live, torch.autocast("cpu", torch.bfloat16, enabled="precision" in settings):
         for _ in range(2):
             task.losses(model, rows_BT.clone()).sum().backward()
