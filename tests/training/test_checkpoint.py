@@ -118,11 +118,6 @@ def test_tensors_must_match_exactly(tmp_path):
 # Which one counts
 
 
-def test_no_checkpoint_is_not_an_error(tmp_path):
-    assert newest(tmp_path / "missing") is None
-    assert newest(tmp_path) is None
-
-
 def test_the_newest_valid_ones_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=3)
