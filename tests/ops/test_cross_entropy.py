@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineartime.model import LanguageModel, token_losses
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from tiny_models import FLASH, random_ids, random_model
+from tiny_models import FLASH, random_ids
 
 EXACT = {torch.float64: 1e-13, torch.float32: 1e-6}
 """What a float may be off, relative to the largest."""
@@ -201,11 +201,3 @@ def test_a_model_makes_no_logits_for_its_losses():
     losses = token_losses(model, ids_BT)
     assert losses.shape == (8, 24) and not calls
     close(losses.detach().flatten(), expected.detach().double(), 1e-6)
-
-
-def test_at_some_tokens_alone():
-    model = random_model(FLASH)
-    ids_BT, at_K = random_ids(3, 24), torch.tensor([70, 0, 30, 0])
-    targets_K = torch.tensor([1, 2, 3, 4])
-    expected = -model(ids_BT).flatten(0, 1).log_softmax(-1)[at_K, targets_K]
-    close(model(ids_BT, at_K=at_K, targets=targets_K), expected, 1e-13)
