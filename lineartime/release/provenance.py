@@ -31,16 +31,16 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where the package differs from it; the measured rows are not counted, for
-    a study appends to them. Without git what the environment's LINEARTIME_COMMIT says, or None."""
+    """The checkout's commit, with "+changes" where its programs differ from it; measured rows and their tables are not
+    counted, for a study writes them. Without git what the environment's LINEARTIME_COMMIT says, or None."""
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", "lineartime/release/provenance.py")
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", "lineartime", "benchmarks",
-                      ":!benchmarks/rows")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", "lineartime", "benchmarks", "studies",
+                      ":!benchmarks/rows", ":!benchmarks/tables")
         return git("rev-parse", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("LINEARTIME_COMMIT") or None

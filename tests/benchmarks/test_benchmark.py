@@ -45,8 +45,9 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr("lineartime.release.provenance.ROOT", tmp_path)
     git("init", "-q")
     file = tmp_path / "lineartime" / "release" / "provenance.py"
-    rows = tmp_path / "benchmarks" / "rows" / "rows.jsonl"
-    for path in (file, rows):
+    rows, page = (tmp_path / "benchmarks" / name for name in ("rows/rows.jsonl", "tables/speed.md"))
+    study = tmp_path / "studies" / "zoology.py"
+    for path in (file, rows, page, study):
         path.parent.mkdir(parents=True)
         path.write_text("a\n")
     monkeypatch.setenv("LINEARTIME_COMMIT", "abc")
@@ -57,10 +58,10 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     git("commit", "-q", "-m", "one")
     head = commit()
     assert head is not None and len(head) == 40
-    rows.write_text("{}\n")
-    assert commit() == head  # a row is no change of the program
-    file.write_text("b\n")
-    assert commit() == head + "+changes"
+    for path in (rows, page, study, file):
+        path.write_text("b\n")
+        assert commit() == head + "+changes" * (path in (study, file))
+        git("checkout", "-q", ".")
 
 
 def test_what_has_a_row_is_not_measured_again(tmp_path):
