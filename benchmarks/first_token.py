@@ -12,6 +12,7 @@ import lineartime
 from benchmarks import Row
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.decoding.state import DecodingState
+from lineartime.release.provenance import provenance
 
 
 def measure(name: str, n_tokens: int, path: Path) -> Row:
@@ -29,7 +30,8 @@ def measure(name: str, n_tokens: int, path: Path) -> Row:
         return round(time.perf_counter() - begun, 3)
 
     return {"benchmark": "first_token", "model": name, "tokens": n_tokens, "state_bytes": path.stat().st_size,
-            "text_s": seconds(False), "state_s": seconds(True)}
+            "text_s": seconds(False), "state_s": seconds(True), **provenance(),
+            "command": f"python -m benchmarks.first_token {name} {n_tokens}"}
 
 
 if __name__ == "__main__":

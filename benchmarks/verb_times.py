@@ -54,7 +54,7 @@ def measure(folder: Path, repeats: int) -> list[Row]:
     (folder / "texts.csv").write_text("text,label\n" + "One thing,a\nAnother thing,b\n" * 4, encoding="utf-8")
     for line in BEFORE:
         run(line, folder)
-    facts, rows = provenance(), []
+    facts, rows = provenance() | {"command": f"python -m benchmarks.verb_times {repeats} --write"}, []
     for verb, line in VERBS.items():
         times = [run(line.format(new=f"{verb}-{number}"), folder) for number in range(repeats)]
         spread = {unit: [round(f([each[unit] for each in times]), 2) for f in (statistics.median, min, max)]
