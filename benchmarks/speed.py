@@ -27,6 +27,8 @@ TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]
 """Columns that tell the lines of a table apart."""
+SIZES = ("causal", "d_model", "query_key_dim", "expansion_factor", "chunk_size")
+"""Fields of a model that tell calls of one op apart; the table shows the first two."""
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama", "float32"), ("lfm2", "float32"),
            ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most in float32."""
@@ -255,14 +257,17 @@ def value_tables(table: pd.DataFrame) -> list[str]:
 def part_table(table: pd.DataFrame) -> str:
     """What is neither a step nor decoding: a line for each implementation, its time over the first's of its run."""
     keys, lines = ["run", "side", "dtype", "context"], []
+    table = table.assign(sizes=[tuple(map((row.get("config") or {}).get, SIZES)) for row in table.row])
     over = (table.ms / table.groupby(keys).ms.transform(lambda ms: ms.iat[0])).where(table.duplicated(keys))
-    shown = table.assign(over=over).drop_duplicates([*KIND, "context", "n_tokens"], keep="last")
+    shown = table.assign(over=over).drop_duplicates([*KIND, "sizes", "context", "n_tokens"], keep="last")
     for row in shown.to_dict("records"):
-        lines.append([*map(in_markdown, (row["side"].replace("_", " "), row["variant"], row["dtype"])),
+        causal, width, *_ = row["sizes"]
+        model = f"{'causal' if causal else 'not causal'}, width {width}"
+        lines.append([*map(in_markdown, (row["side"].replace("_", " "), model, row["variant"], row["dtype"])),
                       f"{row['n_tokens']:,}", f"{row['context']:,}",
                       "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
                       "-" if math.isnan(row["over"]) else number(row["over"])])
-    return markdown(["what", "by", "type", "tokens", "in rows of", "ms, forward and backward",
+    return markdown(["what", "in a model", "by", "type", "tokens", "in rows of", "ms, forward and backward",
                      "time over the first's"], without_repeats(lines))
 
 
