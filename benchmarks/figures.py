@@ -214,9 +214,9 @@ def cost_panels(results: Results) -> list[Panel]:
     """Figures 5 to 8: the time of a step by context, then a panel for each context: quality, which is minus the
     held-out loss, against steps x time. The dashed line is the best of the reference's mean curve.
 
-    Only cells that were both trained and timed are in it. The first third of every curve, where quality rises so fast
-    that the rest would be pressed together, is left out up to the dashed line. Costs ten times apart are on a
-    logarithmic scale."""
+    Only cells that were both trained and timed are in it. The first third of a curve, where quality rises steeply,
+    is left out, but nothing after the last point before the dashed line. Costs ten times apart are on a logarithmic
+    scale."""
     known, panels = costs(results), latency_panels(results)
     unit_s, units = (60.0, "minutes") if (known.seconds * known.steps).max() < 7200 else (3600.0, "hours")
     for column in own_columns(results):

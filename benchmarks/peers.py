@@ -96,7 +96,8 @@ def about(name: str) -> Row:
 
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
     """The model, not compiled, with new weights from torch's generator. Raises UsageError for a peer that is not
-    installed or has another size than `config`, and NumericsError for one that sees what `config` must not."""
+    installed or has another size than `config`, and NumericsError for one that is causal where `config` is not, or the
+    reverse."""
     if label.model not in PACKAGES:
         model = LanguageModel(config)
         model.activation_checkpointing = "checkpointed" in label.how

@@ -3,10 +3,10 @@
     python -m studies.zoology                                     trains and asks what has no row; hours of one core
     python -m studies.zoology --into benchmarks/tables/memory.md  writes the table
 
-Its five training sets, each step of one of them, drawn as often as their tokens are many there; its seven test sets of
-1,000 rows. Models, and training but for the length of it, are those of `python -m benchmarks recall`. There are far
-fewer steps: 12 M tokens, none of them read twice, where Zoology reads 24 M tokens up to 32 times. A run that was
-stopped begins anew."""
+Each step has one of its five training sets, drawn in proportion to their tokens; the seven test sets have 1,000 rows
+each. Models, and training but for the length of it, are those of `python -m benchmarks recall`. There are far fewer
+steps: 12 M tokens, none of them read twice, where Zoology reads 24 M tokens up to 32 times. A run that was stopped
+begins anew."""
 
 import argparse
 import itertools

@@ -97,7 +97,7 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
     kinds: tuple[Kind, ...] = tuple(COLUMNS) if table.kind == "train" else ("step",)
     well: dict[Place, list[Record]] = {}
     failed: dict[Place, str] = {}
-    for cell in lenders(table, scale) if by_run else ():
+    for cell in cells_with_records(table, scale) if by_run else ():
         for kind in kinds:
             for record in records_of(cell, by_run, kind):
                 place = (cell.row, cell.column, kind, record["settings"].get("seed"))
@@ -112,9 +112,10 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
                    {place: error for place, error in failed.items() if place not in well})
 
 
-def lenders(table: Table, scale: ScaleName) -> list[Cell]:
-    """The cells that have records, by column, then row: those that the scale runs, and others that runs of another
-    table may be of. Rows that a scale makes the same, such as sizes where it has but one, share no runs."""
+def cells_with_records(table: Table, scale: ScaleName) -> list[Cell]:
+    """The cells whose records count at a scale, by column, then row: those that the scale runs, and others that runs of
+    another table happen to fit. Of those others none that equals another cell of its column at this scale, for nobody
+    could say whose the run is."""
     cells = [Cell(table, row, column, SCALES[scale]) for column in table.columns for row in table.models]
     keys = [(cell.column, cell.key("step")) for cell in cells]
     planned, alike = table.cells[scale], Counter(keys)
