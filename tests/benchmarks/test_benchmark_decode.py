@@ -1,6 +1,5 @@
 """The decoding benchmark's arithmetic and its rows on models that take no time."""
 
-
 import pytest
 import torch
 

@@ -11,15 +11,7 @@ import torch
 from benchmarks.__main__ import app
 from benchmarks.recall import study
 from benchmarks.recall.measure import LEARNED, Recall, asked, learn, passed
-from benchmarks.recall.tasks import (
-    FIRST_PAIR,
-    FIRST_VALUE,
-    FORMS,
-    N_VALUES,
-    TASKS,
-    ZOOLOGY_VOCABULARY,
-    text_task,
-)
+from benchmarks.recall.tasks import FIRST_PAIR, FIRST_VALUE, FORMS, N_VALUES, TASKS, ZOOLOGY_VOCABULARY, text_task
 from command_line import Call, assert_refused
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.errors import DataError

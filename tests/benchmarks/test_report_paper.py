@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "rows"
 IMAGE = ROOT / "benchmarks" / "tables" / "images" / "recall-pairs.png"
 
-
 curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
     lambda losses: [(100 * i, loss) for i, loss in enumerate(losses, 1)])
 

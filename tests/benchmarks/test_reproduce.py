@@ -242,8 +242,7 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
     (["lm_pg18"], 2, "unknown table: lm_pg18; did you mean lm_pg19?"), (["gap", "--jobs", "0"], 2, "jobs = 0"),
     (["gap", "--texts", "nowhere"], 3, "no such folder of texts: nowhere"),
     (["gap", "--out", "OUT"], 2, "give --texts"),
-    (["gap", "--out", "OUT", "--rows", "BAD"], 3, "not a row of a run"),
-])
+    (["gap", "--out", "OUT", "--rows", "BAD"], 3, "not a row of a run")])
 def test_bad_input_is_one_line(arguments, code, message, tmp_path, monkeypatch, call: Call):
     (tmp_path / "BAD").write_text("{}\n{}\n")
     monkeypatch.chdir(tmp_path)

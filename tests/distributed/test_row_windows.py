@@ -1,6 +1,5 @@
 """A row in windows: the gradient of the whole row, faults, memory, compiled code, a run, refusals."""
 
-
 import pytest
 import torch
 

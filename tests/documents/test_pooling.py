@@ -10,14 +10,7 @@ import lineartime
 from lineartime.config_json import Head
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents.classify import ONE
-from lineartime.documents.pooling import (
-    Reading,
-    carries_state,
-    document_ids,
-    document_means,
-    read_means,
-    row_means,
-)
+from lineartime.documents.pooling import Reading, carries_state, document_ids, document_means, read_means, row_means
 from lineartime.documents.vectors import contrastive_losses
 from lineartime.errors import DataError, UsageError
 from lineartime.model import DocumentClassifier, LanguageModel

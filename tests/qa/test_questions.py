@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 
 from fake_hub import Hub
 from lineartime.errors import DataError
-from lineartime.qa.metrics import (
-    exact_match,
-    f1,
-    normalize,
-    occurrences,
-    score,
-    words_of,
-)
+from lineartime.qa.metrics import exact_match, f1, normalize, occurrences, score, words_of
 from lineartime.qa.questions import Document, Question, read_questions
 
 CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
