@@ -184,7 +184,6 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
         When causal, the query of chunk g is the mean of chunk g - 1: its own mean has tokens that some of its queries
         must not see."""
-        # A chunk's summary is the mean z of its tokens. Its query and its key are made from it.
         valid_BGC = segment_ids_BGC >= 0
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)

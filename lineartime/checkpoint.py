@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
+import safetensors
 import torch
 from torch import Tensor
 
@@ -110,7 +110,6 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
         if ranks.is_first:
             _mkdir(folder)
         wait_for_all(ranks)
-        # Each rank writes its files, and the first one the manifest of all, as the last file.
         own = {name: write_file(folder / name, contents[name]) for name in sorted(contents)}
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
@@ -247,7 +246,7 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
         raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
     # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(_open_tensors(folder / name))
+        files = {name: stack.enter_context(open_tensors(folder / name))
                  for name in {part[0] for entry in index.values() for part in entry["parts"]}}
         for name, (_, start, stop) in wanted.items():
             pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
@@ -257,7 +256,7 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
     return found
 
 
-def _open_tensors(path: Path) -> safetensors.safe_open:
+def open_tensors(path: Path) -> safetensors.safe_open:
     """Open a safetensors file. Raises CheckpointError for one that is missing or damaged."""
     try:
         return safetensors.safe_open(path, "pt")
@@ -270,7 +269,7 @@ def _index(folder: Path, stem: str) -> dict[str, Any]:
     if (folder / index_name(stem)).exists():
         return json.loads((folder / index_name(stem)).read_bytes())
     index = {}
-    with _open_tensors(folder / f"{stem}{TENSORS}") as file:
+    with open_tensors(folder / f"{stem}{TENSORS}") as file:
         for name in file.keys():
             shape = file.get_slice(name).get_shape()
             index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}

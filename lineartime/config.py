@@ -273,10 +273,9 @@ class ModelConfig:
     @property
     def attends_as_flash(self) -> bool:
         """Whether a GAU computes FLASH's or FLASH-Quad's attention, with any number of heads, made in any way."""
-        return not (self.activation != "silu" or self.attn_kernel != "relu2" or not self.gate
-                    or self.document_mask != "exact" or self.chunk_pooling == "attention"
-                    or self.chunk_parts != "both" or self.overlap or self.first_to_all or self.cls_softmax
-                    or self.linear_norm)
+        return (self.activation == "silu" and self.attn_kernel == "relu2" and self.gate and self.chunk_parts == "both"
+                and self.document_mask == "exact" and self.chunk_pooling != "attention"
+                and not (self.overlap or self.first_to_all or self.cls_softmax or self.linear_norm))
 
     @property
     def is_ablated_gau(self) -> bool:

@@ -112,7 +112,6 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
     called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
     without the [MASK] that the model needs; NumericsError for a loss that is not finite."""
-    # Sums of losses and their counts at each position of a row; in float64, so that batches change only rounding.
     require_precision(precision)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     was_training = model.training
@@ -172,8 +171,8 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
 
 
 def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:
-    """The evaluation of a text of which each of these has its share of the tokens, and as many as were scored: its loss
-    is the mean of theirs by weight. At a position the mean is of those that have tokens there."""
+    """The evaluations of several texts as one: their losses averaged by weight, their words and bytes in proportion to
+    the tokens. A block of positions is averaged over the texts that are long enough to have it."""
     total = sum(weights)
     n_tokens = sum(each.n_tokens for each in evaluations)
 
@@ -181,7 +180,6 @@ def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluati
         return sum(w * getattr(each, name) / max(each.n_tokens, 1)
                    for w, each in zip(weights, evaluations, strict=True)) * n_tokens / total
 
-    # A block of positions is there for every text that is long enough, so weights are those of the texts that have it.
     blocks: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for weight, each in zip(weights, evaluations, strict=True):
         for first, last, loss in each.loss_by_position:

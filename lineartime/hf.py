@@ -50,9 +50,8 @@ from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
-SAID_AGAIN = {"tokenizer", "cache_position"}
-"""Arguments that tell the model nothing new: `generate` passes on the tokenizer of `stop_strings`, and older versions
-of transformers number the columns."""
+SAID_AGAIN = {"tokenizer"}
+"""Arguments that tell the model nothing new: `generate` passes on the tokenizer of `stop_strings`."""
 SAID_BY_POSITIONS = {"max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 """What collators that pack documents give beside position_ids, which say the same."""
 

@@ -25,8 +25,8 @@ class LineartimeLayer(LinearAttentionCacheLayerMixin):
     is_compileable = is_croppable = False
 
     # Not that of the base class, whose dictionaries would hold the tensors a second time.
-    def __init__(self, cache: decoding.Cache, device: torch.device):
-        self.cache, self.device = cache, device
+    def __init__(self, cache: decoding.Cache):
+        self.cache = cache
 
     @property
     def recurrent_states(self) -> dict[int, Tensor]:
@@ -41,17 +41,7 @@ class LineartimeLayer(LinearAttentionCacheLayerMixin):
         raise UsageError("a layer of this cache does not change alone", type(self).__name__,
                          "give the model the next tokens and the whole cache, or reset the cache")
 
-    update_conv_state = update_recurrent_state = reset = crop = lazy_initialization
-
-    def move(self, device: torch.device | str) -> None:
-        for name, tensor in self.cache.tensors().items():
-            setattr(self.cache, name, tensor.to(device))
-
-    def offload(self) -> None:
-        self.move("cpu")
-
-    def prefetch(self) -> None:
-        self.move(self.device)
+    update_conv_state = update_recurrent_state = reset = crop = offload = prefetch = lazy_initialization
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.cache.select(indices)
@@ -78,9 +68,7 @@ class LineartimeCache(Cache):
     @property
     def layers(self) -> list[LineartimeLayer]:
         """A layer for each attention layer; none before the first tokens."""
-        if self.state is None:
-            return []
-        return [LineartimeLayer(cache, self.state.seq_lens_B.device) for cache in self.state.caches]
+        return [] if self.state is None else [LineartimeLayer(cache) for cache in self.state.caches]
 
     @property
     def batch_size(self) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -166,10 +165,7 @@ def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """The weights in these files of an exported folder, converted to float32. Raises CheckpointError."""
     weights: dict[str, Tensor] = {}
     for name in names:
-        try:
-            stored = safetensors.torch.load_file(folder / name)
-        except (OSError, safetensors.SafetensorError) as e:
-            raise CheckpointError("damaged", folder / name, str(e)) from None
-        # Copies, as those of a run are: views of the file lie at any byte, and matmuls of them round otherwise.
-        weights |= {each: weight.to(torch.float32, copy=True) for each, weight in stored.items()}
+        with checkpoint.open_tensors(folder / name) as file:
+            # Copies, as those of a run are: views of the file lie at any byte, and matmuls of them round otherwise.
+            weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
     return weights

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +33,6 @@ from lineartime.layers import (
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.settings import require
-
-
-class PreparedRows(NamedTuple):
-    """Rows as the layers take them."""
-
-    ids_BL: Tensor
-    places: Places
-    info: SequenceInfo
 
 
 class LanguageModel(nn.Module):
@@ -89,22 +81,22 @@ class LanguageModel(nn.Module):
 
         collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
         embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
-        rows = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
-        order_BL, back_BT = rows.places.order_BL, rows.places.back_BT
+        ids_BL, places, info = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         if embeds_BTD is None:
-            embeds_BTD = self.embed(rows.ids_BL)
-        elif order_BL is not None:
-            embeds_BTD = in_order(embeds_BTD, order_BL)
-        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(rows.places.position_BL), rows.info, collected=collected)
-        if back_BT is not None:  # back to the places that were given
-            x_BTD = in_order(x_BTD, back_BT)
+            embeds_BTD = self.embed(ids_BL)
+        elif places.order_BL is not None:
+            embeds_BTD = in_order(embeds_BTD, places.order_BL)
+        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(places.position_BL), info, collected=collected)
+        if places.back_BT is not None:  # back to the places that were given
+            x_BTD = in_order(x_BTD, places.back_BT)
             if collected is not None:
-                collected[:] = [in_order(each_BTD, back_BT) for each_BTD in collected]
+                collected[:] = [in_order(each_BTD, places.back_BT) for each_BTD in collected]
         return self.norm(x_BTD)
 
     def prepare_rows(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None,
-                     ranks: Ranks) -> PreparedRows:
-        """Rows as the layers take them, from the arguments of `forward`. Raises UsageError as `hidden` does."""
+                     ranks: Ranks) -> tuple[Tensor, Places, SequenceInfo]:
+        """Rows as the layers take them, ids_BL first, from the arguments of `forward`. Raises UsageError as `hidden`
+        does."""
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
@@ -123,12 +115,14 @@ class LanguageModel(nn.Module):
         places = places_of(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, order_BT)
         # Ranks that share the rows take a part each, whose positions are those in the whole row.
         if ranks.size > 1:
-            self.check_shared(ids_BT.shape[1], padding_mask_BT, ranks)
+            check_context_parallel(replace(self.config, context=ids_BT.shape[1]), ranks.size)
+            require(padding_mask_BT is None, "ranks that share a row take no padding mask", "padding_mask",
+                    "give segment ids, -1 for padding at the end of a row")
             ids_BT, segment_ids_BT, position_BT = part_of_rows(ids_BT, segment_ids_BT, places.position_BL, ranks)
             places = Places(position_BT, segment_ids_BT)
         ids_BL = ids_BT if places.order_BL is None else ids_BT.gather(1, places.order_BL)
         info = sequence_info(self.config, places.position_BL, self.embed.weight.dtype, places.segment_ids_BL, ranks)
-        return PreparedRows(ids_BL, places, info)
+        return ids_BL, places, info
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
@@ -179,12 +173,6 @@ class LanguageModel(nn.Module):
         if limit is not None and length > limit:
             raise UsageError("row longer than the position table", f"{length} tokens, the table has {limit}",
                              "train with a larger context, or use a model without a table (flash)")
-
-    def check_shared(self, length: int, padding_mask_BT: Tensor | None, ranks: Ranks) -> None:
-        """Raise UsageError unless `ranks` can share rows of `length` tokens, see `config.check_context_parallel`."""
-        check_context_parallel(replace(self.config, context=length), ranks.size)
-        require(padding_mask_BT is None, "ranks that share a row take no padding mask", "padding_mask",
-                "give segment ids, -1 for padding at the end of a row")
 
     def decoding_state(self, batch_size: int) -> DecodingState:
         """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not

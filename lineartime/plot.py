@@ -12,7 +12,7 @@ from lineartime.atomic_io import replaced
 from lineartime.config import ModelConfig
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.info import describe, millions
-from lineartime.run import METRICS_FILE, read_metrics, read_result, read_run
+from lineartime.run import read_metrics, read_result, read_run
 from lineartime.run_config import RESULT_FILE
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def read_curves(run_dir: Path) -> Curves:
 
     Raises UsageError where nothing has been trained, CheckpointError where what the run wrote is damaged."""
     run = read_run(run_dir)
-    lines = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    lines = read_metrics(run_dir)
     training = [line for line in lines if "held_out" not in line]
     if not training:
         raise UsageError("nothing to plot yet", run_dir, "let the training make a step")

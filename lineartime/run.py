@@ -176,7 +176,7 @@ class Run:
         such as macro F1 may stand still while the model learns.) From now on the checkpoint of `best` is kept: the step
         of the highest score, and among equal ones of the lowest loss."""
         # The metrics have every score, so that a run that goes on knows its best.
-        lines = read_metrics(self.out) if self.ranks.is_first and (self.out / METRICS_FILE).exists() else []
+        lines = read_metrics(self.out) if self.ranks.is_first else []
         scored = gather_json([(line["step"], line["held_out"]["score"], -line["held_out"]["loss"]) for line in lines
                               if "held_out" in line], self.ranks)[0]
         if not scored:
@@ -267,14 +267,15 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without a last line that was cut off. Raises DataError for any other line that is damaged.
-    """
+    """The metrics of a run, without a last line that was cut off; none if it has not written any. Raises DataError for
+    any other line that is damaged."""
     def parse(record: Any) -> dict[str, Any]:
         loss = record["held_out"]["loss"] if "held_out" in record else record["loss"]
         require_numbers(record["step"], record["clock"]["time"], loss)
         return record
 
-    return read_json_lines(out / METRICS_FILE, parse, "a line of metrics")
+    path = out / METRICS_FILE
+    return read_json_lines(path, parse, "a line of metrics") if path.exists() else []
 
 
 def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -62,7 +62,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     manifests = read_manifests(named)
     require(sha256_of(named, manifests) == hashes["data_sha256"], "this is not the run's data", named,
             f"give --data what the run was trained on; {run / RUN_FILE} has its hash")
-    lines = read_metrics(run) if (run / METRICS_FILE).exists() else []
+    lines = read_metrics(run)
     if not lines:
         logger.warning(f"{run / METRICS_FILE} is missing or empty: the card has no training time")
     card = Card(description, model.config, tokenizer.sha256,

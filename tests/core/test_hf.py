@@ -338,8 +338,6 @@ def test_layers_of_a_cache_are_those_of_transformers(hf64):
         assert cache.has_previous_state() and cache.get_max_length() == -1
         for layer in cache.layers:
             layer.reorder_cache(torch.tensor([1, 0]))
-            layer.offload()
-            layer.prefetch()
         state, rows = cache.state, torch.tensor([1, 0])
         state.seq_lens_B, state.start_B = state.seq_lens_B[rows], state.start_B[rows]
         found_BV = hf64(ids_BT[[1, 0], 13:14], past_key_values=cache).logits[:, 0]
