@@ -128,7 +128,7 @@ def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device
     return lambda ids_B: model.extend(ids_B[:, None], cache)[0], lambda ids_B: model.extend(ids_B[:, None])[0], facts
 
 
-@torch.no_grad()  # as `decode_step`, which goes on with the state
+@torch.inference_mode()
 def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int) -> DecodingState:
     """A state of the shape and type that `n_tokens` tokens in each row leave, with random numbers in it."""
     state, c = model.decoding_state(batch_size), model.config.chunk_size or 1

@@ -7,7 +7,6 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import TOEPLITZ_BELOW
@@ -195,7 +194,10 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
     """`x_BL` padded with zeros to at least `length`."""
     if length <= x_BL.shape[1]:
         return x_BL
-    return F.pad(x_BL, [0, 0] * (x_BL.dim() - 2) + [0, length - x_BL.shape[1]])
+    with torch.inference_mode(False):  # whose tensors nothing else may write into later
+        made_BL = x_BL.new_zeros(x_BL.shape[0], length, *x_BL.shape[2:])
+    made_BL[:, : x_BL.shape[1]] = x_BL
+    return made_BL
 
 
 def with_room(x_BL: Tensor, length: int) -> Tensor:

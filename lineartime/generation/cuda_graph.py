@@ -30,7 +30,7 @@ class CapturedStep:
         self.window = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def __call__(self, ids_B: Tensor) -> Tensor:
         """Append one token to every row; returns the logits of the next, `[B, V]`. Raises UsageError past the end of a
         position table."""

@@ -85,7 +85,7 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
     return state
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
     """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and memory for FLASH.
 
