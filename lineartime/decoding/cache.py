@@ -194,7 +194,7 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
     """`x_BL` padded with zeros to at least `length`."""
     if length <= x_BL.shape[1]:
         return x_BL
-    with torch.inference_mode(False):  # whose tensors nothing else may write into later
+    with torch.inference_mode(False):  # what is made in that mode can be written only in it
         made_BL = x_BL.new_zeros(x_BL.shape[0], length, *x_BL.shape[2:])
     made_BL[:, : x_BL.shape[1]] = x_BL
     return made_BL
