@@ -9,6 +9,7 @@ import gc
 import hashlib
 import math
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lineartime.distributed.ordered import VECTOR, ParameterPart, tree_sum
 from lineartime.distributed.ranks import Ranks
-from lineartime.model import LanguageModel
+
+if TYPE_CHECKING:
+    from lineartime.model import LanguageModel
 
 
 class OrderedReduceScatter:
@@ -44,7 +47,7 @@ class OrderedReduceScatter:
         output_tensor.copy_(total)
 
 
-def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
     """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
     its gradients. In a process on its own nothing is sharded.
 
