@@ -19,8 +19,8 @@ from lineartime.decoding.state import DecodingState
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.generate import decode_step
 from lineartime.generation.onednn import packed_weights
-from lineartime.info import decoding_bytes, describe
-from lineartime.model import LanguageModel
+from lineartime.info import decoding_bytes
+from lineartime.model import LanguageModel, number_of_parameters
 from lineartime.runtime import peak_bytes
 from lineartime.settings import require
 
@@ -56,7 +56,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
             row = {"model": label, "variant": variant, "label": label if not capture else f"{label}:captured",
                    "attention": "fused" if config.attn_kernel == "softmax" else None,
                    "config": None if is_peer else to_dict(config), **peers.about(label),
-                   "n_parameters": describe(config).n_parameters, "context_tokens": n_tokens, "context": "filled",
+                   "n_parameters": number_of_parameters(config), "context_tokens": n_tokens, "context": "filled",
                    "batch_size": batch_size, "dtype": precision, "unit": "token", "block_tokens": whole_chunks(config),
                    "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
             cases.append(Case(decoded_tokens, {

@@ -14,10 +14,9 @@ from benchmarks.cells import PEERS
 from lineartime.attention.softmax import Softmax
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.errors import NumericsError
-from lineartime.info import describe
 from lineartime.layers import SequenceInfo
 from lineartime.mhsa import MultiHeadAttention
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, number_of_parameters
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.release.provenance import installed_version
@@ -156,7 +155,7 @@ def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
     head = nn.Linear(config.d_model, config.vocab_size)
     nn.init.zeros_(head.bias)
     head.weight = body.get_input_embeddings().weight
-    peer, wanted = Peer(config, body, head), describe(config).n_parameters
+    peer, wanted = Peer(config, body, head), number_of_parameters(config)
     size = sum(parameter.numel() for parameter in peer.parameters())
     require(abs(size / wanted - 1) < 0.03, "a peer of another size", f"{name} has {size:,} parameters, not {wanted:,}",
             "take --shape small and no --set, or change the peer's sizes in cells.toml or study.toml")

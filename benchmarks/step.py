@@ -22,9 +22,8 @@ from benchmarks.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.distributed.ordered import parts_of
 from lineartime.errors import NumericsError
-from lineartime.info import describe
 from lineartime.masking import NO_TARGET
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, number_of_parameters
 from lineartime.objectives import MaskedTokens, NextToken, Objective
 from lineartime.runtime import rss_bytes
 from lineartime.training import compute_gradient, make_optimizer
@@ -85,7 +84,7 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
     label, config, is_peer = case.label, case.config, case.label.model in peers.PACKAGES
     n_tokens = case.n_rows * config.context
     row: Row = {"model": label.model, "variant": label.variant, "label": label.text,
-                "config": None if is_peer else to_dict(config), "n_parameters": describe(config).n_parameters,
+                "config": None if is_peer else to_dict(config), "n_parameters": number_of_parameters(config),
                 "context_tokens": config.context, "tokens_per_step": n_tokens, "dtype": case.precision, "unit": "step"}
     row |= peers.about(label.model)
     if "reference" in label.how:

@@ -226,13 +226,6 @@ class ModelConfig:
         return round(self.d_model * self.expansion_factor)
 
     @property
-    def least_parameters(self) -> int:
-        """Parameters in large matrices: a lower bound of the model's, found without building it."""
-        n_matrices = 2 if self.ffn == "mlp" or (self.ffn == "gau" and not self.gate) else 3
-        attention = 0 if self.ffn == "gau" else 4 * self.d_model**2
-        return self.vocab_size * self.d_model + self.n_layers * (n_matrices * self.d_model * self.d_inner + attention)
-
-    @property
     def qk_width(self) -> int:
         """Width of one head's queries and keys."""
         return (self.query_key_dim if self.ffn == "gau" else self.d_model) // self.n_heads

@@ -173,7 +173,11 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
             return super()._encode_plus(text, text_pair, **how)
         if not any(token in each.removesuffix(end) for each in texts for token in self.all_special_tokens):
             return super()._encode_plus(text, **how | {"split_special_tokens": False})
-        # Other special tokens in them are text.
+        # Other special tokens in them are text. Ids alone are made for such texts.
+        asked = [name for name in how if name.startswith("return_") and how[name] and name not in (
+            "return_tensors", "return_attention_mask")]
+        require(not asked, "a text with a special token inside has ids alone where it ends with the end token",
+                ", ".join(asked), f"take {end} from its end")
         encode = partial(super()._encode_plus, add_special_tokens=how.get("add_special_tokens", True),
                          split_special_tokens=True)
         rows = [encode(each.removesuffix(end)).input_ids + [self.eos_token_id] * each.endswith(end) for each in texts]

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lineartime.config import MODEL_FIELDS, SOURCES, ModelConfig
 from lineartime.decoding.cache import KeyValueCache
 from lineartime.mhsa import FeedForward, MultiHeadAttention
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, empty_model
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
@@ -82,8 +82,7 @@ class Description(NamedTuple):
 
 def describe(config: ModelConfig) -> Description:
     """Describe a model without allocating it. A model that does not decode has no decoding state."""
-    with torch.device("meta"):
-        parts = count_parameters(LanguageModel(config))
+    parts = count_parameters(empty_model(config))
     return Description(specification(config, sum(part.total for part in parts)), parts,
                        decoding_bytes(config) if config.decodes else DecodingBytes(0, 0))
 
@@ -91,7 +90,7 @@ def describe(config: ModelConfig) -> Description:
 def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> DecodingBytes:
     """The decoding state of one row of a model that decodes, with weights of `dtype`; sums are in float32 at least."""
     with torch.device("meta"):
-        caches = LanguageModel(config).to(dtype).decoding_state(1).caches
+        caches = empty_model(config).to(dtype).decoding_state(1).caches
     constant = per_token = 0
     for cache in caches:
         tokens = 1 if isinstance(cache, KeyValueCache) else config.chunk_size or 1
@@ -153,8 +152,7 @@ def count_flops(config: ModelConfig) -> Flops:
     with FakeTensorMode():
         model = LanguageModel(config)
         model.set_impl("reference")
-        if config.by_document:  # documents cannot be told in a tensor without data
-            model.config = replace(config, end_of_document=None)
+        model.config = replace(config, end_of_document=None)  # documents cannot be told in a tensor without data
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, config.context, dtype=torch.long))
     projections = 2 * sum(module.weight.numel() for module in model.layers.modules() if isinstance(module, nn.Linear))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lineartime import checkpoint
 from lineartime.atomic_io import read_json, read_text
@@ -22,7 +21,7 @@ from lineartime.config_json import (
 )
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
+from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel, Undrawn
 from lineartime.model_names import named_folder
 from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
 from lineartime.run_config import RUN_FILE
@@ -76,15 +75,6 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)
     return model.eval(), tokenizer, facts
-
-
-class Undrawn(TorchFunctionMode):
-    """Inside it parameters are not drawn: the weights of a file take their places. On the meta device PyTorch would
-    load its compiler to draw them, for a second or two."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_drawn = getattr(function, "__module__", None) == "torch.nn.init"
-        return None if is_drawn else function(*args, **(kwargs or {}))
 
 
 def end_tokens(folder: Path) -> set[int]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lineartime.ablations import AblatedGatedAttentionUnit
@@ -302,6 +303,26 @@ def init_weights(model: LanguageModel) -> None:
     model.init_outer_weights()
     for layer in model.residual_layers():
         layer.init_weights(model.config.init_std)
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside it parameters are not drawn. On the meta device PyTorch would load its compiler to draw them, for a second
+    or two."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_drawn = getattr(function, "__module__", None) == "torch.nn.init"
+        return None if is_drawn else function(*args, **(kwargs or {}))
+
+
+def empty_model(config: ModelConfig) -> LanguageModel:
+    """A model whose parameters have shapes and no values, made in milliseconds."""
+    with torch.device("meta"), Undrawn():
+        return LanguageModel(config)
+
+
+def number_of_parameters(config: ModelConfig) -> int:
+    """The parameters of a model, which is not allocated."""
+    return sum(p.numel() for p in empty_model(config).parameters())
 
 
 def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_BT: Tensor,

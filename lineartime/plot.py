@@ -11,7 +11,8 @@ import numpy as np
 from lineartime.atomic_io import replaced
 from lineartime.config import ModelConfig
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.info import describe, millions
+from lineartime.info import millions
+from lineartime.model import number_of_parameters
 from lineartime.run import read_metrics, read_result, read_run
 from lineartime.run_config import RESULT_FILE
 
@@ -67,7 +68,7 @@ def read_curves(run_dir: Path) -> Curves:
                 scores.append((final["steps"], final["held_out"]["loss"]))
         config, millions_per_step = ModelConfig(**run["model"]), run["train"]["tokens_per_step"] / 1e6
         return Curves(
-            f"{run['preset']}, {millions(describe(config).n_parameters)} parameters, context {config.context:,}",
+            f"{run['preset']}, {millions(number_of_parameters(config))} parameters, context {config.context:,}",
             UNITS.get(run["task"]) or ("nats per token" if config.causal else "nats per masked token"),
             np.array([line["step"] for line in training]) * millions_per_step,
             np.array([line["loss"] for line in training]),

@@ -22,7 +22,7 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.state import DecodingState, load_state, model_sha256, save_state
 from lineartime.errors import CheckpointError, NumericsError
 from lineartime.model import LanguageModel
-from lineartime.settings import require, require_precision
+from lineartime.settings import require, require_name, require_precision
 
 SHOWN, WINDOW = 80, 2048
 """Characters of a line that its row has. Tokens that the model reads at once, in whole chunks."""
@@ -139,8 +139,9 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
     per: "document" gives one row at the end. state: goes on from there, and is moved on; it may be saved whenever a
     block is asked for. keep: leave a last line without its end in the state, for more to come; else it is scored.
     name: for messages. Raises DataError, behind the rows before it, for text that is not UTF-8, NumericsError for bits
-    that are not finite, and as `open_state` does."""
+    that are not finite, UsageError for another `per`, and as `open_state` does."""
     require_precision(precision)
+    require_name("row", per, ("line", "token", "document"))
     state = open_state(model, tokenizer) if state is None else state
 
     def encode(text: str) -> tuple[np.ndarray, np.ndarray]:

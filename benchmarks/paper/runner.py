@@ -27,7 +27,7 @@ from lineartime.atomic_io import read_json, write_atomically
 from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
-from lineartime.info import describe
+from lineartime.model import number_of_parameters
 from lineartime.release.provenance import provenance
 from lineartime.run import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.run_config import run_config
@@ -227,7 +227,7 @@ def trained(folder: Path, evaluations: Iterable[str]) -> Record:
     said = {name: read_json(folder.with_name(f"{name}.json")) for name in evaluations}
     result, described = read_result(folder), read_run(folder)
     manifest, n_tokens = read_manifest(Path(described["data"])), result["steps"] * described["train"]["tokens_per_step"]
-    return {"n_parameters": describe(ModelConfig(**described["model"])).n_parameters,
+    return {"n_parameters": number_of_parameters(ModelConfig(**described["model"])),
             "data": {"sha256": manifest.sha256, "vocab_size": manifest.vocab_size,
                      **{f"{name}_tokens": split.tokens for name, split in manifest.splits.items()}},
             "tokens": n_tokens, "epochs": n_tokens / manifest.splits["train"].tokens,

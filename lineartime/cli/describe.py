@@ -39,31 +39,20 @@ def info(
     task: Task = "wiki40b",
     settings: Setting,
     verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,
-    plan: Annotated[int | None, "Print how much memory each of N processes needs to train the model.", "--plan N"
-                    ] = None,
 ) -> None:
     """Describe a model, a run or prepared text.
     Of a model: its specification, the parameters of each part, training FLOPs per token and the size of its decoding
-    state; or with --plan the memory that its training needs."""
+    state."""
     is_folder = model not in PRESETS and (model in shipped_models() or is_address(model) or Path(model).is_dir())
     is_data = is_folder and exists(joined(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     require(not is_data or not settings, "--set takes a model or a run", model, "leave out --set")
-    require(plan is None or not is_folder, "--plan takes the name of a model", model, f"one of {', '.join(PRESETS)}")
     require(task == "wiki40b" or not is_folder, "--task takes the name of a model", model, "leave out --task")
-    require(plan is None or 1 <= plan <= 2**16, "wrong value", f"--plan {plan}", "it takes 1 to 65,536 processes")
-    chosen = {"model": model, "task": task, **settings}
     if is_data:
         say_data(model, verify)
         return
-    if plan is not None:
-        config = run_config({"data": "-", "out": "-", **chosen})
-        from lineartime.plan import print_plan
-
-        print_plan(config, plan)
-        return
     made, title = ((replace_fields(read_config(weights_folder(model))[0], settings), model) if is_folder else
-                   (model_config(**chosen), f"{chosen['model']} ({chosen['task']})"))
+                   (model_config(**{"model": model, "task": task, **settings}), f"{model} ({task})"))
     from lineartime.info import print_description
 
     print_description(made, title)

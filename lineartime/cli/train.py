@@ -95,7 +95,7 @@ def train(
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
     """Print what a run of the size that was named will read and make, unless it is complete."""
-    from lineartime.info import describe
+    from lineartime.model import number_of_parameters
 
     if (Path(config.out) / RESULT_FILE).exists():
         return
@@ -103,7 +103,7 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -
     n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
     held_out = tokens_of(manifests, "validation")
     say(f"size     {size or f'{DEFAULT_SIZE}; to choose another, name a size: ' + ', '.join(SIZES)}")
-    say(f"model    {config.preset}, {describe(model).n_parameters / 1e6:,.1f} M parameters: {model.n_layers} layers of "
+    say(f"model    {config.preset}, {number_of_parameters(model) / 1e6:,.1f} M parameters: {model.n_layers} layers of "
         f"width {model.d_model}")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "

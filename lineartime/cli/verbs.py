@@ -37,7 +37,7 @@ VERBS: dict[Callable[..., None], list[str]] = {
     export_plot.export: ["export run --out folder"],
     export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
-    describe.info: ["info flash --set context=8192", "info flash --plan 4", "info data --verify"],
+    describe.info: ["info flash --set context=8192", "info data --verify"],
     questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512",
                          "finetune small --task classify --documents train.csv --validation dev.csv --out labels",
                          "finetune small --task embed --documents texts/ --validation held-out/ --out vectors"],

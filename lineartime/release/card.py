@@ -14,6 +14,7 @@ from lineartime.data.tokens import Manifest
 from lineartime.evaluation import Evaluation
 from lineartime.info import describe, mib
 from lineartime.markdown import code_block, in_markdown, markdown
+from lineartime.model import number_of_parameters
 from lineartime.model_names import shipped_models
 from lineartime.release.provenance import machine
 from lineartime.run_config import nearest_preset, run_config
@@ -48,7 +49,7 @@ class Card:
 def model_card(card: Card, about: str) -> str:
     """The card's Markdown; `about` replaces its heading, and where it begins with one, the front matter too."""
     does = "text-generation" if card.config.causal else "fill-mask"
-    about = about.strip() or f"# {card.description['preset']}, {describe(card.config).n_parameters:,} parameters"
+    about = about.strip() or f"# {card.description['preset']}, {number_of_parameters(card.config):,} parameters"
     about = about if about.startswith("---") else front_matter(card.config, does) + about
     sections = [about, "## Model", model_table(card), "## Training", training_table(card),
                 code_block(train_command(card)), "## Held-out scores", scores_text(card)]

@@ -16,7 +16,7 @@ from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
 from lineartime.errors import ResourceError
 from lineartime.evaluation import evaluate_data
 from lineartime.generation.generate import generate
-from lineartime.model import LanguageModel
+from lineartime.model import LanguageModel, number_of_parameters
 from lineartime.objectives import MaskedTokens, NextToken
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import Run
@@ -107,7 +107,7 @@ def new_model(config: RunConfig) -> LanguageModel:
     # Refused before memory is asked for: a system without enough of it may kill the process without a word.
     on_cpu = 12 if config.train.optimizer == "muon" else 16  # the weight, its gradient, and one moment or two
     per_parameter = 4 if torch.cuda.is_available() else on_cpu
-    needed, available = per_parameter * config.model.least_parameters, available_bytes()
+    needed, available = per_parameter * number_of_parameters(config.model), available_bytes()
     if config.train.shard:
         needed //= launched().size  # of the machine that all ranks are on, at most
     if available is not None and needed > available:

@@ -16,7 +16,7 @@ from lineartime.data.files import hash_of
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
-from lineartime.model import LanguageModel
+from lineartime.model import empty_model
 from lineartime.model_names import named_folder
 from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
 from lineartime.run_config import StartingWeights
@@ -46,8 +46,7 @@ def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: p.shape for name, p in LanguageModel(config).named_parameters()}
+    return {name: p.shape for name, p in empty_model(config).named_parameters()}
 
 
 def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
@@ -55,8 +54,7 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
     the vocabulary has gained, or if its rows are longer than their position tables."""
     old = replace(source, vocab_size=config.vocab_size)
     if shapes_of(old) == shapes_of(config):
-        with torch.device("meta"):
-            LanguageModel(config).check_length(config.context)
+        empty_model(config).check_length(config.context)
         return
     changed = [f.name for f in dataclasses.fields(ModelConfig) if getattr(old, f.name) != getattr(config, f.name)]
     raise UsageError("the weights have other shapes", ", ".join(

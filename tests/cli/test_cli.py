@@ -49,7 +49,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     lines = ["--help", "train --help", "", "no-such-verb", "train", "train flash", "train flush --data x --out y",
              "train flash --data nowhere --out y", "train flash --data x --out y --set n_layer=2", "train missing.toml",
              "train flash --data x --out y --set chunk_size=0", "train flash --data x --out y --steps many",
-             "info flesh", "info flash --plan 0", "evaluate x --data y --batch-rows 0", "plot", "embed small",
+             "info flesh", "evaluate x --data y --batch-rows 0", "plot", "embed small",
              "finetune small --out y --learning-rates 2", "finetune small --task classify --stride 3 --out y",
              "finetune smal --task embed --documents . --validation . --out y", "evaluate small --data nowhere",
              "generate smal", "export smal --out y", "answer smal --question x --document y", "config flesh",

@@ -654,6 +654,8 @@ def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
     assert batch["attention_mask"] == [[1] * 4, [0, 0, 1, 1]]
     ended = tokenizer(f"a{END_OF_DOCUMENT}", return_special_tokens_mask=True)
     assert ended["special_tokens_mask"] == [1, 0, 0] and ended.tokens() == [END_OF_DOCUMENT, "a", END_OF_DOCUMENT]
+    with pytest.raises(UsageError, match="has ids alone"):
+        tokenizer(texts[1] + END_OF_DOCUMENT, return_special_tokens_mask=True)
     tokenizer.truncation_side = "left"  # the beginning stays, whatever the other texts are
     for other in (END_OF_DOCUMENT, texts[1] + END_OF_DOCUMENT):
         cut = tokenizer(["abcd", other], truncation=True, max_length=3)["input_ids"]

@@ -16,6 +16,7 @@ import torch
 
 from command_line import Call, assert_refused
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
+from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
 from lineartime.runtime import rss_bytes
 from lineartime.scoring import open_state, score
@@ -61,6 +62,8 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
         assert row.bits == pytest.approx(math.fsum(own), abs=1e-9)
     (whole,) = score(model, tokenizer, [text], per="document")
     assert (whole.bits, whole.n_bytes, end) == (pytest.approx(math.fsum(expected)), len(text.encode()), end)
+    with pytest.raises(UsageError, match="unknown row: lines; did you mean line"):
+        list(score(model, tokenizer, [text], per="lines"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["flash", "flash local key conv", "flash+", "transformer++", "combiner", "performer"])

@@ -19,7 +19,6 @@ from lineartime.distributed.ranks import ALONE, Ranks, connected, gather, in_row
 from lineartime.masking import NO_TARGET
 from lineartime.model import masked_token_losses, token_losses
 from lineartime.ops import reference
-from lineartime.plan import numbers_sent
 from lineartime.run_config import RunConfig, run_config
 from lineartime.training import Division, compute_gradient, train
 from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
@@ -134,6 +133,16 @@ class Counted:
 
     def __exit__(self, *_):
         self.patch.stop()
+
+
+def numbers_sent(config):
+    """The numbers that a rank sends in a layer for each row that ranks share, forward, and backward again: a state, a
+    count, and whether a document goes on; with a key convolution also the edges of its part."""
+    n_directions, h, k = (1 if config.causal else 2), config.n_heads, config.qk_width
+    if config.attn_type == "linear":
+        return h * n_directions * k * (k + 1) + 1
+    states = h * (n_directions * (k * config.v_width + 1) + 1)
+    return states + (config.key_conv - 1) * (h * k + 1) * (config.key_conv > 0)
 
 
 def bytes_per_layer(name, causal, length, ranks):
