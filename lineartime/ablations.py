@@ -64,15 +64,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def init_weights(self, std: float) -> None:
         super().init_weights(std)
-        if self.config.chunk_pooling == "attention":
-            for scale in (self.chunk_scale_offset.gamma, *self.chunk_bias.parameters()):
-                nn.init.normal_(scale, std=0.02)
-            if self.config.local_scale_init is not None:
-                nn.init.constant_(self.chunk_scale_offset.gamma, self.config.local_scale_init)
-            nn.init.zeros_(self.chunk_scale_offset.beta)
-        for option in (self.key_conv, self.linear_gate, self.linear_norm):
-            if option is not None:
-                option.init_weights()
+        if self.config.chunk_pooling == "attention" and self.config.local_scale_init is not None:
+            nn.init.constant_(self.chunk_scale_offset.gamma, self.config.local_scale_init)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         config, segment_ids_BT = self.config, info.segment_ids_BT

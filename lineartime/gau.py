@@ -68,24 +68,15 @@ class GatedAttentionUnit(ResidualLayer):
         self.out_proj = nn.Linear(out_width, config.d_model)
 
     def init_weights(self, std: float) -> None:
-        """Set the initial values of Codes 6 and 8: normal(0, std) for matrices, normal(0, 0.02) for scales of heads and
-        the position bias, 0 for offsets, 1 for norm scales; `linear_scale_init` for scales of the linear half's queries
-        and keys, `local_scale_init` for those of all others."""
-        # Matrices by `std`; the scales and the bias keep the listing's 0.02, whatever the width of the model.
-        for matrix in (self.in_proj.weight, self.out_proj.weight):
-            nn.init.normal_(matrix, std=std)
-        for scale in (self.scale_offset.gamma, *self.rel_pos_bias.parameters()):
-            nn.init.normal_(scale, std=0.02)
+        """Set the initial values of Codes 6 and 8, see `ResidualLayer.init_weights`; `linear_scale_init` for scales of
+        the linear half's queries and keys, `local_scale_init` for those of all others."""
+        super().init_weights(std)
         # Heads 2 and 3 are the linear half's query and key; all others count as local.
         if self.config.linear_scale_init is not None:
             nn.init.constant_(self.scale_offset.gamma[2:4], self.config.linear_scale_init)
         if self.config.local_scale_init is not None:
             for part in (self.scale_offset.gamma[:2], self.scale_offset.gamma[4:]):
                 nn.init.constant_(part, self.config.local_scale_init)
-        for offset in (self.in_proj.bias, self.out_proj.bias, self.scale_offset.beta):
-            nn.init.zeros_(offset)
-        for name, parameter in self.norm.named_parameters():
-            nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """W_o (u * A v): `[B, T, D]`."""

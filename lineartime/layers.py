@@ -245,8 +245,11 @@ class ResidualLayer(nn.Module):
     def init_weights(self, std: float) -> None:
         """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for the scales
         of heads and the position bias, 0 for offsets and other biases, 1 for norm scales."""
-        # What a parameter is can be told from its name: a norm's scale, an offset, a matrix or a scale of heads.
-        for child, module in self.named_children():
+        # Matrices are drawn first. A parameter's name says whether it is a norm's scale, an offset or a scale of heads.
+        for child, module in sorted(self.named_children(), key=lambda each: not isinstance(each[1], nn.Linear)):
+            if hasattr(module, "init_weights"):  # an option beyond the paper
+                module.init_weights()  # type: ignore[operator]
+                continue
             for name, parameter in module.named_parameters():
                 if child.endswith("norm"):
                     nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)

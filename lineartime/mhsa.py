@@ -108,16 +108,13 @@ class MultiHeadAttention(ResidualLayer):
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Set the initial values of `ResidualLayer.init_weights`, then those of the options beyond the paper."""
+        """Set the values of `ResidualLayer.init_weights`, then `keys_start_as_queries` and `linear_scale_init`."""
         super().init_weights(std)
         if self.config.keys_start_as_queries:
             query, key, *_ = self.in_proj.weight.split(self.config.d_model)
             key.copy_(query)
         if self.config.linear_scale_init is not None:
             nn.init.constant_(self.scale_offset.gamma, self.config.linear_scale_init)
-        for option in (self.key_conv, self.linear_gate, self.linear_norm):
-            if option is not None:
-                option.init_weights()
 
     @property
     def core(self) -> Core:
