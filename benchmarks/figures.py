@@ -27,11 +27,12 @@ from benchmarks.recall.report import ABOUT, accuracies, learned, sizes, without_
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.atomic_io import replaced
-from lineartime.plot import COLOURS, DASHED, DPI, STYLE, draw_curve, use_powers_of_two
+from lineartime.plot import COLOURS, DPI, STYLE, draw_curve, use_powers_of_two
 
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 QUALITY = "minus nats per token"
 RING = {"marker": "o", "linestyle": "", "markersize": 7, "color": "#444444", "markerfacecolor": "white", "zorder": 4}
+DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 DOTTED: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "linestyle": (0, (1, 2)), "zorder": 3}
 
 

@@ -13,6 +13,7 @@ from benchmarks import Row
 from benchmarks.cells import PEERS
 from lineartime.attention.softmax import Softmax
 from lineartime.config import PRESETS, ModelConfig
+from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import NumericsError
 from lineartime.layers import SequenceInfo
 from lineartime.mhsa import MultiHeadAttention
@@ -183,7 +184,9 @@ class Peer(nn.Module):
         super().__init__()
         self.config, self.body, self.head = config, body, head
 
-    def forward(self, ids_BT: Tensor, *, at_K: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(self, ids_BT: Tensor, *, at_K: Tensor | None = None, targets: Tensor | None = None,
+                ranks: Ranks = ALONE) -> Tensor:
+        """As `LanguageModel.forward`, for one rank."""
         x_BTD = self.body(ids_BT)
         x_BTD = getattr(x_BTD, "last_hidden_state", x_BTD)  # of transformers' outputs
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
@@ -207,9 +210,16 @@ class Peer(nn.Module):
     def check_length(self, length: int) -> None:
         """Rows may have any length."""
 
-    def residual_layers(self) -> tuple[()]:
-        """None of ours, whose matrices Muon would take."""
-        return ()
+    def in_sizes(self) -> dict[str, tuple[int, ...]]:
+        """What `LanguageModel.in_sizes` is, of Mamba-2 and Gated DeltaNet."""
+        sizes, own = {}, self.body.config
+        for name, module in self.body.named_modules(prefix="body"):
+            if name.endswith("mixer"):  # of Mamba-2: z, x, B, C and the steps
+                bc = own.n_groups * own.state_size
+                sizes[f"{name}.in_proj.weight"] = (*[module.intermediate_size] * 2, bc, bc, own.num_heads)
+            if name.endswith("linear_attn"):
+                sizes[f"{name}.in_proj_qkv.weight"] = (module.key_dim, module.key_dim, module.value_dim)
+        return sizes
 
     def compile_layers(self) -> None:
         """torch.compile in place, the head and the loss left out."""

@@ -171,8 +171,8 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
 
 
 def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:
-    """The evaluations of several texts as one: their losses averaged by weight, their words and bytes in proportion to
-    the tokens. A block of positions is averaged over the texts that are long enough to have it."""
+    """The evaluations of several texts as one. Their losses are averaged by weight, their words and bytes in proportion
+    to the tokens. A block of positions is averaged over the texts that are long enough to have it."""
     total = sum(weights)
     n_tokens = sum(each.n_tokens for each in evaluations)
 

@@ -19,7 +19,8 @@ def code_block(text: str, language: str = "") -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
-    """A table; columns after the words, which are as many as is said, are right-aligned."""
+    """A table. Columns after the first `n_words` are right-aligned; None: from the first whose name begins with a
+    digit, or is tokens or ms."""
     if n_words is None:
         n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
     rule = ["---" if i < n_words else "---:" for i in range(len(head))]

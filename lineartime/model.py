@@ -207,6 +207,10 @@ class LanguageModel(nn.Module):
         """Layers of one of the `config.n_layers` blocks: a GAU, or attention and a feed-forward layer."""
         return len(self.layers) // self.config.n_layers
 
+    def in_sizes(self) -> dict[str, tuple[int, ...]]:
+        """The outputs of each matrix that one matmul applies, by the name of the parameter that has them all."""
+        return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())}
+
     def residual_layers(self) -> Iterable[ResidualLayer]:
         """All layers, in order."""
         return cast(Iterable[ResidualLayer], self.layers)
@@ -327,8 +331,8 @@ def number_of_parameters(config: ModelConfig) -> int:
 
 def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_BT: Tensor,
                  ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    """A rank's part of whole rows: ids, segment ids and positions, `[B or 1, T / W]`. Its segment ids count from the
-    document of the token before it, which is 0, whether the part has tokens of it or not."""
+    """A rank's part of whole rows: ids, segment ids and positions, `[B or 1, T / W]`. Segment ids are shifted: 0 is the
+    document of the token before the part, even if the part has no token of it."""
     n_tokens = ids_BT.shape[1]
     own = ranks.share(n_tokens)
     if segment_ids_BT is None:
@@ -342,8 +346,6 @@ def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Ten
     """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]` for rows
     of T tokens, or of this rank's part where W `ranks` share the rows, `[B, (T - 1) / W]`."""
     inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
-    if ranks.size == 1:
-        return model(inputs_BT, targets=targets_BT)
     return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
 
 
@@ -352,8 +354,7 @@ def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor, ra
     of those in this rank's part where `ranks` share the rows. The head is computed for these tokens only."""
     targets_N = targets_BT[:, ranks.share(targets_BT.shape[1])].flatten()
     at_K = (targets_N >= 0).nonzero().flatten()
-    shared = {} if ranks.size == 1 else {"ranks": ranks}
-    return model(ids_BT, at_K=at_K, targets=targets_N[at_K], **shared)
+    return model(ids_BT, at_K=at_K, targets=targets_N[at_K], ranks=ranks)
 
 
 class SpanModel(LanguageModel):

@@ -26,7 +26,6 @@ UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
-DASHED: dict[str, Any] = {"color": "#555555", "linewidth": 1.1, "linestyle": (0, (5, 4)), "zorder": 1.5}
 STYLE: dict[Any, Any] = {
     "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True,
@@ -91,10 +90,13 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     run_dirs: label to run. Losses compare where the tokenizer is the same. Raises UsageError where nothing has been
     trained, CheckpointError for a damaged run, ResourceError."""
     import matplotlib
+    from matplotlib.figure import Figure
 
     runs = {label: read_curves(run_dir) for label, run_dir in run_dirs.items()}
     with matplotlib.rc_context(STYLE):
-        figure, (losses, *by_position) = empty_figure(2 if any(curves.by_position for curves in runs.values()) else 1)
+        n_panels = 2 if any(curves.by_position for curves in runs.values()) else 1
+        figure = Figure(figsize=(8 if n_panels == 1 else 8.7, 3.5), dpi=DPI, layout="constrained")
+        losses, *by_position = figure.subplots(1, n_panels, squeeze=False).flat
         losses.set(title="held-out loss (points) and training loss", xlabel="million tokens of training",
                    ylabel=", ".join(sorted({curves.unit for curves in runs.values()})))
         for axes in by_position:
@@ -112,16 +114,8 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
                 blocks = curves.by_position
                 middles = [((block["first"] - 0.5) * (block["last"] + 0.5)) ** 0.5 for block in blocks]
                 draw_curve(by_position[0], middles, [block["loss"] for block in blocks], "", color=colour, marker="o")
-        save_figure(figure, out_png, n_columns=3)
+        save_figure(figure, out_png)
     return out_png
-
-
-def empty_figure(n_panels: int) -> "tuple[Figure, list[Axes]]":
-    """A figure of panels beside each other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(0.3 + 4.2 * n_panels, 8), 3.5), dpi=DPI, layout="constrained")
-    return figure, list(figure.subplots(1, n_panels, squeeze=False).flat)
 
 
 def draw_curve(axes: "Axes", x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, label: str,
@@ -141,13 +135,13 @@ def use_powers_of_two(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1024 else f"{x / 1024:g}K"))
 
 
-def save_figure(figure: "Figure", path: Path, n_columns: int) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Put one legend for all panels below them, for which the figure grows, and write the figure as PNG, whole or not
     at all. Raises ResourceError."""
     n_labels = sum(len(axes.get_legend_handles_labels()[1]) for axes in figure.axes)
     if n_labels:
-        figure.set_figheight(3.5 + 0.25 * math.ceil(n_labels / n_columns))
-        figure.legend(loc="outside lower center", ncols=n_columns)
+        figure.set_figheight(3.5 + 0.25 * math.ceil(n_labels / 3))
+        figure.legend(loc="outside lower center", ncols=3)
     with replaced(path) as file:
         figure.savefig(file, format="png", facecolor="white")
 

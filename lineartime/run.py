@@ -87,8 +87,8 @@ class Run:
         return stored["id"]
 
     def lengthen(self, train: TrainConfig, steps: int) -> None:
-        """Give the run more steps, if what it has trained is what it would have with these from the start. The result
-        of its old end is removed. Raises UsageError if the learning rate has fallen already."""
+        """Give the run more steps, if its steps so far are those that it would have made with the new number from the
+        start. The result of its old end is removed. Raises UsageError if the learning rate has fallen already."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
         if train.schedule in ("linear", "cosine") or (train.schedule == "wsd" and done - 1 > train.decay_from):

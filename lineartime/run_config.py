@@ -111,7 +111,7 @@ DEFAULT_SIZE = "tiny"
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a size for a preset, next to those that are `given`, which rows, batches, heads and warm-up fit:
+    """What a size sets for a preset, apart from what is `given`; rows, batches, heads and warm-up fit what is given:
     a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, the
     warm-up is a twentieth of the steps, of pairs a fifth, Muon's rate a multiple of the common one. "paper" has none.
 

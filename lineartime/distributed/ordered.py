@@ -110,7 +110,7 @@ def merge(sums: Sums) -> None:
 def parts_of(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
     """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
     all of it. muon: whether the matrices of layers are Muon's."""
-    wholes = [ParameterPart(name, p, 0, p.numel(), p, muon and name.startswith("layers.") and is_matrix(name, p))
+    wholes = [ParameterPart(name, p, 0, p.numel(), p, muon and "layers." in name and is_matrix(name, p) and p.dim() < 3)
               for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
         return wholes

@@ -27,12 +27,12 @@ class Muon(torch.optim.Muon):
     """PyTorch's Muon for the matrices of layers that this process updates.
 
     An update is as large as AdamW's, so that rates and decay fit both. Each matrix of a layer is updated by itself,
-    also those that share a parameter because one matmul applies them (`ResidualLayer.in_sizes`)."""
+    also those that share a parameter because one matmul applies them (`LanguageModel.in_sizes`)."""
 
     def __init__(self, model: LanguageModel, parts: Sequence[ParameterPart], config: TrainConfig,
                  state: MutableMapping[Tensor, Any]):
         """state: AdamW's, which has the "momentum_buffer" of each parameter here too."""
-        sizes = {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(model.residual_layers())}
+        sizes = model.in_sizes()
         own = [part for part in parts if part.by_muon and part.start < part.stop]
         self.kept = state
         # Rows of a parameter as parameters of their own, in the same memory.

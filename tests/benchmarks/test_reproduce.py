@@ -14,9 +14,11 @@ from benchmarks.cells import run
 from benchmarks.paper import peer, runner, tables
 from benchmarks.paper.results import by_key, read_records, records_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
+from benchmarks.peers import build_peer
 from command_line import Call
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
+from lineartime.distributed.ordered import parts_of
 from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.run_config import run_config
 from lineartime.training import Callbacks, StopSignal
@@ -157,7 +159,7 @@ def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
     """By the same loop, in a process of its own; its settings say which it is, so its rows are not those of ours."""
     place, _ = tiny
     ours = dataclasses.replace(TABLES["speedup"].models["FLASH"], fields={})
-    theirs = dataclasses.replace(ours, fields={"peer": "mamba2"})
+    theirs = dataclasses.replace(ours, fields={"peer": "mamba2", "optimizer": "muon"})
     table = dataclasses.replace(TABLES["speedup"], models={"FLASH": ours, "Mamba-2": theirs}, timed=False)
     monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(table, cells={"cpu": [("Mamba-2", "512")]}))
     monkeypatch.setitem(tables.SCALES, "cpu", dataclasses.replace(TINY, seeds=1))
@@ -181,6 +183,17 @@ def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
     assert row["n_parameters"] != row["state_size"] == 32 * 4
     assert [step for step, _ in row["curve"]] == [2, 4, 6] and row["held_out"]["loss"] < row["curve"][0][1]
     assert not records_of(dataclasses.replace(cell, row="FLASH"), by_key(read_records(place.rows)), "train")
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gated-deltanet"])
+def test_muon_has_the_matrices_of_a_peer_one_by_one(name):
+    (cell,) = (cell for cell in cells_of("kin", "cpu") if "0.016" in cell.row and cell.settings().get("peer") == name)
+    model = build_peer(name, config_of(cell).model, tables.PEERS[name])
+    parts, sizes = parts_of(model, muon=True), model.in_sizes()
+    own = {part.name: len(part.whole) for part in parts if part.by_muon}
+    assert len(sizes) == 6 and all(sum(sizes[each]) == own[each] for each in sizes)
+    others = {part.name.split(".")[-2] for part in parts if not part.by_muon and part.whole.dim() > 1}
+    assert others <= {"embed_tokens", "embeddings", "conv1d"}
 
 
 @pytest.mark.parametrize(("code", "said", "result"), [
