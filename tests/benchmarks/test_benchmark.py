@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import first_token, measure, verb_times
+from benchmarks import first_token, measure
 from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
 from benchmarks.step import training_steps
@@ -64,11 +64,9 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         git("checkout", "-q", ".")
 
 
-def test_scripts_beside_the_verbs_say_by_which_command_they_were_called(tmp_path, monkeypatch):
-    monkeypatch.setattr(verb_times, "run", lambda line, folder: dict.fromkeys(verb_times.UNITS, 1.0))
+def test_a_script_beside_the_verbs_says_by_which_command_it_was_called(tmp_path):
     asked = first_token.measure("small", 300, tmp_path / "state")
-    assert {row["command"] for row in [asked, *verb_times.measure(tmp_path, 2)]} == {
-        "python -m benchmarks.first_token small 300", "python -m benchmarks.verb_times 2 --write"}
+    assert asked["command"] == "python -m benchmarks.first_token small 300"
 
 
 def test_what_has_a_row_is_not_measured_again(tmp_path):
