@@ -172,9 +172,10 @@ def recall(
 ) -> None:
     """Train small models to find in a row what was written there before, and ask them, also in longer rows.
     The same command goes on where it stopped. Trained models are asked without more training."""
-    wrong, known = settings.keys() - {*MODEL_FIELDS, *TRAIN_FIELDS}, study.STUDY["models"]
-    require(not wrong, "not a setting of recall", ", ".join(sorted(wrong)))
+    known = study.STUDY["models"]
     trained = [name for name in models if name not in known and (name in shipped_models() or Path(name).is_dir())]
+    wrong = settings.keys() - ({"context"} if trained else {*MODEL_FIELDS, *TRAIN_FIELDS})
+    require(not wrong, "not a setting of recall" + " by a trained model" * bool(trained), ", ".join(sorted(wrong)))
     require(not trained or (task in FORMS and data is not None), "a trained model is asked in text alone",
             " ".join(trained), f"give --task {' or '.join(FORMS)} and --data")
     require(task != RULER or 0 < len(models) == len(trained), f"{RULER} is asked of trained models alone",

@@ -223,5 +223,7 @@ def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     assert code == 0 and "whole numbers: 1024: 0.00 0.00; a guess 1e-07" in printed, err
     code, _, err = call("recall", "flash", "--task", "ruler", "--data", data, "--json", rows, app=app)
     assert_refused(code, err, 2, "ruler is asked of trained models alone: flash; give their folders, or small")
+    code, _, err = call("recall", out, "--task", "text", "--data", data, "--set", "steps=5", "--json", rows, app=app)
+    assert_refused(code, err, 2, "not a setting of recall by a trained model: steps")
     code, _, err = call("recall", out, "--json", rows, app=app)
     assert_refused(code, err, 2, "a trained model is asked in text alone")
