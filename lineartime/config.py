@@ -365,16 +365,16 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
     return replace_fields(config, fields)
 
 
-def layer_config(config: ModelConfig | None, preset: ModelConfig, **fields: Any) -> ModelConfig:
+def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[str, Any]) -> ModelConfig:
     """The configuration of one layer: `config`; or without it `preset` with these fields.
 
-    Raises UsageError if config is not a ModelConfig, for a wrong value, and for a config and fields together."""
-    if config is None:
-        return replace(preset, abs_pos="learned", **fields)  # any width will do: a layer has no absolute positions
+    Raises UsageError if config is not a ModelConfig, for a wrong name or value, and for a config and fields together.
+    """
+    if config is None:  # any width will do: a layer has no absolute positions
+        return replace_fields(replace(preset, abs_pos="learned"), fields)
     require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),
             "such as d_model=512")
-    given = [name for name, value in fields.items() if value != getattr(preset, name)]
-    require(not given, "a layer takes a ModelConfig or fields, not both", ", ".join(given),
+    require(not fields, "a layer takes a ModelConfig or fields, not both", ", ".join(fields),
             "dataclasses.replace puts fields into a ModelConfig")
     return config
 

@@ -3,7 +3,7 @@
 FLASH-Quad is a stack of the first, FLASH of the second. A causal FLASH layer with a single chunk computes the first.
 """
 
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ class GatedAttentionUnit(ResidualLayer):
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
     inside a chunk (n = chunk_size) plus linear attention across chunks. The norm and the residual are inside. A token
     sees itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by
-    name. `model.init_weights` lists the initial values.
+    name (d_model, chunk_size, causal, query_key_dim, ...); other fields are those of FLASH, without chunk_size those
+    of FLASH-Quad. `model.init_weights` lists the initial values.
 
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md, section 8). Second
     derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
@@ -33,17 +34,8 @@ class GatedAttentionUnit(ResidualLayer):
     Raises UsageError for a wrong field, and for the configuration of another GAU (`ModelConfig.is_ablated_gau`), which
     `ablations.AblatedGatedAttentionUnit` takes."""
 
-    def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, chunk_size: int | None = None,
-                 causal: bool = True, expansion_factor: float = 2, query_key_dim: int = 128,
-                 norm: Literal["layer_norm", "scale_norm"] = "layer_norm", context: int = 512,
-                 attn_scale_len: int | None = None, chunk_pooling: Literal["mean", "sum"] = "mean",
-                 rope_base: float = 10_000, init_std: float = 0.02, linear_scale_init: float | None = None,
-                 local_scale_init: float | None = None):
-        config = layer_config(
-            config, FLASH_QUAD if chunk_size is None else FLASH, d_model=d_model, chunk_size=chunk_size, causal=causal,
-            expansion_factor=expansion_factor, query_key_dim=query_key_dim, norm=norm, context=context,
-            attn_scale_len=attn_scale_len, chunk_pooling=chunk_pooling, rope_base=rope_base, init_std=init_std,
-            linear_scale_init=linear_scale_init, local_scale_init=local_scale_init)
+    def __init__(self, config: ModelConfig | None = None, **fields: Any):
+        config = layer_config(config, FLASH_QUAD if fields.get("chunk_size") is None else FLASH, fields)
         self.check_kind(config)
         require(not config.is_ablated_gau, "this GAU is neither FLASH's nor FLASH-Quad's", "GatedAttentionUnit",
                 "take lineartime.ablations.AblatedGatedAttentionUnit")

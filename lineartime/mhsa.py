@@ -1,7 +1,7 @@
 """The Transformer's two layers: multi-head self-attention, whose core is one of five, and the feed-forward network."""
 
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,36 +50,13 @@ class MultiHeadAttention(ResidualLayer):
     | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and a summary of every other chunk |
 
     With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside. A token sees
-    itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name;
-    None is the value of the preset with this attn_type. `forward`, `empty_cache` and `extend` are used as in
-    `GatedAttentionUnit`. Raises UsageError for a wrong field."""
+    itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name
+    (d_model, n_heads, attn_type, ...); other fields are those of the preset with this attn_type. `forward`,
+    `empty_cache` and `extend` are used as in `GatedAttentionUnit`. Raises UsageError for a wrong field."""
 
-    def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, n_heads: int = 12,
-                 attn_type: Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"] = "quadratic",
-                 attn_kernel: Literal["softmax", "relu2", "relu"] | None = None, chunk_size: int | None = None,
-                 causal: bool = True, norm: Literal["layer_norm", "scale_norm"] = "layer_norm",
-                 rel_pos: Literal["rope"] | None = "rope", rope_base: float = 10_000, gate: bool = False,
-                 activation: Literal["gelu", "silu"] = "gelu", context: int = 512, attn_scale_len: int | None = None,
-                 prefix_sum: Literal["scan", "matmul", "blocks"] | None = None,
-                 chunk_pooling: Literal["mean", "sum", "fixed", "written"] = "mean",
-                 chunk_parts: Literal["both", "local", "global"] = "both", overlap: bool = False,
-                 document_mask: Literal["exact", "paper"] = "exact", key_conv: int = 0, local_key_conv: bool = False,
-                 linear_scale_init: float | None = None, linear_rope: bool = True, linear_gate: bool = False,
-                 linear_norm: bool = False, linear_divisor: float | None = None, keys_start_as_queries: bool = False,
-                 qk_norm: bool = False, init_std: float = 0.02):
-        # Fields that are not given are those of the preset with this kind of attention.
+    def __init__(self, config: ModelConfig | None = None, **fields: Any):
         presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
-        preset = TRANSFORMER_PLUS_PLUS if config is not None else presets.get(attn_type, TRANSFORMER_PLUS_PLUS)
-        config = layer_config(
-            config, preset, d_model=d_model, n_heads=n_heads, attn_type=attn_type,
-            attn_kernel=preset.attn_kernel if attn_kernel is None else attn_kernel,
-            chunk_size=preset.chunk_size if chunk_size is None else chunk_size, causal=causal, norm=norm,
-            rel_pos=rel_pos, rope_base=rope_base, gate=gate, activation=activation, context=context,
-            attn_scale_len=attn_scale_len, prefix_sum=preset.prefix_sum if prefix_sum is None else prefix_sum,
-            chunk_pooling=chunk_pooling, chunk_parts=chunk_parts, overlap=overlap, document_mask=document_mask,
-            key_conv=key_conv, local_key_conv=local_key_conv, linear_scale_init=linear_scale_init,
-            linear_rope=linear_rope, linear_gate=linear_gate, linear_norm=linear_norm, linear_divisor=linear_divisor,
-            keys_start_as_queries=keys_start_as_queries, qk_norm=qk_norm, init_std=init_std)
+        config = layer_config(config, presets.get(fields.get("attn_type", ""), TRANSFORMER_PLUS_PLUS), fields)
         require(config.ffn != "gau", "a model with ffn = gau has no MultiHeadAttention", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config)
@@ -173,12 +150,9 @@ class FeedForward(ResidualLayer):
     The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
     UsageError for a wrong field."""
 
-    def __init__(self, config: ModelConfig | None = None, *, d_model: int = 768, expansion_factor: float = 4,
-                 ffn: Literal["mlp", "glu"] = "glu", activation: Literal["gelu", "silu"] = "gelu",
-                 norm: Literal["layer_norm", "scale_norm"] = "layer_norm", init_std: float = 0.02):
+    def __init__(self, config: ModelConfig | None = None, **fields: Any):
         preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # so that any width will do
-        config = layer_config(config, preset, d_model=d_model, expansion_factor=expansion_factor, ffn=ffn,
-                              activation=activation, norm=norm, init_std=init_std)
+        config = layer_config(config, preset, fields)
         require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config)
