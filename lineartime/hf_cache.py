@@ -1,4 +1,4 @@
-"""The cache of the `transformers` classes: a `DecodingState` as their library's `Cache` of layers."""
+"""The cache of the `transformers` classes: a `DecodingState` as their library's `Cache`."""
 
 import dataclasses
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
 
-from lineartime.decoding import cache as decoding
 from lineartime.decoding.state import DecodingState, load_state, save_state
 from lineartime.document_grid import padding_last
 from lineartime.errors import UsageError
@@ -18,43 +17,13 @@ from lineartime.model import LanguageModel
 from lineartime.settings import require
 
 
-class LineartimeLayer(LinearAttentionCacheLayerMixin):
-    """The cache of one attention layer as the library's layer of linear attention: its tensors, those of the open
-    chunk too, are the recurrent states 0, 1, .... It holds no tensors itself, so a change is one of the cache."""
-
-    is_compileable = is_croppable = False
-
-    # Not that of the base class, whose dictionaries would hold the tensors a second time.
-    def __init__(self, cache: decoding.Cache):
-        self.cache = cache
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor]:
-        return dict(enumerate(self.cache.tensors().values()))
-
-    @property
-    def has_previous_state(self) -> dict[int, bool]:
-        return dict.fromkeys(self.recurrent_states, True)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UsageError, as all changes of one layer's tokens do: only the model makes them."""
-        raise UsageError("a layer of this cache does not change alone", type(self).__name__,
-                         "give the model the next tokens and the whole cache, or reset the cache")
-
-    update_conv_state = update_recurrent_state = reset = crop = offload = prefetch = lazy_initialization
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.cache.select(indices)
-
-    reorder_cache = batch_select_indices
-
-
 class LineartimeCache(Cache):
     """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
 
     layer_class_to_replicate, offloading = None, False
+    layers: list[Any] = []  # noqa: RUF012  # of the library's own kind there are none: the state is one
 
-    # Not that of the base class, which would set `layers`: they are views of the state, which a copy has its own of.
+    # Not that of the base class, which wants layers.
     def __init__(self) -> None:
         self.reset()
 
@@ -64,11 +33,6 @@ class LineartimeCache(Cache):
         self.n_columns = torch.zeros((), dtype=torch.long)
         """Tokens given to each row, padding included, which transformers calls the sequence length; a tensor, as all
         that a graph takes in and gives back."""
-
-    @property
-    def layers(self) -> list[LineartimeLayer]:
-        """A layer for each attention layer; none before the first tokens."""
-        return [] if self.state is None else [LineartimeLayer(cache) for cache in self.state.caches]
 
     @property
     def batch_size(self) -> int:
