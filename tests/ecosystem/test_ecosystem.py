@@ -261,7 +261,7 @@ def test_onnx_by_transformers_decodes_from_a_cache():
     """The program of any number of tokens, in pieces, gives the logits of the whole row."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    config = lineartime.hf.LineartimeConfig.from_pretrained(SMALL, n_layers=2)
+    config = lineartime.hf.LineartimeConfig.from_pretrained(SMALL, n_layers=2, document_grid="row", init_std=0.02)
     model = AutoModelForCausalLM.from_config(config).eval()
     ids_BT = torch.randint(1, 8000, (2, 300), generator=torch.manual_seed(0))
     cache, stop = lineartime.hf.LineartimeCache(), 250
