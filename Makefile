@@ -11,7 +11,7 @@ help:
 	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
 	@echo "make gpu     on a GPU: kernels, training steps and decoding are timed; STAGE=gpu-step picks some; OUT=out/gpu, resumable"
 	@echo "make drills  processes and ranks killed, files damaged, odd command lines: an hour of one core, resumable; DRILLS='kills=100'"
-	@echo "make campaign  tests that are too long for a push: plans of memory against runs, all cases of the slow kernels"
+	@echo "make campaign  tests that are too long for a push: a compiled run against an eager one, all cases of the slow kernels"
 	@echo "make docs    the documentation as a site, in out/docs/site; every link is checked"
 	@echo "make wheel   build the source archive and the wheel, install it where nothing else is, and try it; in out/wheel"
 	@echo "make lowest  the tests with the oldest versions that are allowed, in an environment of its own"

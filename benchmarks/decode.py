@@ -58,7 +58,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                    "config": None if is_peer else to_dict(config), **peers.about(label),
                    "n_parameters": number_of_parameters(config), "context_tokens": n_tokens, "context": "filled",
                    "batch_size": batch_size, "dtype": precision, "unit": "token", "block_tokens": whole_chunks(config),
-                   "state_bytes": decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
+                   "state_bytes": batch_size * decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
             cases.append(Case(decoded_tokens, {
                 "label": label, "config": to_dict(config), "n_tokens": n_tokens, "batch_size": batch_size,
                 "precision": precision, "repeats": setup.repeats, "capture": capture, "place": setup.place},

@@ -95,6 +95,7 @@ def test_a_peer_decodes_beside_ours():
     ours, theirs = decode({"flash": config, "llama": config}, [32], batch_size=3)
     assert theirs["block_tokens"] == decode_module.PEER_TOKENS and theirs["peer"]["model_type"] == "llama"
     assert theirs["state_bytes"] == 3 * 32 * 2 * 2 * 64 * 4  # rows, tokens, layers, keys and values, width, bytes
+    assert ours["state_bytes"] == 3 * describe(config).decoding.at(32)
     assert theirs["cpu_ms"]["n"] == ours["cpu_ms"]["n"] == 2
 
 
