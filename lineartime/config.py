@@ -502,7 +502,7 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
                          ("cls_softmax", config.cls_softmax),
                          ("document_grid", config.document_grid == "own" and config.grid_size > 1)):
         require(not wrong, f"{name} does not go with {field}", f"{field} = {getattr(config, field)}",
-                f"leave it out, or {off}")
+                f"{'set document_grid = row' if field == 'document_grid' else 'leave it out'}, or {off}")
     own = config.context // n_ranks
     require(config.context % (n_ranks * (config.chunk_size or 1)) == 0,
             "every rank of context_parallel must hold equally many whole chunks",

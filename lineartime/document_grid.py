@@ -1,14 +1,15 @@
 """The grid of packed rows: where the positions and the chunks of each document begin.
 
 With `ModelConfig.document_grid` "row" they count from the beginning of the row, as in the paper's listings. With "own"
-they count from the beginning of each document. Rows are then laid out once, where a model or a layer takes them: each
-document is filled up to whole chunks. The layers compute as always, and the results go back to where the tokens were.
-"""
+they count from the beginning of each document. Rows are then laid out once, where a model or a layer takes them: a
+document begins with a chunk, or lies in one. The layers compute as always, and the results go back to where the tokens
+were."""
 
+import itertools
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.config import ModelConfig
@@ -47,9 +48,7 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
     c = config.grid_size
     if c == 1:
         return Places(position_BT, segment_ids_BT, order_BT, back_BT)
-    # A document, and all behind it, moves on by what is free in the last chunk of the one before it.
-    before_BT = F.pad(position_BT[:, :-1], [1, 0], value=-1)
-    place_BT = index_1T + torch.where(begins_BT, (-1 - before_BT) % c, 0).cumsum(1)
+    place_BT = index_1T + moves(begins_BT, segment_ids_BT, c, share=not config.first_to_all).cumsum(1)
     place_L = torch.arange((int(place_BT.max()) // c + 1) * c, device=device)
     # A place without a token holds a copy of the token before it, whose document it must not be of: documents get even
     # numbers, the copies behind them odd ones, and what is behind the last document is padding.
@@ -61,3 +60,20 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
     order_BL = token_BL if order_BT is None else order_BT.gather(1, token_BL)
     return Places(position_BT.gather(1, token_BL), ids_BL, order_BL,
                   place_BT if back_BT is None else place_BT.gather(1, back_BT))
+
+
+@torch.compiler.disable
+def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
+    """By how many places each document, and all behind it, moves on, at its first token: `[B, T]`. A document begins
+    the next chunk if it does not fit into what is free of the last one.
+
+    share: whether one that fits stays there. It is computed as it would be alone: it reads no state, and its id keeps
+    it from its neighbours in the chunk."""
+    moved_BT, n_tokens_B = np.zeros(begins_BT.shape, np.int64), (segment_ids_BT >= 0).sum(1).tolist()
+    for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.cpu().numpy(), n_tokens_B, strict=True):
+        end = 0  # the place behind the documents so far
+        for start, stop in itertools.pairwise([*np.flatnonzero(begins_T).tolist(), n_tokens]):
+            free = -end % chunk
+            moved_T[start] = 0 if share and stop - start <= free else free
+            end += moved_T[start] + stop - start
+    return torch.from_numpy(moved_BT).to(begins_BT.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lineartime.data.read_text import LAST_WORD, cut, read_whole
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.state import DecodingState
-from lineartime.errors import DataError, UsageError
+from lineartime.errors import DataError, NumericsError, UsageError
 from lineartime.generation.cuda_graph import CapturedStep
 from lineartime.generation.onednn import packed_weights
 from lineartime.model import LanguageModel
@@ -143,7 +143,8 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
     on_token: called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a
     generator seeded with (seed, r). capture: run the step as a CUDA graph, see `CapturedStep`. On a CPU bfloat16 is the
     fastest dtype, see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a
-    position table, for a model whose step cannot be captured, and for texts without a tokenizer."""
+    position table, for a model whose step cannot be captured, and for texts without a tokenizer; NumericsError for
+    logits that are not numbers."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if not prompts:
         return []
@@ -157,6 +158,9 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
         logits_BV, now = prefill(model, rows_of_ids, on_prompt, state and state.repeated(len(prompts)))
         step = CapturedStep(model, now) if capture else partial(decode_step, model, state=now)
         for n_done in range(1, max_new_tokens + 1):
+            if logits_BV.isnan().any():
+                raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
+                                    "the weights are damaged, or too large for float16: take float32 or bfloat16")
             ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
                            generators=[generators[row] for row in rows])
             for row, token in zip(rows, ids_B.tolist(), strict=True):

@@ -71,7 +71,9 @@ class DecodeStep(nn.Module):
         require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
                 "make the step with a larger window")
         state.reserve(self.window)
-        return {name: tensor.clone() for name, tensor in self.tensors_of(state).items()}
+        growing = {f"{n}.{name}" for n, cache in enumerate(state.caches) for name in cache.growing}
+        return {name: (tensor[:, : self.window] if name in growing else tensor).clone()
+                for name, tensor in self.tensors_of(state).items()}
 
     def tensors_of(self, state: DecodingState) -> dict[str, Tensor]:
         """The tensors of a state by name, those of layer 3 as "3.kv_BSE"."""

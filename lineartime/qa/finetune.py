@@ -60,7 +60,7 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
         assert config.chunk_size is not None
         fields["chunk_size"] = min(CHUNK_SIZE, config.chunk_size)
         if config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
-            fields["cls_softmax"] = True
+            fields |= {"cls_softmax": True, "document_grid": "row"}  # a window is one document
     return with_context(model, context, fields | changes)
 
 

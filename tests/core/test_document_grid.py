@@ -133,15 +133,22 @@ def test_the_vector_of_a_packed_document_is_its_own(causal: bool) -> None:
         assert same(found_ND, torch.cat([row_means(model, ids_T[None]) for ids_T in documents]))
 
 
-def test_rows_have_no_more_places_than_whole_chunks() -> None:
+def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
+    """So short ones take no more places than they have tokens."""
     _, _, segment_ids_BT, valid_BT = packed_rows()
     order_BT, ids_BT = tokens_first(valid_BT, segment_ids_BT)
     ids_BT = ids_BT[:, :CONTEXT]
     ids_BL = places_of(config_of("flash"), CONTEXT, ids_BT.device, ids_BT, order_BT[:, :CONTEXT]).segment_ids_BL
-    assert ids_BL is not None and ids_BL.shape[1] == 9 * CHUNK  # the last row: six chunks, and its padding behind them
-    for row, lengths in enumerate(ROWS):
-        assert (ids_BL[row, ::CHUNK] >= 0).sum() == sum(-(-n // CHUNK) for n in lengths)
-        assert (ids_BL[row] % 2 == 0).sum() == sum(lengths)
+    assert ids_BL is not None and ids_BL.shape[1] == 7 * CHUNK
+    for ids_L, lengths in zip(ids_BL, ROWS, strict=False):
+        assert (ids_L[ids_L >= 0] % 2 == 0).sum() == sum(lengths)
+        for each in ids_L[(ids_L >= 0) & (ids_L % 2 == 0)].unique():
+            place_N = (ids_L == each).nonzero().flatten()
+            assert place_N[0] % CHUNK == 0 or place_N[0] // CHUNK == place_N[-1] // CHUNK
+    short_BT = torch.arange(4 * CHUNK)[None] // 2  # documents of two tokens
+    for name, n_places in (("flash", 4 * CHUNK), ("flash first to all", 2 * CHUNK * CHUNK)):
+        config = config_of(name, causal=name == "flash")
+        assert places_of(config, 4 * CHUNK, ids_BT.device, short_BT).position_BL.shape == (1, n_places)
     one_T = torch.tensor([[0] * (CHUNK + 1) + [-1] * (CHUNK - 1)])  # padding takes the places that are free
     assert places_of(config_of("flash"), 2 * CHUNK, ids_BT.device, one_T).position_BL.shape == (1, 2 * CHUNK)
 

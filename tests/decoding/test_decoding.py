@@ -47,6 +47,14 @@ def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor
     return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state)
 
 
+@pytest.mark.parametrize("name", ["flash", "flash+"])
+def test_what_is_read_into_a_state_has_gradients(name: str) -> None:
+    model, ids_BT = random_model(with_documents(name)), random_ids(2, 3 * CHUNK + 2) % 12 + 1
+    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), [*model.layers.parameters()])
+                     for x_BTD in (extend(model, ids_BT, model.decoding_state(2)), model.hidden(ids_BT)))
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(found, wanted, strict=True))
+
+
 @EVERY_MODEL
 @torch.no_grad()
 def test_every_split(name: str) -> None:

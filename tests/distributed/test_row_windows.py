@@ -109,7 +109,7 @@ def test_a_run_learns_what_whole_rows_teach(tmp_path):
     ("transformer++", 8, {}, "window_tokens is for mixed chunk attention .*set window_tokens = none"),
     ("flash overlap", CONFIGS["flash"].chunk_size, {}, "window_tokens does not go with overlap"),
     ("flash first to all", 8, {}, "window_tokens is for causal models"),
-    ("flash, own grid", CONFIGS["flash"].chunk_size, {}, "window_tokens does not go with document_grid"),
+    ("flash, own grid", CONFIGS["flash"].chunk_size, {}, "document_grid: document_grid = own; set document_grid = row"),
     ("flash", CONFIGS["flash"].chunk_size, {"activation_checkpointing": True},
      "window_tokens does not go with activation_checkpointing"),
     ("flash", CONFIGS["flash"].chunk_size, {"context_parallel": 2}, "window_tokens does not go with context_parallel"),

@@ -1,5 +1,6 @@
 """Sampling and the loop around it: what each setting means, and that rows and seeds are independent."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from lineartime.config import model_config
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.errors import UsageError
+from lineartime.errors import NumericsError, UsageError
 from lineartime.generation.generate import generate, prefill, sample
 from lineartime.model import LanguageModel
 from lineartime.model_names import MODELS
@@ -106,6 +107,10 @@ def test_what_means_nothing_is_refused(model: LanguageModel) -> None:
                   {"max_new_tokens": -1}, {"prompts": [[1], []]}, {"prompts": [[23]]}, {"prompts": [[-1]]}):
         with pytest.raises(UsageError):
             generate(model, **{"prompts": [[1]], "max_new_tokens": 3, **wrong})  # type: ignore[arg-type]
+    broken = copy.deepcopy(model)
+    torch.nn.init.constant_(broken.norm.weight, math.nan)
+    with pytest.raises(NumericsError, match="the logits are not numbers"):
+        generate(broken, [[1]], max_new_tokens=3)
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:

@@ -99,4 +99,6 @@ def test_what_it_refuses():
     with pytest.raises(UsageError, match=r"the rows fill the window: 6 tokens, window = 6"):
         DecodeStep(model, 6).to_tensors(prefill(model, PROMPTS)[1])
     own = random_model(with_end(BOTH_GRIDS["transformer++, own grid"]))  # whose caches hold one document
-    assert DecodeStep(own, 6).to_tensors(prefill(own, [[0, 1, 2, 3] * 2])[1])
+    step = DecodeStep(own, 6)
+    made = step.to_tensors(prefill(own, [[0, *[3] * 30, 0, 1, 2]])[1])  # which has had room for a longer one
+    assert {name: x.shape for name, x in made.items()} == {name: x.shape for name, x in step.empty_state(1).items()}

@@ -23,7 +23,7 @@ from lineartime.errors import CheckpointError
 from lineartime.finetune_config import FineTuning
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa import spans
-from lineartime.qa.finetune import SpanObjective
+from lineartime.qa.finetune import SpanObjective, span_config
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import WindowConfig, training_windows
@@ -140,6 +140,14 @@ def test_flash_alone_is_not_clipped(folder, tmp_path, preset, fields, monkeypatc
         with pytest.raises(Stop):
             finetuning.finetune(plan(folder, tmp_path / preset, settings={"tokens_per_step": 384, **settings}))
     assert [run.train.clip for run in seen] == [0.1, None] and not any(run.model.cls_softmax for run in seen)
+
+
+def test_windows_have_the_grid_of_the_row():
+    """Each is one document, and softmax for [CLS] does not go with the other grid."""
+    pretrained = LanguageModel(model_config("flash+", "c4", n_layers=1, d_model=32, query_key_dim=16, chunk_size=8,
+                                            vocab_size=20, context=24, end_of_document=0, document_grid="own"))
+    found = span_config(pretrained, 24, {})
+    assert found.cls_softmax and found.document_grid == "row"
 
 
 def test_the_same_command_says_complete_and_another_is_refused(folder, done, call):
