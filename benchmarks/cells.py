@@ -79,9 +79,9 @@ def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
     """Run a command of this checkout in a session of its own; its exit code. It ends with this process too, however
     that ends.
 
-    log: gets what it says, in place of the terminal. save_s: how long it may save when this process is ended; without
-    it is killed. stop: whether it is asked to save and end now; it then has all the time it needs. tell: gets the last
-    line of the log twice a minute."""
+    log: gets its output, in place of the terminal. save_s: seconds that it may take to save when this process ends; 0:
+    it is killed. stop: whether to ask it to save and end now; it then has all the time it needs. tell: gets the last
+    line of the log twice a minute. threads: of OpenMP."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                  "PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     dies_with = partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL)
@@ -112,5 +112,5 @@ def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
 
 
 def last_line(path: Path) -> str:
-    """Of a file that may be empty."""
+    """The last line of a file, or "no output" if it is empty."""
     return (path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]

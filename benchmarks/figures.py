@@ -198,7 +198,7 @@ def figures_of(results: Results) -> dict[str, Picture]:
 
 
 def line(name: str, names: Iterable[str], heights: pd.DataFrame) -> Line:
-    """heights: by place, height, least and most. names: of all lines a picture may have, for their colours."""
+    """A line of a panel. heights: by place: height, least and most. names: of all lines in a picture, for colours."""
     ordered = sorted(names, key=lambda each: each not in IN_FRONT)
     style = {"color": COLOURS[ordered.index(name) % len(COLOURS)]}
     return Line(name, tuple(heights.astype(float).itertuples(name=None)),
@@ -296,13 +296,13 @@ def speedup_panels(results: Results) -> list[Panel]:
 
 
 def own_columns(results: Results) -> list[str]:
-    """Those that the scale runs: not where runs of other tables are all there is."""
+    """The columns that the scale runs itself, without those that only runs of other tables have filled."""
     planned = {column for _, column in results.table.cells[results.scale.name]}
     return [column for column in results.columns if column in planned]
 
 
 def title_of(results: Results, column: str) -> str:
-    """With the column's name, if it says more than its context."""
+    """A panel's title: the context, after the column's name if that says more."""
     context = f"ontext {results.table.columns[column].context:,}"
     return f"C{context}" if column.isdigit() else f"{column}, c{context}"
 
@@ -328,7 +328,7 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
         by_number.append(Line(name, spread_points({n: accuracies(runs, lengths[0], n) for n in n_facts}), style))
         by_length.append(Line(name, spread_points({length: accuracies(runs, length) for length in lengths}), style))
         by_step.append(Line(name, tuple((step, right) for step, _, right in runs[0]["curve"]), style))
-    # Who knows the values of a row and not their keys; above the models, which often end there.
+    # A model that would know a row's values but not their keys. It is drawn on top, as models often end there.
     known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
     mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]
     by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))

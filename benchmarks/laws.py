@@ -33,7 +33,7 @@ from lineartime.settings import require, require_name
 SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("laws.toml").read_text(encoding="utf-8"))
 CLASSES: dict[str, dict[str, Any]] = SIZES["classes"]
 LIMIT = 1e-3
-"""Of a difference, in root mean squares of what is right: some classes compute a part in float32 whatever the dtype."""
+"""The largest difference of a law that holds, in root mean squares of what is right. Parts of some use float32."""
 MATTERS = 30 * LIMIT
 """What the state or the mask must change at least for a law to say something."""
 HOLDS, BROKEN, REFUSED, UNTRIED = "holds", "broken", "refused", "not tried"
@@ -101,7 +101,7 @@ def in_pieces(model: Any, draw: Draw, size: int) -> tuple[float, float]:
 
 
 def padded(model: Any, draw: Draw, side: str) -> tuple[float, float]:
-    """Of the shorter of two rows: its prompt, then tokens that are decoded from its own end."""
+    """The shorter of two rows, padded on one side: its prompt, then tokens that are decoded from its own end."""
     n, next_BN = 32, draw(2, 4)
     long, short, padding, valid = draw(1, N), draw(1, n), draw(1, N - n), torch.ones(1, n, dtype=torch.long)
     order = 1 if side == "right" else -1
@@ -154,7 +154,7 @@ def alone(model: Any, draw: Draw) -> tuple[float, float]:
 
 
 def beams(model: Any, draw: Draw) -> tuple[float, float]:
-    """The scores of four beams."""
+    """The scores of four beams, with the cache and without."""
     def scores(ids_BT: Tensor, use_cache: bool) -> Tensor:
         found = model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), num_beams=4, num_return_sequences=4,
                                min_new_tokens=12, max_new_tokens=12, do_sample=False, use_cache=use_cache,
@@ -232,7 +232,7 @@ LAWS: dict[str, Law] = {
 
 def tiny_model(name: str, settings: dict[str, Any]) -> Any:
     """A model of a class, with random weights. Raises UsageError for a name or settings that there are not."""
-    logging.set_verbosity_error()  # that kernels are not installed
+    logging.set_verbosity_error()  # no warnings that kernels are not installed
     fields = CLASSES.get(name, {}) | settings
     preset = fields.pop("preset", name)
     torch.manual_seed(0)
@@ -255,7 +255,7 @@ def our_config(preset: str, fields: dict[str, Any]) -> Any:
 
 
 def tiny_config(name: str, fields: dict[str, Any]) -> Any:
-    """Of a class of transformers. Raises UsageError for a name or a field that there is not."""
+    """A tiny configuration of a class of transformers. Raises UsageError for a name or field that does not exist."""
     require_name("class", name, [*CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
     kind = CONFIG_MAPPING[name]
     known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}

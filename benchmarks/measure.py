@@ -32,7 +32,7 @@ from lineartime.training import out_of_memory
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
 Job = Callable[..., Generator[Row, Row, None]]
-"""What is done in a process of its own: its answers, and orders for all but the first."""
+"""A generator that runs in a process of its own: it yields answers, and each after the first is for an order."""
 
 
 def ignore(_: object) -> None:
@@ -41,7 +41,7 @@ def ignore(_: object) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """How often and where is measured, and who hears of it."""
+    """How often is measured, on which device, with how many threads, and who is told of progress."""
 
     repeats: int = 5
     threads: int = 1
@@ -172,8 +172,8 @@ def add_times(times: Times, marks: Sequence[Mark]) -> None:
 
 
 def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:
-    """A row's times by the names of their clocks; which is compared, that of a GPU, else that of the processor; and by
-    it tokens per second, of calls of so many."""
+    """A row's columns of time: the spread of each clock; "clock", the one that is compared (the GPU's, else that of the
+    processor); and by it "tokens_per_s". n_tokens: tokens of a call."""
     clock, found = "gpu" if "gpu_ms" in times else "cpu", {name: spread(each) for name, each in times.items()}
     return found | {"clock": clock, "tokens_per_s": n_tokens * 1e3 / found[f"{clock}_ms"]["median"]}
 

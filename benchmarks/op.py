@@ -137,7 +137,7 @@ def measure_op(name: str, label: str, config: Row, n_rows: int, precision: str,
 
 
 def typed(op: Op, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Copies on a device, in a type (or float32 if that is wider) and wanting a gradient, but for what the op says."""
+    """Copies on a device, in a type; `op.wide` are float32 at least. All want a gradient but `op.fixed`."""
     def copied(key: str, x: Tensor) -> Tensor:
         kind = torch.promote_types(dtype, torch.float32) if key in op.wide else dtype
         return x.detach().to(device, kind).requires_grad_(key not in op.fixed)

@@ -116,9 +116,9 @@ def compare(table: pd.DataFrame, rival: str, *, by_type: bool, variant: str | No
     """FLASH and another side at each context (by_type: and in each type), in the newest run that has both: each in its
     fastest variant, or in the one that is given; without by_type, each in its fastest type.
 
-    Columns of the rival end in "_rival"; `value`, `low` and `high` are the rival's time over ours, and take each side's
-    one quartile over the other's opposite one; `unmatched` lists the variants that only our side was measured in, where
-    none is given. A side that failed in every way is there as it failed, without times."""
+    Columns of the rival end in "_rival". `value` is the rival's median time over ours; `low` and `high` are a quartile
+    of the rival over our opposite quartile. `unmatched` lists the variants that only our side was measured in, where
+    none is given. A side that failed in every variant is there with its failure, without times."""
     keys = ["context", "dtype"] if by_type else ["context"]
     table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
     shown = table if variant is None else table[table.variant == variant]

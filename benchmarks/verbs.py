@@ -91,8 +91,8 @@ def benchmark_decode(
 
 def benchmark_step(
     how: How,
-    labels: Annotated[tuple[str, ...], f"Models ({', '.join([*PRESETS, *PACKAGES])}), each with :compile, :checkpoint "
-                                       "or for Transformers :unfused behind it.", "LABELS"] = (),
+    labels: Annotated[tuple[str, ...], f"Models ({', '.join([*PRESETS, *PACKAGES])}), each perhaps with :compile, "
+                                       ":checkpoint, :windowed, :reference or :unfused behind it.", "LABELS"] = (),
     tokens: Tokens = 8192,
     together: Annotated[bool, "Measure all contexts and types side by side, not one after another."] = False,
     reads: Annotated[bool, "Only forward, to the logits of the last token, without a gradient."] = False,
@@ -163,8 +163,8 @@ def reproduce(
 def recall(
     models: Annotated[tuple[str, ...], "Models of the study, by default all that learn the task; in text also trained "
                                        "ones: folders, or small.", "MODELS"] = (),
-    task: Annotated[str | None, f"{', '.join([*TASKS, *FORMS])}; by default all but {RULER}, of which "
-                                   "trained models are asked."] = None,
+    task: Annotated[str | None, f"{', '.join([*TASKS, *FORMS])}; by default all but {RULER}, which is for "
+                                   "trained models; text only with --data."] = None,
     data: Annotated[Path | None, "Prepared text, for the tasks text and ruler."] = None,
     settings: Setting = {},  # noqa: B006  # which nobody changes
     rows: Annotated[Path, "File of rows, looked at for what is there and added to.", "--json FILE"] = Path(

@@ -42,8 +42,8 @@ CHUNK_BIAS_LEN = 512
 
 
 class AblatedGatedAttentionUnit(GatedAttentionUnit):
-    """A `GatedAttentionUnit` with any of the ablations and options in `ModelConfig`. Kernels run those that attend as
-    FLASH does (`ModelConfig.attends_as_flash`).
+    """A `GatedAttentionUnit` with any of the ablations and options in `ModelConfig`. Kernels run those with chunks that
+    attend as FLASH does (`ModelConfig.attends_as_flash`).
 
     With several heads, each head is a slice of z and of v. Without the gate, W_o takes [u, A v]. A layer with learned
     chunk weights trains and does not decode. Raises UsageError for the configuration of a model without GAUs."""
@@ -101,7 +101,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return self.out_proj(unfold_heads(out_BTE, config.n_heads))
 
     def split_uv(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
-        """u and v concatenated, before silu, and z_BTS. In uv_BTF B counts rows times attention heads."""
+        """u and v concatenated, before silu, and z_BTS, after it. In uv_BTF B counts rows times attention heads."""
         h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
         uv_BTF, z_BTS = uvz_BTF.split([2 * e, s], dim=-1)
         if h > 1:
@@ -110,7 +110,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return uv_BTF, F.silu(z_BTS)
 
     def split(self, uvz_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u_BTE, v_BTE and z_BTS. In v B counts rows times attention heads."""
+        """u_BTE, v_BTE and z_BTS, after the activation. In v B counts rows times attention heads."""
         config = self.config
         activation, e, s = ACTIVATIONS[config.activation], config.d_inner, config.query_key_dim
         u_BTE, v_BTE, z_BTS = (activation(part) for part in uvz_BTF.split([e, e, s], dim=-1))
@@ -118,8 +118,8 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
 
     def make_heads(self, z_BTS: Tensor, conv_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
         """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of the linear
-        half, then those of first-to-all; and the linear keys' gates, gate_BT. B counts rows times attention heads.
-        conv_BTS: z, or with `key_conv` its convolution."""
+        half, then those of first-to-all; and the gates that chunk_pooling "written" divides by, gate_BT, else None.
+        B counts rows times attention heads. conv_BTS: z, or with `key_conv` its convolution."""
         assert info.rotary is not None
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
         (sin, cos), heads, gate_BT = (angle[..., None, :] for angle in info.rotary), [], None
@@ -181,7 +181,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         z_BGS = (at_least_float32(z_BGCS) * valid_BGC[..., None]).sum(2) / valid_BGC.sum(-1, keepdim=True).clamp(min=1)
         chunk_G = torch.arange(z_BGS.shape[1], device=z_BGS.device)
         distance_GG = chunk_G - chunk_G[:, None]
-        # When causal, the query comes from the summary of the chunk before, and only earlier chunks are read.
+        # When causal only earlier chunks are read, so what the first chunk asks with does not matter.
         asking_BGS = torch.cat([z_BGS[:, :1], z_BGS[:, :-1]], dim=1) if self.config.causal else z_BGS
         hidden_BGG = ~valid_BGC.any(-1)[:, None, :] | (self.config.causal & (distance_GG >= 0))
         gamma_2S, beta_2S = self.chunk_scale_offset.gamma, self.chunk_scale_offset.beta

@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file. Raises UsageError for a section, because settings are flat."""
+    """The settings in a TOML file. Raises UsageError for a file that cannot be read, wrong TOML, and a section."""
     try:
         settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
     except OSError as e:
@@ -115,8 +115,8 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
 @contextlib.contextmanager
 def hashed_file(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
                 ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file that was just opened, flush it to the disk where it has one, close it, and add its size and hash to
-    `files` by its name. The hash is of the bytes in memory, not read back."""
+    """Write a file that was just opened, flush it to the disk (in a store there is none), close it, and add its size
+    and SHA-256 to `files` by its name. The hash is of the bytes in memory, not read back. Raises OSError."""
     digest = hashlib.sha256()
 
     def write(data: bytes | memoryview) -> None:
@@ -232,7 +232,7 @@ def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Remove the hidden folder of `out` that a process left which was killed at its end; not that of a living one."""
+    """Remove the hidden folder of `out` that a killed process has left; that of a running process stays."""
     if (folder := _hidden(out, "unfinished")).exists():
         with contextlib.suppress(OSError, ResourceError):
             descriptor = _lock_folder(folder, out)

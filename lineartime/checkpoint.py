@@ -205,8 +205,8 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
 
 
 def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """A checkpoint, after its every byte, or every one of this rank's share, matched its manifest. Raises
-    CheckpointError for any damage and for missing files."""
+    """A checkpoint, after every byte of it, or of this rank's share of its files, has matched its manifest. Raises
+    CheckpointError for any damage, for missing files, and for a folder that is not named like a checkpoint."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
@@ -232,7 +232,7 @@ def index_name(stem: str) -> str:
 
 
 def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
-    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU: no more is read than these.
+    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least; no others are read.
 
     wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one file,
     `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start

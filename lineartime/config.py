@@ -1,8 +1,8 @@
 """The paper's specification tables as two dataclasses and a dictionary of presets.
 
-A field of `ModelConfig` is a row of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19). A preset is a
-column. A field of `TrainConfig` is a row of Tables 6-7 (hyperparameters). This module does not import torch, so that
-the command line refuses a wrong configuration at once.
+The first fields of `ModelConfig` are rows of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19), those of
+`TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are options. A preset is a column. This module does
+not import torch, so that the command line refuses a wrong configuration at once.
 """
 
 import dataclasses
@@ -490,8 +490,8 @@ def stored_train(fields: Mapping[str, Any]) -> TrainConfig:
 
 def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "context_parallel") -> None:
     """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has whole chunks, and needs
-    from the others no more than a state, and with `key_conv` the last positions of its neighbours. name: the setting
-    that asks for it; "window_tokens", where windows stand for ranks."""
+    from the others only a state, and with `key_conv` the positions next to its part. name: the setting that asks for
+    it; with "window_tokens" `n_ranks` is the number of windows."""
     if n_ranks == 1:
         return
     off = f"set {name} = {'none' if name == 'window_tokens' else 1}"

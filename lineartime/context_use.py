@@ -73,8 +73,8 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
 
     contexts: rising; each reads two tokens per scored token. Documents shorter than half of the longest context are not
     read. document_tokens: only the first so many tokens of each document are read, at least the longest context; by
-    default all. For a model with chunks, half of each context must be whole chunks, or a token's chunk starts elsewhere
-    at another context. ranks: see `evaluate`. progress is called with the number of tokens read. Raises UsageError for
+    default all. For a model with chunks give contexts whose half is whole chunks, or a token's chunk starts elsewhere
+    at another context; nothing checks it. ranks: see `evaluate`. progress counts tokens read. Raises UsageError for
     wrong contexts or a model that is not causal, DataError if no document is long enough, NumericsError for a loss that
     is not finite."""
     require_precision(precision)

@@ -55,7 +55,7 @@ class CheckpointError(LineartimeError):
 
 
 class NumericsError(LineartimeError):
-    """A loss or gradient that is not finite."""
+    """A loss, gradient, weight or other number that is not finite, or is not what it must be."""
 
     exit_code = 5
 
@@ -73,7 +73,7 @@ class RankError(LineartimeError):
 
 
 class Stopped(LineartimeError):
-    """A run that a signal stopped, after it saved; exit code 130 or 143."""
+    """A command that a signal stopped, after it saved what it keeps; exit code 130 or 143."""
 
     def __init__(self, what: str, where: str, number: int):
         super().__init__(what, where)

@@ -85,8 +85,8 @@ def load_with_split(run: Path, data: Name,
                     split: str = "validation") -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
     """A run's model, the split to score it on, and the facts that `load_model` returns.
 
-    Raises UsageError for a model that answers questions and for data of another tokenizer, and as `load_model` and
-    `open_split` do."""
+    Raises UsageError for a model that answers questions, labels documents or gives them vectors, and for data of
+    another tokenizer; and as `load_model` and `open_split` do."""
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")

@@ -86,8 +86,8 @@ class FineTuning:
     negatives: Annotated[float, "For questions: share of the windows without an answer that is trained on."] = 0.25
     stride: Stride = None
     max_answer_tokens: MaxAnswerTokens = 30
-    settings: Annotated[dict[str, Any], "Set any field of the training, for questions also some of the model; "
-                        "`lineartime config` lists them. May be given again.", "--set NAME=VALUE"
+    settings: Annotated[dict[str, Any], "Set a field of the training, for questions also some of the model; most of "
+                        "what `lineartime config` lists is taken. May be given again.", "--set NAME=VALUE"
                         ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,8 +124,8 @@ class FineTuning:
         return LEARNING_RATES[self.task] if self.learning_rates is None else self.learning_rates
 
     def train_config(self, rate: float, context: int, n_rows: int, clip: float | None) -> TrainConfig:
-        """The training at one learning rate, in rows of `context` tokens: the fields of TrainConfig in `settings`, then
-        batches of 32 rows, a tenth of the steps for warm-up, a save after each tenth and at least each 500 steps, and
+        """The training at one learning rate, in rows of `context` tokens. What `settings` do not name is: batches of 32
+        rows, a tenth of the steps for warm-up, a save after each tenth of the run and at least every 500 steps, and
         `clip`. n_rows: rows to train on. Raises UsageError for wrong values."""
         given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
         tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)

@@ -41,7 +41,7 @@ FINE_TUNINGS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
 - `objective(run, ranks)`: what `fit` trains on and scores by, an `objectives.Objective`;
 - `patience`: a run ends after so many held-out scorings without a better score or loss, and its best step counts; None:
   it goes on to its last step, which counts;
-- `score(run, model, ranks)`: all held-out scores of a trained model; `rank(scores)`: what the best run has the most of;
+- `score(run, model, ranks)`: all held-out scores of a trained model; `rank(scores)`: a tuple, largest for the best run;
 - `finish(best, rates, device, ranks)`, which writes into the folder and returns what the result has besides."""
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     device: by default cuda if available. stop: requests a save and an end, see `StopSignal.listening`. on_step is
     called with each line of the metrics and the number of "steps". progress counts questions, documents and tokens.
     rank_timeout: see `train`. Raises UsageError for a wrong pretrained model, wrong settings or a folder with another
-    fine-tuning, DataError for wrong data, Stopped after saving, and as `fit` does."""
+    fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model` and `fit_once` do."""
     stop, out = stop or StopSignal(), plan.out
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
     require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")

@@ -31,8 +31,8 @@ class GatedAttentionUnit(ResidualLayer):
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md, section 8). Second
     derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
 
-    Raises UsageError for a wrong field, and for the configuration of another GAU (`ModelConfig.is_ablated_gau`), which
-    `ablations.AblatedGatedAttentionUnit` takes."""
+    Raises UsageError for a wrong field, for the configuration of a model without GAUs, and for that of an ablated GAU
+    (`ModelConfig.is_ablated_gau`), which `ablations.AblatedGatedAttentionUnit` takes."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         config = layer_config(config, FLASH_QUAD if fields.get("chunk_size") is None else FLASH, fields)
@@ -74,8 +74,8 @@ class GatedAttentionUnit(ResidualLayer):
         """W_o (u * A v): `[B, T, D]`."""
         config, bias = self.config, self.rel_pos_bias
         assert info.rotary is not None
-        # One matmul makes u, v and z. The op applies their SiLU, makes the heads, attends and multiplies by u, so that
-        # kernels can do all of it without storing what is between.
+        # One matmul makes u, v and z. One op does the rest up to W_o: SiLU, heads, attention and the gate. So kernels
+        # can do it together, with less traffic to memory.
         uvz_BTF = self.in_proj(normed_BTD)
         gamma, beta, (sin, cos) = self.scale_offset.gamma, self.scale_offset.beta, info.rotary
         if config.chunk_size is None:
@@ -115,7 +115,7 @@ class GatedAttentionUnit(ResidualLayer):
         if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
             return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
         assert info.rotary is not None
-        # First the tokens that fill up the open chunk. From the rest the next call cuts off those that stay open.
+        # Cut behind the tokens that fill the open chunk, or behind the whole chunks. Each part comes here again.
         cut = inputs.cut(first)
         angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
         parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)

@@ -247,7 +247,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         positions that begin at 0 with each document of a packed row, which only say where documents begin.
         inputs_embeds: vectors `[B, T, D]` instead of input_ids, in all classes; no vector begins a document.
         output_hidden_states: whether to return the input of every block and the last states too. Raises UsageError for
-        other positions, for an unknown argument, and for vectors together with ids."""
+        other positions, masks or caches, for an unknown argument, and for both or neither of ids and vectors."""
         x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
                                               cache=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
@@ -343,8 +343,8 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False,
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
         """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
-        not match, and for a weight that is not finite, has another shape or, unless the loading info is asked for, is
-        missing in `LanguageModel`; UsageError for a `device_map` of several devices."""
+        not match, for a weight that is not finite or has another shape and, unless the loading info is asked for, for a
+        weight of `LanguageModel` that is missing; UsageError for a `device_map` of several devices."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -428,8 +428,8 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
 
         labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding is ignored
         too, whatever its id, and so is what stands behind it, which nothing predicts. The loss is the mean in nats, or
-        the sum over `num_items_in_batch`, and 0 without labels to learn. In training the logits, which would take most
-        of the memory, are returned only for a `logits_to_keep` other than 0."""
+        the sum divided by `num_items_in_batch`, and 0 without labels to learn. In training with labels the logits are
+        returned only for a `logits_to_keep` other than 0, for they would take most of the memory."""
         x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, position_ids,
                                                      cache=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -505,9 +505,9 @@ class LineartimeForMaskedLM(LineartimeModel):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
         """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
 
-        labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is their mean in nats, or
-        their sum over `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned,
-        which would take most of the memory."""
+        labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is the mean in nats, or the
+        sum divided by `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned,
+        because they would take most of the memory."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
@@ -586,7 +586,7 @@ class LineartimeForTokenClassification(LineartimeModel):
         """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
         labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is that of
-        transformers: their mean in nats, or their sum over `num_items_in_batch`."""
+        transformers: the mean in nats, or the sum divided by `num_items_in_batch`."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTL, loss = self.score(x_BTD), None
         if labels is not None:
@@ -596,8 +596,8 @@ class LineartimeForTokenClassification(LineartimeModel):
 
 
 def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """The mean of `LanguageModel.losses` of the labels other than -100, or their sum over `n_items`, without the logits
-    of other tokens; 0 without labels."""
+    """The mean of `LanguageModel.losses` of the labels other than -100, or their sum divided by `n_items`; 0 without
+    labels. Logits of other tokens are not computed."""
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()

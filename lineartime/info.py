@@ -48,7 +48,7 @@ class Flops(NamedTuple):
 
     projections: float
     attention: float
-    """All that is no weight's product: scores, their product with the values, and states of chunks."""
+    """Matmuls without a weight: scores, their product with the values, and states of chunks."""
     head: float
 
     @property

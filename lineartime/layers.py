@@ -1,9 +1,9 @@
 """The small layers of Codes 2-5: ScaledSin, the relative position bias and the norms; scale-and-offset (Eq. 5); and
 `ResidualLayer`, the base class of all layers of a model.
 
-Shape letters, here and everywhere in the package: B batch, T time, G chunks, P = G + 1 places before, between and after
-chunks, C chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S, N heads made from one
-base, H heads, K head width, V vocabulary. In decoding N counts new tokens, and L cached keys.
+Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and after chunks, C
+chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S, N heads made from one base, H
+heads, K head width, V vocabulary. In decoding N counts new tokens, and L cached keys; some ops use N and F otherwise.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class ScaledSin(nn.Module):
 class RelPosBias(nn.Module):
     """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two rotated vectors.
 
-    n is `ModelConfig.bias_len`, so the form does not depend on the length of the input. The rotated form also depends
-    on i - j alone:
+    n follows from the configuration, so the form does not depend on the length of the input. The rotated form depends
+    on i - j alone too:
     rope(a, i) . rope(b, j) = sum_k (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k)."""
 
     def __init__(self, n: int):
@@ -175,7 +175,7 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
 
 def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """The order that moves the tokens of each row to its front, so that padding shifts neither positions nor chunk
-    boundaries; and the segment ids in it, -1 for padding."""
+    boundaries, and the segment ids in this order, -1 for padding: `[B, T]` each."""
     order_BT = padding_last(padding_mask_BT.bool())
     ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
     return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
@@ -229,13 +229,13 @@ class ResidualLayer(nn.Module):
     norm: nn.LayerNorm | ScaleNorm
     in_proj: nn.Linear
     in_sizes: tuple[int, ...]
-    """The outputs of each matrix that `in_proj` applies, one below the other."""
+    """How many outputs each matrix has; `in_proj` holds these matrices one below the other."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.impl: str | None = None
-        """"reference", "triton" (kernels), or None: kernels on CUDA for supported inputs."""
+        """"reference" (PyTorch), "triton" (kernels), or None: by device and inputs, see the table of `ops`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without a compiled `add` (`LanguageModel.compile_layers`): a copy would run the original's."""
@@ -243,8 +243,8 @@ class ResidualLayer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for the scales
-        of heads and the position bias, 0 for offsets and other biases, 1 for norm scales."""
+        """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for scales of
+        heads and position bias, 0 for offsets and biases, 1 for norm scales; `memory.py` sets those of its options."""
         # Matrices are drawn first. A parameter's name says whether it is a norm's scale, an offset or a scale of heads.
         for child, module in sorted(self.named_children(), key=lambda each: not isinstance(each[1], nn.Linear)):
             if hasattr(module, "init_weights"):  # an option beyond the paper

@@ -42,7 +42,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     the package, "small". If a run's newest checkpoint is damaged, a warning says so and an older one is read;
     `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`, a `DocumentClassifier` or a
     `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
-    CheckpointError for a checkpoint that is damaged, of another run or not finite."""
+    CheckpointError for a checkpoint that is damaged, of another run or not finite, DataError for a bad tokenizer."""
     # The texts and the weights: of an exported folder, or of a checkpoint, of a run the newest.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
@@ -116,7 +116,7 @@ def load_classifier(run: Path | str) -> tuple[DocumentClassifier, Tokenizer, dic
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights, or a manifest of lost ones, but is neither a checkpoint nor a run."""
+    """Whether a folder holds weights, or a manifest whose weights are lost, but is neither a checkpoint nor a run."""
     here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
     return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
 

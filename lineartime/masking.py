@@ -10,7 +10,7 @@ import numpy as np
 from lineartime.data.tokens import Mixture, TokenStream, require_mask, rows_of_step
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
-"""15% of the tokens are targets. Of the targets 80% become [MASK], 10% another token, and 10% stay."""
+"""15% of the tokens are targets. Of the targets 80% become [MASK], 10% a random token, and 10% stay."""
 NO_TARGET = -1
 
 

@@ -1,6 +1,6 @@
-"""Options beyond the paper for a longer memory of the linear half: keys made from several tokens, a gate on what is
-written, a norm of what is read. All are off by default; FLASH and FLASH-Quad do not use this file.
-"""
+"""Options beyond the paper for a longer memory of the linear half: keys made from several tokens (in quadratic
+attention too), a gate on what is written, a norm of what is read. All are off by default; FLASH and FLASH-Quad do not
+use this file."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ CONV_NOISE = 0.3
 GATE_STD = 0.1
 """Standard deviation of a new gate's weights: the gates of all tokens start near one half."""
 READ_GAIN = 0.3
-"""A new gain of the read-out. With it synthetic recall was learned; 0.03 cost a text model 0.1 nats."""
+"""The initial gain of `ReadNorm`. Models with it learned synthetic recall; 0.03 cost a text model 0.1 nats of loss."""
 READ_EPS = 1e-24
 """Added to the mean square of a read-out, which is far below 1 with the paper's initial scales: 1e-11 after 8K tokens.
 The gradient has READ_EPS**-1.5, which float32 must hold."""
@@ -67,11 +67,11 @@ class KeyConv(nn.Module):
         n_taps = len(self.taps)
         place_K = torch.arange(n_taps, device=z_BNS.device)
         before_BKS = unfold_heads(cache.z_BKS, self.n_heads)
-        index_BK1 = ((inputs.seq_lens_B[:, None] + place_K) % n_taps)[..., None]
+        index_BK1 = ((inputs.seq_lens_B[:, None] + place_K) % n_taps)[..., None]  # the oldest token first
         row_BLS = torch.cat([before_BKS.gather(1, index_BK1.expand_as(before_BKS)), z_BNS], dim=1)
-        first_BN = inputs.position_BN - inputs.start_BN
+        first_BN = inputs.position_BN - inputs.start_BN  # tokens of its document before each token
         visible_KBN = [first_BN >= n_taps - 1 - tap for tap in range(n_taps)]
-        last_BK1 = (inputs.n_new_B[:, None] + place_K)[..., None]
+        last_BK1 = (inputs.n_new_B[:, None] + place_K)[..., None]  # the row's last K tokens, for the cache
         last_BKS = row_BLS.gather(1, last_BK1.expand_as(before_BKS))
         # Position p is at place p modulo K. The step of a token writes what it wrote if it is repeated.
         index_BK1 = ((inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K)[..., None] % n_taps
@@ -136,8 +136,8 @@ class ReadNorm(nn.Module):
 
 def linear_heads(config: ModelConfig, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTS: Tensor,
                  gate: WriteGate | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k of the linear half with `linear_divisor` and the gates. conv_BTS: what the keys were made from. Also the
-    gates that chunk_pooling "written" divides by, gate_BT, in which B counts rows times heads; else None."""
+    """q divided by `linear_divisor` and k times its gates, `[B, T, H, K]` each; and gate_BT, which chunk_pooling
+    "written" divides by and in which B counts rows times heads, else None. conv_BTS: what the keys are made from."""
     if config.linear_divisor is not None:
         q_BTHK = q_BTHK / config.linear_divisor
     if gate is None:

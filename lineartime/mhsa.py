@@ -46,13 +46,13 @@ class MultiHeadAttention(ResidualLayer):
     | quadratic, softmax | Transformers | softmax(q k^T / sqrt(K)) v, by PyTorch's fused attention |
     | quadratic, relu2 | ablation | relu(q k^T / n + b)^2 v, as in a GAU |
     | mixed_chunk, either | MC-TFM++ | one of these two in a chunk, and linear attention across chunks |
-    | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
+    | linear, relu | Performer | (phi(q) sum phi(k) v) / (phi(q) sum phi(k)), phi(x) = relu(x) + 1e-3 |
     | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and a summary of every other chunk |
 
     With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside. A token sees
     itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name
     (d_model, n_heads, attn_type, ...); other fields are those of the preset with this attn_type. `forward`,
-    `empty_cache` and `extend` are used as in `GatedAttentionUnit`. Raises UsageError for a wrong field."""
+    `empty_cache` and `extend` are used as in `GatedAttentionUnit`. Raises UsageError for a wrong field or ffn = gau."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
@@ -148,7 +148,7 @@ class FeedForward(ResidualLayer):
     """x + W_o act(W_u y) with y = norm(x), or with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs. 1-2).
 
     The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
-    UsageError for a wrong field."""
+    UsageError for a wrong field or ffn = gau."""
 
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # so that any width will do

@@ -67,8 +67,8 @@ class LanguageModel(nn.Module):
         tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of each is returned
         instead, see `losses`. ranks: the ranks that share the rows, which all call this with the whole rows; what is
         returned, at_K and targets are of this rank's part of them, `[B, T / W]`. Raises UsageError for a row longer
-        than the position tables allow, wrong segment ids, a mask, segment ids or targets of another shape, and for rows
-        or a model that ranks cannot share."""
+        than the position tables allow, wrong segment ids, a mask, segment ids or targets of another shape, rows of
+        several documents with learned chunk weights, and rows or a model that ranks cannot share."""
         # The head is the largest matmul, so it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
@@ -77,8 +77,7 @@ class LanguageModel(nn.Module):
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE,
                collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
-        """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does, and for rows of
-        several documents in a model with learned chunk weights.
+        """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does.
 
         collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
         embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
@@ -208,7 +207,7 @@ class LanguageModel(nn.Module):
         return len(self.layers) // self.config.n_layers
 
     def in_sizes(self) -> dict[str, tuple[int, ...]]:
-        """The outputs of each matrix that one matmul applies, by the name of the parameter that has them all."""
+        """How many outputs each of the stacked matrices has, by the name of the parameter that holds them."""
         return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())}
 
     def residual_layers(self) -> Iterable[ResidualLayer]:
@@ -221,10 +220,10 @@ class LanguageModel(nn.Module):
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,
                collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
-        """`hidden` for the next tokens of each row, `[B, N, D]`, whatever the number of calls; the state is updated.
+        """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come; updates the state.
 
-        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids. collected, embeds_BND: see `hidden`. Raises
-        UsageError past the end of a position table."""
+        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids of the vocabulary. collected, embeds_BND: see
+        `hidden`. Raises UsageError past the end of a position table."""
         if ids_BN.numel() == 0:
             return self.norm(self.embed(ids_BN))
         if self.config.document_grid == "own" and ids_BN.shape[1] > 1:
@@ -237,11 +236,11 @@ class LanguageModel(nn.Module):
         those up to the one after it, and so on."""
         index_N, begins_BN = torch.arange(ids_BN.shape[1], device=ids_BN.device), self.begins(ids_BN)
         number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
-        outputs: list[Tensor] = []
-        for number in range(max(int(number_BN.max()), 0) + 1):
+        outputs: list[Tensor] = []  # the hidden states of all tokens, then what is collected
+        for number in range(max(int(number_BN.max()), 0) + 1):  # the rows' first documents, then their second, ...
             here_BN = number_BN == number
             n_B = here_BN.sum(1)
-            order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]
+            order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]  # their tokens at the front of each row
             blocks: list[Tensor] | None = None if collected is None else []
             x_BND = self.extend_rows(ids_BN.gather(1, order_BN), n_B, state, blocks,
                                      None if embeds_BND is None else in_order(embeds_BND, order_BN))
@@ -325,7 +324,7 @@ def empty_model(config: ModelConfig) -> LanguageModel:
 
 
 def number_of_parameters(config: ModelConfig) -> int:
-    """The parameters of a model, which is not allocated."""
+    """The number of a model's parameters, counted without allocating the model."""
     return sum(p.numel() for p in empty_model(config).parameters())
 
 

@@ -189,7 +189,7 @@ class Run:
         return n_since
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics; a resume drops what a full disk has left of one. Raises ResourceError."""
+        """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises ResourceError."""
         if not self.ranks.is_first:
             return
         try:
@@ -223,7 +223,7 @@ def file_of(stem: str, rank: int, n_ranks: int) -> str:
 
 
 def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
-    """For each tensor of a checkpoint that is in several files its shape, and the files with the elements of each.
+    """The index of a checkpoint in several files: of each tensor its shape, and which elements each file has.
 
     places: of each rank, the first element and the end of its part of each parameter, by name."""
     index = {}
@@ -291,7 +291,7 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    """A completed run's result. Raises CheckpointError if it is missing, damaged, or of another run."""
+    """A completed run's result. Raises CheckpointError if missing, damaged or of another run; and as `read_run`."""
     run, result = read_run(out), read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
         require_numbers(result.get("held_out", result)["loss"])
@@ -310,8 +310,8 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
 
 
 def best_run(out: Path) -> Path:
-    """The best run in a completed folder of `lineartime finetune`, of documents the best checkpoint of that run; any
-    other folder itself. Raises CheckpointError for a damaged folder."""
+    """The best run in a completed folder of `lineartime finetune`; after classify or embed the best checkpoint of that
+    run. Any other folder is returned as it is. Raises CheckpointError for a damaged folder."""
     if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
     result = read_fine_tuning(out)

@@ -51,7 +51,7 @@ class StartingWeights:
 class RunConfig:
     """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
 
-    Raises UsageError if a micro-batch would not hold whole rows."""
+    Raises UsageError unless micro-batches hold whole rows, and ranks or windows can share a row."""
 
     model: ModelConfig
     train: TrainConfig
@@ -111,9 +111,9 @@ DEFAULT_SIZE = "tiny"
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What a size sets for a preset, apart from what is `given`; rows, batches, heads and warm-up fit what is given:
-    a pair of attention and FFN counts as two GAUs and has the values of `PAIRS`, a head is at least 64 wide, the
-    warm-up is a twentieth of the steps, of pairs a fifth, Muon's rate a multiple of the common one. "paper" has none.
+    """What a size sets for a preset, without what is `given`, and made to fit it. A pair of attention and FFN counts as
+    two GAUs and has the values of `PAIRS`. A head is at least 64 wide. The warm-up is a twentieth of the steps, with
+    pairs a fifth. Muon's rate is a multiple of the common one. "paper" sets nothing.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
@@ -149,7 +149,7 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
 def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
     """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any field of
     `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from;
-    without one, "paper". With `from` it gives those of training alone, without the rate.
+    without one, "paper". With `from` a size gives fields of training alone, and neither optimizer nor learning rates.
 
     source: the model of the weights that `from` names; its fields stand for those of a preset. Without chunks, n of
     relu(q k / n + b)^2 keeps its value, so that the weights give what they gave. Raises UsageError for an unknown name
@@ -183,8 +183,8 @@ def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
 
 
 def check_names(settings: dict[str, Any]) -> None:
-    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for a model, data or a folder
-    that is not named, and for a model of which there are two."""
+    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for settings that name no model,
+    data or folder, and for `from` together with `model` or `task`, as weights have their own model."""
     for name in settings:
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
@@ -232,8 +232,8 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     if the settings name none, and knows its weights' model, so that they need not be there.
 
     Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of several tokenizers or
-    of another than the weights', and for data without [MASK] if the model is not causal; UsageError and DataError as
-    `read_manifest` does."""
+    of another than the weights', and for data without [MASK] if the model is not causal; CheckpointError as
+    `read_source` does; UsageError and DataError as `read_manifest` does."""
     from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
 
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}

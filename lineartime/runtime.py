@@ -30,8 +30,8 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
 
 def pick_device(device: torch.device | str | None = None, *, give_back: bool = False) -> torch.device:
     """The device `device` ("cpu" or "cuda"), by default cuda if available; also sets the process up for it, see
-    `choose_settings`, also for give_back. Of the processes that `torchrun` starts on a machine each has a GPU of its
-    own. Raises UsageError for an unknown or missing device."""
+    `choose_settings`, also for give_back. Each process that `torchrun` starts on a machine has a GPU of its own. Raises
+    UsageError for an unknown or missing device, and for more processes than GPUs."""
     name = device.type if isinstance(device, torch.device) else device
     if name not in (None, "cpu", "cuda"):
         raise UsageError("unknown device", name, "one of cpu, cuda")

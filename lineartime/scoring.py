@@ -25,7 +25,7 @@ from lineartime.model import LanguageModel
 from lineartime.settings import require, require_name, require_precision
 
 SHOWN, WINDOW = 80, 2048
-"""Characters of a line that its row has. Tokens that the model reads at once, in whole chunks."""
+"""Most characters of a line that its row shows, and tokens that the model reads at once, in whole chunks."""
 
 
 class Row(NamedTuple):

@@ -2,8 +2,8 @@
 
     python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT      DATA: prepared books; OUT: a train.jsonl
 
-Its passages have SHORTEST to LONGEST tokens. A name is told every LEAST to MOST words, 1.2 at least; with 0 and 0 there
-are none. Of a model that reads such passages, recall in text is asked on other books, with other digits."""
+Its passages have SHORTEST to LONGEST tokens. A name is told every LEAST to MOST words, and LEAST is 1.2 or more; with 0
+and 0 there are no names. A model that learned from such passages is asked recall in text on other books and digits."""
 
 import json
 import re

@@ -248,7 +248,7 @@ def finetuned(folder: Path) -> Record:
 
 
 def times_of(folder: Path) -> Record:
-    """Time of all steps, and of one, by the clock and by the processor; as busy as the machine was."""
+    """Seconds of all steps and milliseconds of one, by the clock and the processor; other programs may slow both."""
     clocks = [line["clock"] for line in read_metrics(folder) if "held_out" not in line]
     n_tokens = read_run(folder)["train"]["tokens_per_step"]
     seconds = {"cpu": [clock["cpu_s"] for clock in clocks],

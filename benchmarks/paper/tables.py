@@ -1,7 +1,6 @@
-"""The paper's tables and figures as cells, read from `tables.toml`: a model of a row in a column, and which of them
-each scale runs; the paper's numbers, from `paper.toml`; and a cell at a scale of `scales.toml` as a run: what
-`lineartime train` is given, a flat table of settings, and a text. Two cells with the same settings and text share a
-run."""
+"""The paper's tables and figures as cells, each a model in a row and a column, read from `tables.toml`, with the cells
+that each scale runs; and the paper's numbers, from `paper.toml`. At a scale of `scales.toml` a cell is a run: a flat
+table of settings for `lineartime train`, and a text. Two cells with the same settings and text share a run."""
 
 import json
 import tomllib

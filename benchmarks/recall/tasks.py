@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 Draw = Callable[[int, int, int, torch.Generator], Rows]
-"""Of a number of rows, of facts in each, of tokens in each, and a generator."""
+"""Draws `Rows` from the number of rows, of facts in each and of tokens in each, and a generator."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def text_task(data: Path, name: str = TEXT) -> Task:
 def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int], form: Form) -> Draw:
     """Rows of a split. Facts, such as " Bav7", stand between any two tokens of the text, in order of their places; the
     questions are keys without a value, or with all of it but its last digit. The text of a row goes on into the next
-    document; its end-of-document tokens are left out, so that the row is one. digits: the token of each."""
+    document; end-of-document tokens are left out, so that the row is one document. digits: the token of each digit."""
 
     def draw(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
         rows = [one_row(n_facts, length, generator) for _ in range(n_rows)]

@@ -78,7 +78,7 @@ class RowCache(Cache):
     n_open_B: Tensor
     """Tokens in the open row."""
     n_full_B: Tensor
-    """Full rows of the current document."""
+    """Full rows of the current document. Below: x, q, k and v of the open row, and keys and values of the summaries."""
     x_BCD: Tensor
     q_BCHK: Tensor
     k_BCHK: Tensor

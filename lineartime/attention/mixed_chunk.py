@@ -32,7 +32,7 @@ class MixedChunk:
         config, n_tokens, h = self.config, v_BTHK.shape[1], self.config.n_heads
         assert config.chunk_size is not None
         c = config.chunk_size
-        # The keys as they are, or with `key_conv` mixed with those of the tokens before them.
+        # The keys as they are, or with `key_conv` mixed with those of the tokens around them.
         k_BTD, ids_BT = k_BTHK.flatten(2), info.segment_ids_BT
         conv_BTD = k_BTD if self.key_conv is None else self.key_conv(k_BTD, ids_BT, info.ranks)
         heads_4BTK, gate_BT = self.make_heads(q_BTHK, k_BTHK, conv_BTD, info)
@@ -47,8 +47,8 @@ class MixedChunk:
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTD: Tensor,
                    info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
-        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`, and the linear keys'
-        gates, gate_BT. conv_BTD: k, or with `key_conv` its convolution, for the linear half, see `local_key_conv`."""
+        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`; and the gates that
+        chunk_pooling "written" divides by, gate_BT, else None. conv_BTD: k, or with `key_conv` its convolution."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
         # The linear half: scale and offset, RoPE, then the divisor and the gate.
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], conv_BTD * gamma[1] + beta[1]
@@ -61,7 +61,7 @@ class MixedChunk:
         return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, see `decoding.extend.empty_cache`."""
         return empty_cache(n_rows, self.config, weight, self.rel_pos_bias)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,

@@ -32,7 +32,7 @@ def with_ones(v_BTHK: Tensor) -> Tensor:
 
 def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool,
                         prefix_sum: str = "blocks", past_BHMK: Tensor | None = None) -> Tensor:
-    """phi(q_t) sum_s phi(k_s) v_s / phi(q_t) sum_s phi(k_s), over s <= t when causal: `[B, T, H, K]`.
+    """(phi(q_t) sum_s phi(k_s) v_s) / (phi(q_t) sum_s phi(k_s)), over s <= t when causal: `[B, T, H, K]`.
 
     The rows are one document each; q and k are after RoPE. prefix_sum: the algorithm of the causal sums, see
     `prefix_read`; the results are equal up to rounding. past_BHMK: the sum of phi(k_s) [v_s, 1] over the document's
@@ -51,8 +51,8 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
     """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK. M: number of features.
 
     prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by matmuls with triangles of
-    ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block, and masked scores inside a block. The
-    sum before a block is the one after the block before it: a subtraction would leak later tokens by rounding."""
+    ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block, and masked scores inside a block. No
+    sum is made by subtraction, whose rounding would leak later tokens."""
     n_rows, n_tokens, n_heads, width = fq_BTHM.shape
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
@@ -126,7 +126,7 @@ class Performer:
         return pasts
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
+        """The cache of `n_rows` rows that have no token yet, on `weight`'s device, in float32 at least."""
         k = self.config.qk_width
         return PrefixState(at_least_float32(weight.new_zeros(n_rows, self.config.n_heads, k, k + 1)))
 

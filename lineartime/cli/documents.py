@@ -50,8 +50,8 @@ def embed(
     options: ReadOptions,
 ) -> None:
     """Give documents of any length vectors.
-    Each document is read whole; its vector is the mean of its tokens' last states. If it was cut off, the same command
-    goes on with the file."""
+    Each document is read whole; its vector is the mean of its tokens' last hidden states. After a stop the same command
+    goes on with the file of --out."""
     folder = named_folder(model)
     check_paths(options, (".jsonl", ".npy"))
     from lineartime.documents.embed import found_vector
@@ -66,8 +66,8 @@ def classify(
     options: ReadOptions,
 ) -> None:
     """Label documents of any length.
-    Each document is read whole; its labels are written with their probabilities. If it was cut off, the same command
-    goes on with the file."""
+    Each document is read whole; its labels are written with their probabilities. After a stop the same command goes on
+    with the file of --out."""
     folder = named_folder(model)
     check_paths(options, (".jsonl",))
     from lineartime.documents.classify import found_label

@@ -36,8 +36,8 @@ class EvaluateOptions:
     document_tokens: Annotated[int | None, "With --contexts: read only so many tokens of each document, at least the "
                                "longest context."] = None
     out: Annotated[Path | None, "With --contexts: JSON file for the scores."] = None
-    batch_rows: Annotated[int | None, "Rows scored at once; changes only speed and memory. By default 8, and fewer "
-                          "from 16K tokens on."] = None
+    batch_rows: Annotated[int | None, "Rows scored at once; changes only rounding, speed and memory. By default 8, and "
+                          "fewer in rows of more than 8K tokens."] = None
     precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
     questions: Annotated[tuple[str, ...], "Score answers to these questions instead: SQuAD or TriviaQA JSON, TriviaQA "

@@ -94,7 +94,7 @@ def read(
     device: Device = None,
 ) -> None:
     """Read a text once, for generate --state to go on from.
-    The file has all that the model keeps of the text. FLASH keeps as much of a line as of a library."""
+    The file has all that the model keeps of the text. With FLASH it is equally large for texts of any length."""
     require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")

@@ -58,7 +58,7 @@ def option_of(name: str, annotation: Any, default: Any) -> Option:
 
 
 def fields_of(kind: Any) -> Iterator[Option]:
-    """The options of a dataclass. One that may be given again need not be given: the dataclass refuses none."""
+    """The options of a dataclass. One that may be given again can be left out here: the verb checks if it is needed."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         option = option_of(field.name, hints[field.name], field.default)

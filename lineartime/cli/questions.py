@@ -84,7 +84,7 @@ def answer(
     context: Annotated[int | None, "Tokens in a window; by default as in training."] = None,
     stride: Stride = None,
     max_answer_tokens: MaxAnswerTokens = 30,
-    batch_rows: Annotated[int, "Windows read at once; changes only speed and memory."] = 4,
+    batch_rows: Annotated[int, "Windows read at once; changes only rounding, speed and memory."] = 4,
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
     device: Device = None,
 ) -> None:

@@ -22,14 +22,14 @@ def score(
     file: Annotated[str, "A file of text or its address, which may be packed, or `-` for stdin.", "FILE"],
     *,
     per: Annotated[Literal["line", "token", "document"], "What each row is of; document is the whole text."] = "line",
-    state: Annotated[Path | None, "File for the state, written every 30 seconds and at the end: the same command goes "
-                     "on behind what it read. A last line without its end waits there."] = None,
+    state: Annotated[Path | None, "File for the state, written every 30 seconds and at the end. The same command then "
+                     "goes on after what it has read. A last line without its end waits there."] = None,
     as_json: Annotated[bool, "Print rows of JSON.", "--json"] = False,
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
     """Score a text as it comes, in bits.
-    Every line is scored given all before it; what does not belong has many bits. A row has a number, the bits, the
+    Every line is scored given all before it; what is unexpected has many bits. A row has a number, the bits, the
     bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
     require(state is None or state.parent.is_dir(), "cannot write", str(state), "there is no such folder")
     require_there([file])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings of a run that have an option of their own, by their names in a file, but for `weights`: "from"."""
+    """The settings of a run that have an option of their own. A file names them alike, but for `weights`: "from"."""
 
     model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file of settings.", "MODEL|FILE", PRESETS
                      ] = None
@@ -38,7 +38,7 @@ class RunOptions:
     steps: Annotated[int | None, "Number of steps."] = None
 
     def settings(self) -> dict[str, Any]:
-        """The table of settings: those of the file, then those that are given, which stand."""
+        """The table of settings: those of the file, which those of the command line replace."""
         given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
         if not (self.model or "-").endswith(".toml"):
             return given
@@ -150,7 +150,7 @@ class Tracker:
 
         step = record["step"]
         if self.writer is None:
-            # A resume writes lines again, of the first step its score alone: what older files have of them is hidden.
+            # A resume writes lines again, of its first step the score alone; purge_step hides them in older files.
             self.writer = SummaryWriter(self.folder, purge_step=step + ("held_out" in record))
         for name, value in numbers_of(record).items():
             self.writer.add_scalar(name, value, step, walltime=record["clock"]["time"])

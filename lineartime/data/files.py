@@ -128,7 +128,7 @@ def too_large(name: Name) -> DataError:
 
 
 def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, behind the first `n_read`; or what comes on stdin (`-`)."""
+    """The bytes of a file, unpacked, after the first `n_read`; or what comes on stdin (`-`). Raises DataError."""
     if name == "-":
         yield from stdin_blocks()
         return
@@ -183,7 +183,7 @@ def size_of(name: Name) -> int:
 
 
 def stamp_of(name: Name) -> str:
-    """What changes when a file is written again, by its size and time. Raises DataError for one that is missing."""
+    """A mark of a file's size and time, which changes when it is written again. Raises DataError if it is missing."""
     store, path = store_of(name)
     with reading(name):
         return str(store.ukey(path))
@@ -235,7 +235,7 @@ def uploaded(address: Name) -> Iterator[Path]:
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
     """A folder in the cache of this machine with the files of a folder in a store that have these names and sizes. What
-    is there already is kept; key: a hash of what they hold."""
+    is there already is kept. key: a hash of what they hold. Raises DataError for a bad name and a missing file."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lineartime" / key[:16]
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
@@ -290,7 +290,7 @@ def hash_of(name: Name) -> dict[str, Any]:
 
 
 def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
-    """Whether a file has the size and, unless without `by_hash`, the SHA-256 of `hash_of`."""
+    """Whether a file has the size and, with `by_hash`, the SHA-256 that are `expected`, see `hash_of`."""
     with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
         same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
         return same_size and (not by_hash or hash_of(path) == expected)

@@ -12,10 +12,10 @@ from lineartime.data.tokens import open_split
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The rows of a split, as `DataLoader` and `transformers.Trainer` take them.
 
-    Row i has the tokens [i * context, (i + 1) * context] of the split: "input_ids", its tokens but the last, and
-    "labels", for models that shift nothing (`shifted`: the same tokens twice, for models of `transformers`, which do),
-    int64 [context]. "position_ids" begin anew with each document, by which the classes of `lineartime.hf` isolate
-    documents. seed: the order is that of an epoch of our training; None: that of the text."""
+    Row i has the tokens i * context to (i + 1) * context of the split. "input_ids" are its tokens but the last, int64
+    [context]. "labels" are the same if `shifted` (models of `transformers` shift them), otherwise the next tokens.
+    "position_ids" begin anew with each document; by them the classes of `lineartime.hf` keep documents apart. seed: the
+    order is that of an epoch of our training; None: that of the text. Raises as `open_split` does."""
 
     def __init__(self, data: Name, split: str, context: int, *, seed: int | None = None, epoch: int = 0,
                  shifted: bool = True):

@@ -172,7 +172,7 @@ def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], star
                 if not start <= max(first.dictionary_page_offset or first.data_page_offset, 0) < stop:
                     row += group.num_rows
                     continue
-                # A long text may be there again and again and is stored once: it is counted before any of it is read.
+                # Parquet stores a repeated text once, so a small file may hold a huge one: counted before it is given.
                 is_odd = group.total_byte_size > LARGEST_EXPANSION * size_of(name)
                 records = functools.partial(_records, file, number, columns, n_rows=1 if is_odd else 16)
                 counts = itertools.accumulate(map(_n_characters, records() if is_odd else ()), initial=n_characters)

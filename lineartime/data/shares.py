@@ -100,8 +100,8 @@ def plan(asked: PrepareSettings, work: Name, show: Show = no_show, *, anew: bool
 
 
 def encode(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -> None:
-    """Tokenise the units of share `number` of `of`. Behind a unit whose text is wrong the others are only read, so that
-    `join` can say soon what else is wrong."""
+    """Tokenise the units of share `number` of `of`. After a unit whose text is wrong the others are only read, so that
+    `join` can say soon what else is wrong. Raises DataError for a damaged work folder."""
     job, tokenizer = _opened(work)
     make_folder(joined(work, UNITS))
     origins, is_right = _origins(job, tokenizer), True
@@ -200,7 +200,7 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
 
 
 def _cut_into_units(job: Job, asked: PrepareSettings, tokenizer: Tokenizer | None) -> Job:
-    """The units of a job; and the share of documents that is held out, or None, also if the only document is cut."""
+    """The units of a job, and "held_out": the share of documents, or None for none or if the only one is cut."""
     slices = [(split, _slices_of(path, asked, tokenizer)) for split, _, path, _ in job["sources"]]
     train, held_out = [own for split, own in slices if split == "train"], asked.held_out
     if held_out and len(train) == 1 and is_one_document(train[0][0].path):

@@ -39,8 +39,8 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
 
     inputs: the train split, unless files or folders, or subfolders of a folder, are called train, validation and test;
     then only those are read. validation, test: files or folders of these splits. task: of "wiki40b" the published
-    `.parquet` is read, and not copies beside it. Raises UsageError for ambiguous inputs, DataError for inputs that are
-    missing, empty or not regular files."""
+    `.parquet` is read, and not copies beside it. Raises UsageError for ambiguous inputs and unknown kinds of files,
+    DataError for what is missing or no regular file, and for a folder with nothing to read."""
     preferred = ".parquet" if task == "wiki40b" else None
     sources = [source for name in inputs for path in expanded(name) for source in _sources_of(path, preferred)]
     splits = {source.split for source in sources}

@@ -1,7 +1,7 @@
 """Token files that other programs wrote, so that nobody who has tokens must tokenise again.
 
     datatrove    FILE.ds: ids as uint16 or uint32. FILE.ds.index: where each document ends, uint64.
-                 FILE.ds.metadata: its first line ends with the bytes of an id
+                 FILE.ds.metadata: its first line ends with "|" and the bytes per id, 2 or 4
     Megatron-LM  FILE.bin: ids. FILE.idx: a header with their type; the length of each document, int32"""
 
 import functools

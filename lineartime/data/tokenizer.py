@@ -32,7 +32,7 @@ PAD = "<|pad|>"
 """The padding of a causal model: the id behind its vocabulary, which no text has and the model never predicts. It is
 not the end-of-document token, for collators take padding out of what is learned."""
 KNOWN = r"(?![\x1c-\x1f\x80-\U0010ffff])"
-"""The next character is one of ASCII that everybody puts into the same class."""
+"""The next character, if any, is one of ASCII whose class is clear: \\x1c to \\x1f are white space to Python alone."""
 SIGN, SPACE = r"\x00-\x08\x0e-\x1b!-/:-@\[-`{-\x7f", r"\t-\r "
 WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
                    rf"|'(?:[stmd]|re|ve|ll)| ?[{SIGN}]++{KNOWN}"
@@ -46,7 +46,7 @@ other characters, up to a space before a word (`read_text.cut` says why that is 
 PRECEDING = 64
 """Characters before a continuation that its decoder is shown."""
 LONGEST_LEARNED = 1024
-"""Characters in a word from which the tokenizer learns whole."""
+"""Characters of the longest word that the tokenizer learns from whole; of longer ones see `_short_words`."""
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
 
@@ -186,8 +186,8 @@ class Tokenizer:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def stream(self, before: str = "") -> Callable[[int], str]:
-        """A function that takes ids one by one and returns the text that each completes behind a text, at constant
-        cost. Some tokenizers leave out the space of the first token, which is none here."""
+        """A function that takes ids one by one and returns the text that each completes after `before`, at constant
+        cost. The decoder is shown the end of `before`, because some drop the space before the first token of all."""
         stream = decoders.DecodeStream(self.encode(before[-PRECEDING:]), skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
 

@@ -6,7 +6,7 @@ A split is one stream
 
     [EOD] document 1 [EOD] document 2 [EOD] ... document n [EOD]
 
-in which every token but the first is a target once; document i lies between the positions i and i + 1."""
+in which every token but the first is a target once. Document i lies between end-of-document tokens i and i + 1."""
 
 import dataclasses
 import functools

@@ -107,7 +107,7 @@ class ChunkState(Cache):
         return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
 
     def factor(self, at: TokenPosition, gate_BN: Tensor | None) -> Tensor:
-        """What multiplies what a new token's query reads of `kv_BSE`: `[B, 1, 1]`. The token's gate is stored."""
+        """What the linear half of a new token is multiplied by: `[B, 1, 1]`. Stores the token's gate, if it has one."""
         if self.gate_BC is None or self.written_B is None or gate_BN is None:
             return at.weight_B11
         self.gate_BC[at.place] = gate_BN[:, 0]
@@ -156,7 +156,7 @@ class KeyValueCache(Cache):
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
         k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # under autocast they are shorter
-        # Rows of one length take a slice; rows of different lengths are written by index, padding not at all.
+        # Rows of one length take a slice. Otherwise tokens are written by index; only the last case leaves out padding.
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)
             self.k_BL[:, at], self.v_BL[:, at] = k_BN, v_BN
@@ -201,5 +201,5 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
 
 
 def with_room(x_BL: Tensor, length: int) -> Tensor:
-    """`larger` to at least twice the length, so that an append takes constant time on average."""
+    """`larger`, to at least twice the present length, so that an append takes constant time on average."""
     return larger(x_BL, max(length, 2 * x_BL.shape[1]))

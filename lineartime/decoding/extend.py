@@ -36,8 +36,8 @@ def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: Mod
 
 
 def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: RelPosBias | None) -> Cache:
-    """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device: `KeyValueCache`, or with
-    chunks `ChunkState`."""
+    """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks `ChunkState`. It has the dtype
+    and device of `weight`, but sums, gates and biases are in float32 at least."""
     n, s, e, c = n_rows * config.n_heads, config.qk_width, config.v_width, config.chunk_size
     if c is None:
         return KeyValueCache(weight.new_zeros(n, 0, s), weight.new_zeros(n, 0, e), config.n_heads)
@@ -63,7 +63,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
         buffer[at.place] = new_BN[:, 0]
 
-    out_BNE = None
+    out_BNE = None  # the local half: the open chunk up to the token, and with overlap the chunk before it
     if config.chunk_parts != "global":
         k_BMS, v_BME = cache.k_quad_BCS[:, : at.n_open], cache.v_BCE[:, : at.n_open]
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
@@ -72,7 +72,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         bias = None if rel_pos_bias is None else cache.bias(rel_pos_bias)[at.bias_index]
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
         out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
-    if config.chunk_parts != "local":
+    if config.chunk_parts != "local":  # the linear half reads the sum over closed chunks
         linear_BNE = torch.bmm(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE)
         linear_BNE = linear_BNE if read_norm is None else read_norm(linear_BNE)
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
@@ -108,7 +108,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         index = (slot_BN + 1).view(*slot_BN.shape, *[1] * (new_BN.dim() - 2)).expand_as(new_BN)
         return to_chunks(all_BT.scatter(1, index, new_BN)[:, 1:], c)
 
-    # The open chunk's tokens are of document 0 where they are of the row's current document, and padding before it.
+    # Tokens of the open chunk get id 0 if they are of the row's current document; earlier ones count as padding.
     slot_C, open_start_B = torch.arange(c, device=v_BNE.device), inputs.seq_lens_B - offset_B
     first_B = inputs.start_B - open_start_B
     open_ids_BC = torch.where((slot_C < offset_B[:, None]) & (slot_C >= first_B[:, None]), 0, -1)

@@ -73,10 +73,10 @@ class DecodeInputs:
         return self.folded
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
-        """Where to cut each row so that the first part or the second is whole chunks: behind the tokens that fill the
-        open chunk; if there are none, behind the whole chunks, which may be all new tokens. Empty if no row fills
-        another chunk than the open one."""
-        # As in every step of decoding, layer by layer; and in a graph, which knows no lengths.
+        """Where to cut each row's new tokens so that one part is whole chunks. If a row has an open chunk, the cut is
+        behind the tokens that fill it. Otherwise it is behind the whole chunks, which may be all new tokens. Empty if
+        no row fills a chunk other than the open one."""
+        # The quick way out of every step of decoding, and of a graph, which knows no lengths.
         if not self.lengths or self.begins_BN.shape[1] < chunk_size:
             return ()
         rows = list(zip(self.lengths, self.n_new, strict=True))

@@ -44,13 +44,13 @@ class DecodingState:
         return {**vars(self), "model": None}
 
     def save(self, path: Path | str) -> None:
-        """Replace a file by this state. Raises ResourceError, and UsageError for a state that lacks its model."""
+        """Replace a file by this state. Raises ResourceError if it cannot be written, UsageError without the model."""
         save_state(Path(path), self, {})
 
     @classmethod
     def load(cls, path: Path | str, model: Any) -> "DecodingState":
-        """The state in a file, on the device of its model. Raises CheckpointError for a damaged file, and for a state
-        of other weights, of the same weights in another precision, or of `score`."""
+        """The state in a file, on the device of its model. Raises CheckpointError for a file that is damaged or cannot
+        be read, and for a state of other weights, of another precision or version, or of `score`."""
         return load_state(Path(path), model)[0]
 
     def in_grid_B(self, config: ModelConfig) -> Tensor:
@@ -85,7 +85,7 @@ class DecodingState:
         return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **of_caches}
 
     def take(self, tensors: dict[str, Tensor]) -> None:
-        """Become the state, of the same model, that `tensors` gave."""
+        """Take over the tensors that `tensors` of another state of the same model gave."""
         for name, tensor in tensors.items():
             n, _, field = name.rpartition(".")
             setattr(self.caches[int(n)] if n else self, field, tensor)

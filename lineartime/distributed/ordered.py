@@ -53,7 +53,7 @@ class ParameterPart(NamedTuple):
 
 def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
     """Raise UsageError, with the numbers of ranks that fit, unless each rank's block of a step's `n` micro-batches is a
-    complete subtree; of a sharded model, unless those that all ranks have at once are."""
+    complete subtree. Of a sharded model the micro-batches that all ranks compute at once must be one."""
     in_row = ranks.in_row.size
     fitting = [size * in_row for size in range(1, n + 1)
                if n % size == 0 and (size in (1, n) or (size if shard else n // size).bit_count() == 1)]

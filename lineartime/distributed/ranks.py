@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 WITH_RANKS = ("train", "finetune", "evaluate")
-"""The verbs whose work `torchrun` divides; `python -m benchmarks step` measures it."""
+"""The verbs whose work `torchrun` divides; every other verb runs in one process."""
 TIMEOUT_S, MOST_SECONDS = 300, 10**7
 """Seconds after which a rank that does not answer is lost, and the most that may be asked for."""
 HEAD_START_S = 3.0
@@ -112,8 +112,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 
     n_in_row: ranks that share each row, see `in_rows`. between is called often until all are connected, and may raise.
     Inside a block that is open already no connection is made, and in a process on its own nothing happens. Raises
-    RankError when another rank ends or does not answer for `timeout_s` seconds; ResourceError for a port that cannot be
-    opened; and as `in_rows`."""
+    UsageError for a wrong timeout and as `in_rows` does, RankError when another rank ends or does not answer for
+    `timeout_s` seconds, ResourceError for a port that cannot be opened."""
     import torch.distributed as dist
 
     require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",
@@ -151,8 +151,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 
 
 def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] = lambda: None) -> Any:
-    """What a call of the store returns. A thread makes it, for PyTorch may wait without end, and answers no signal
-    meanwhile. between is called often, and may raise. Raises DistStoreError after so many seconds."""
+    """What a call of the store returns. It runs in a thread, because PyTorch may wait without end and then answers no
+    signal. between is called often, and may raise. Raises DistStoreError after `seconds`, and what the call raises."""
     from torch.distributed import DistStoreError
 
     done: Future[Any] = Future()

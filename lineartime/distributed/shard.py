@@ -107,7 +107,7 @@ def forget_shards() -> None:
 
 
 def padded(x: Tensor) -> Tensor:
-    """A tensor flat, or if its size is no multiple of `VECTOR` a flat copy with zeros up to one."""
+    """A tensor, flattened. If its size is no multiple of `VECTOR`, a copy that zeros fill up to a multiple."""
     flat = x.reshape(-1)
     return torch.cat([flat, flat.new_zeros(-len(flat) % VECTOR)]) if len(flat) % VECTOR else flat
 

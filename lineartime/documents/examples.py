@@ -29,7 +29,7 @@ from lineartime.settings import require
 
 Label = str | tuple[str, ...] | float
 MAX_STDIN = 256 << 20
-"""Bytes, which are held in memory."""
+"""Most bytes of stdin, which are held in memory."""
 
 
 class Example(NamedTuple):

@@ -95,7 +95,7 @@ def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[E
 
 
 def carries_state(config: ModelConfig) -> bool:
-    """Whether windows of a document are read one after another with the state carried. A position table would end."""
+    """Whether windows of a document are read in turn with the state carried: not with a position table, which ends."""
     return config.decodes and config.max_len is None
 
 
@@ -108,7 +108,7 @@ def window_size(config: ModelConfig) -> int:
 def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
     """The mean of each document's vectors, `[B, N, D]`, N the largest number of documents in a row; 0 for a document
     without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least, also under
-    autocast, in which a token of a thousand would be lost.
+    autocast: a bfloat16 sum of a thousand tokens would lose the next one.
 
     With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
     n = max(int(segment_ids_BT.max()) + 1, 1)

@@ -1,4 +1,4 @@
-"""A file of what was found of each document, written as it comes: a process that was stopped or killed goes on with it.
+"""A file with a row for each document, written as it comes: after a stop or a kill the same command goes on with it.
 
 Until it is whole it is `OUT.part`: a first line with the hash of what the rows are made from, then a line for each row,
 its checksum and its JSON."""

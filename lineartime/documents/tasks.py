@@ -113,7 +113,7 @@ class DocumentTask:
         self.config = with_context(self.pretrained, plan.context or self.pretrained.config.context, {})
 
     def read(self) -> int:
-        """Read what is trained on, chosen on and perhaps tested on, and say how much it is."""
+        """Read the training, validation and perhaps test documents, and log their counts; returns that of training."""
         plan, self.splits = self.plan, dict[str, TokenizedTexts]()
         self.unit = "documents" if self.learns_labels else "pairs"
         for name, files in (("training", plan.data), ("validation", plan.validation), ("test", plan.test)):

@@ -32,8 +32,8 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
     Returns the logits after each prompt's last token, `[B, V]`, and the state.
 
     progress is called with the number of tokens read of the longest prompt. state: of as many rows, which go on with
-    the prompts; it is moved on. Raises UsageError for an empty prompt, a token outside the vocabulary, or a state of
-    another number of rows."""
+    the prompts; it is updated. Raises UsageError for an empty prompt, a token outside the vocabulary, a state of
+    another number of rows, and past the end of a position table."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
@@ -107,7 +107,7 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
     if top_p is not None:
         sorted_BV, order_BV = logits_BV.sort(descending=True)
         p_BV = sorted_BV.softmax(-1)
-        beyond_BV = p_BV.cumsum(-1) - p_BV >= top_p
+        beyond_BV = p_BV.cumsum(-1) - p_BV >= top_p  # the likelier tokens alone reach top_p
         logits_BV = logits_BV.masked_fill(torch.zeros_like(beyond_BV).scatter(1, order_BV, beyond_BV), -math.inf)
     p_BV = logits_BV.softmax(-1).cpu()
     drawn = [torch.multinomial(p_V, 1, generator=generator) for p_V, generator in zip(p_BV, generators, strict=True)]

@@ -93,7 +93,7 @@ class DecodeStep(nn.Module):
         return DecodingState(caches, state["seq_lens_B"], state["start_B"])
 
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """ids_B: the next token of each row. A row must not outgrow the window; nothing here looks at its length."""
+        """logits_BV and the new state after one token per row, ids_B. That rows fit the window is not checked."""
         x_BD, new = self.hidden(ids_B, state)
         return self.model.logits(x_BD), new
 

@@ -143,8 +143,8 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
     | weight_B | `[B]`, floating | factor of the linear half |
     | impl | | see the table of this module |
 
-    A chunk that the token fills is not added to kv_BSE. Kernels have no gradient and raise RuntimeError if one is
-    required. Otherwise raises as `gated_chunk_attention` does."""
+    A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise RuntimeError if one is
+    required, ValueError for another dtype or layout of heads or buffers. Raises UsageError as `use_kernels` does."""
     in_kernels = use_kernels(impl, uvz_BF.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
@@ -157,7 +157,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
 
     x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm.
     Returns the sum in the promoted dtype of x and delta, and its norm in the dtype of matmuls: autocast's, or without
-    autocast the sum's. The norm is computed in float32 at least. Raises as `gated_chunk_attention` does."""
+    autocast the sum's. The norm is computed in float32 at least. Raises UsageError as `use_kernels` does."""
     in_kernels = use_kernels(impl, x.device, unsupported_norm, x)
     module = norm if in_kernels else reference
     return module.add_norm(x, delta, weight, bias, eps=eps)

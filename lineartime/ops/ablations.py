@@ -1,5 +1,5 @@
 """Reference ops of the paper's ablations and variants. In training FLASH and FLASH-Quad do not use this file; decoding
-(`decoding/extend.py`) takes its attention of slots from here.
+(`decoding/extend.py`) takes its local attention from here.
 
 The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section 4.3), first-to-all (Table 4), one half
 of mixed chunk attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).

@@ -131,7 +131,7 @@ def take_losses(logits_RV: Tensor, target_R1: Tensor, loss_R: Tensor) -> None:
 def differentiate_logits(p_RV: Tensor, target_R1: Tensor, loss_R: Tensor, dbias_V: Tensor | None,
                          gradient_R1: Tensor | None) -> None:
     """Make p the gradient of the logits, weighted by `gradient_R1` if given, and add it to that of b."""
-    # p, less 1 at the target.
+    # p, less 1 at the target, as e^-loss - 1 by `expm1`: where p is near 1, p - 1 would be only rounding.
     p_RV.scatter_(1, target_R1, loss_R[:, None].neg().expm1_())
     if gradient_R1 is not None:
         p_RV.mul_(gradient_R1)

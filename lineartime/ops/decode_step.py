@@ -130,7 +130,7 @@ def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_
 
     uvz_BF, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
     float16. kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a
-    gradient, and ValueError for heads or buffers of another dtype or layout."""
+    gradient or has a forward-mode tangent, and ValueError for heads or buffers of another dtype or layout."""
     given: tuple[Tensor, ...] = (heads,) if isinstance(heads, Tensor) else heads
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
     check_step((uvz_BF, *given, bias_C, kv_BSE, weight_B), buffers)

@@ -1,4 +1,4 @@
-"""Dispatch of an op: whether the PyTorch reference or Triton kernels run, and which inputs the kernels support."""
+"""Dispatch of an op: whether Triton kernels, `ops.windows` or the PyTorch reference run, and for which inputs."""
 
 import functools
 import importlib.util
@@ -73,7 +73,7 @@ def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | 
 
 
 def unsupported_chunks(uvz: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
-    """`unsupported_attention` of FLASH's, whose heads may be narrower: those PyTorch makes."""
+    """Why no kernel runs a FLASH layer of these inputs; None if one does. PyTorch makes the heads if s < 128."""
     if s < QUERY_KEY_DIM:
         return unsupported_heads(uvz[..., :-s], s, chunk_size, pooling)
     return unsupported_attention(uvz, s, chunk_size)
@@ -115,8 +115,8 @@ def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None
 
 
 def unsupported_variant() -> str:
-    """The reason why no kernel runs a GAU that is neither FLASH's nor FLASH-Quad's."""
-    return "kernels have not the paper's ablations, linear_norm, nor several heads or key_conv without chunks"
+    """The reason why no kernel runs a GAU that is not FLASH-Quad's, and does not attend as FLASH does in chunks."""
+    return "kernels do not run the paper's ablations or linear_norm; without chunks they need one head and no key_conv"
 
 
 def interpreted() -> bool:
@@ -144,8 +144,8 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
 
 
 def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
-    """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor, of rows that are not
-    parts of rows, in the dtype of x. Transforms of `torch.func` and forward mode take the reference."""
+    """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor, for whole rows, but
+    not in float16 or under an autocast that changes x's dtype. `torch.func` and forward mode take the reference."""
     if impl is not None or shared or torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype:
@@ -178,9 +178,9 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
 
 
 def tile_class(device: torch.device) -> TileClass:
-    """Which tiles a device has: "small" where a program has less than MUCH_SHARED_KIB of shared memory on the device
-    itself (by its number, some with compute capability 12.0 would not fit), "hopper" for compute capability 9.0, else
-    "large", also on a CPU, where Triton's interpreter runs kernels."""
+    """Which tiles a device takes: "small" where a program has less than MUCH_SHARED_KIB of shared memory, "hopper" for
+    compute capability 9.0, else "large", also on a CPU, where Triton's interpreter runs kernels. The device is asked
+    for its memory, because some of compute capability 12.0 have less than others."""
     if device.type != "cuda":
         return "large"
     properties: Any = torch.cuda.get_device_properties(device)  # its stub has not all of it

@@ -15,7 +15,7 @@ def float16_as_float32(x: Tensor) -> Tensor:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matmul with `x`: autocast's if it is on, else that of `x`."""
+    """The dtype of a matmul with `x`: autocast's if it is on, else that of `x`; float64 stays under autocast."""
     has_autocast = not x.is_meta and x.dtype != torch.float64
     if has_autocast and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)

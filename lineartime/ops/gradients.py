@@ -31,7 +31,7 @@ BASE_TILE = 16
 program, with 16 three or four."""
 
 SCORES_AT_ONCE = 2**28
-"""Number of scores' gradients in memory at a time: those of 2^18 tokens in chunks of 1024."""
+"""Scores whose gradients, or in FLASH-Quad weights, are in memory at a time: those of 2^20 tokens in chunks of 256."""
 
 
 def score_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:

@@ -1,9 +1,9 @@
 """FLASH's attention in kernels: mixed chunk attention, its heads and its gate, between a layer's two projections.
 The reference is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
 
-Chunks of a row are visited in a direction R: forwards (0), and when not causal also backwards (1). The state that a
-chunk passes on is the mean of k v over the tokens visited so far of the document that crosses the chunk's far edge.
-"""
+Chunks of a row are visited in a direction R: forwards (0), and when not causal also backwards (1). A chunk passes on
+the sum of k v over the tokens visited so far of the document that crosses the chunk's far edge. The state that enters
+a chunk is this sum times a scale, see `DocumentTables`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -98,7 +98,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
     """The state that enters each chunk in direction R. A program visits a row chunk by chunk, for BE columns of state.
 
-    Forward, states[b, g] is the mean of k v that enters chunk g, x is v before silu, and x_out is v. BACKWARD reverses
+    Forward, states[b, g] is the scaled sum of k v entering chunk g, x is v before silu, x_out is v. BACKWARD reverses
     the direction: states[b, g] is the gradient of the sum that chunk g adds, x is the gradient of the output, and x_out
     is that of the attention output before the gate. Without WHOLE, a program takes one chunk, and states[b, g] is the
     sum of this chunk alone, in float32, for `scan_states`. first: the sum that the walk begins with, or None for 0.
@@ -269,7 +269,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         acc = tl.zeros([BM, BE], tl.float32)
         if DIRECTED:
             state_tile = load_tile(state, size, column, SIZE, E)
-            if BACKWARD:  # the gradient of q_lin is that of what attention says, times the state
+            if BACKWARD:  # the gradient of q_lin is that of what attention returns, times the state
                 u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
                 do = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32) * silu(u)
                 dq = dot(do.to(dtype), tl.trans(state_tile), dq)
@@ -366,7 +366,7 @@ class DocumentTables(NamedTuple):
     above the row's length. None: every row is one document."""
     ends_BT: Tensor | None
     scales_RBG: Tensor
-    """Factor of the sum that enters each chunk: causal 1 / number of its tokens, else `each_BT`; 0 without tokens."""
+    """Factor of the sum entering each chunk: causal 1 / number of its tokens ("sum": 1), else `each_BT`; 0 for none."""
     each_BT: Tensor | None
     """When not causal: 1 / number of tokens of each token's document, or 1 for "sum"."""
 
@@ -533,13 +533,13 @@ def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor 
             heads: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
             ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
             carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """FLASH's attention of contiguous tensors, with heads made from z, or with `heads` of 128 dimensions; uvz is then
-    uv, and what heads are made by is None.
+    """FLASH's attention of contiguous tensors. Heads are made from z, or given as `heads` of 128 dimensions; then uvz
+    has no z, and gamma, beta, sin and cos are None.
 
-    Returns the output; the sums that leave the rows, left_RBSE, without `carries` no entry; and what the backward pass
-    reads again: the heads made here, v after silu, and the states that enter each chunk. That is 5.6 KB a token and
-    layer at 110 M, for 9.2 KB less to move. past: the sums that enter the rows, past_RBSE, float32, or None. ids,
-    begins, ends, scales, each: see `DocumentTables`."""
+    Returns the output; the sums that leave the rows, left_RBSE, empty without `carries`; and what the backward pass
+    reads again: the heads made here, v after silu, and the states that enter each chunk. Keeping them takes 5.6 KB per
+    token and layer at 110 M, and saves 9.2 KB of memory traffic. past: the sums that enter the rows, past_RBSE,
+    float32, or None. ids, begins, ends, scales, each: see `DocumentTables`."""
     made = uvz.new_empty(0)
     if heads is None:
         assert gamma is not None and beta is not None and sin is not None and cos is not None
@@ -577,8 +577,8 @@ def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, state
              past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
              each: Tensor | None, chunk_size: int,
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, of gamma and beta, or of heads where they were given, of w and of past. What has no
-    gradient has no entry. heads, v, states: see `forward`. dleft: the gradient of the sums that leave the rows."""
+    """The gradients of uvz, gamma, beta, heads, w and past, in this order: an empty tensor for what was not given.
+    heads, v, states: see `forward`. dleft: the gradient of the sums that leave the rows."""
     # In this order: the gradients of the states, of u and q_lin, of v and k_lin, of q, k and the bias, and of z.
     documents, dpast = DocumentTables(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
@@ -628,7 +628,7 @@ forward.register_autograd(differentiate, setup_context=keep)
 def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
                           chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
                           pooling: str = "mean", exchange: Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
+    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_chunks` allows.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs the
     inputs, and what `forward` keeps for it. Raises RuntimeError in forward-mode differentiation."""
@@ -655,7 +655,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: Exchange | None = None) -> Tensor:
     """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
-    `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. What "written" divides by, q has here."""
+    `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. With "written" q is divided here."""
     # What enters the rows, as in `gated_chunk_attention`; "written" also needs the sum of the gates before them.
     past: tuple[Tensor, Tensor] | None = None
     of_gates: Exchange | None = None  # the same exchange of the sums of gates alone

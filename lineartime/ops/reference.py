@@ -100,7 +100,7 @@ def product(formula: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def weigh_values(a: Tensor, v: Tensor) -> Tensor:
-    """a v of v's dtype, `[..., N, E]`, for weights a `[..., N, M]` and values v `[..., M, E]`."""
+    """a v in the dtype of a matmul with v: `[..., N, E]`, for weights a `[..., N, M]` and values v `[..., M, E]`."""
     if matmul_dtype(v) == torch.float16:
         return product("...nm,...me->...ne", a, v).half()
     return torch.matmul(a.to(v.dtype), v)
@@ -148,7 +148,7 @@ def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tenso
 
     q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the position bias, see
     `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each token, -1 for padding; None: one document.
-    Scores are in float32 at least. Returns `[B, G, C, E]` of v's dtype."""
+    Scores are in float32 at least. Returns `[B, G, C, E]`, of v's dtype or autocast's."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
     a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
     return weigh_values(a_BGCM, v_BGCE)
@@ -217,8 +217,8 @@ Past = tuple[Tensor, Tensor]
 count_B, their number, or with pooling "written" the sum of their gates; both in float32 at least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """For rows that are parts of longer rows: (leaving_DBF, passes_B) -> entering_DBF. It takes the states that leave the
-part, and whether document 0 goes on to its end, and gives the states that enter the part. It is a `CarriedState` where
-one process reads the parts in turn, and `distributed.context.exchange_states` where other ranks have the others."""
+part and whether document 0 goes on to its end, and gives those that enter. D: directions; F: a flat sum, here with its
+count. A `CarriedState` where one process reads the parts in turn, `distributed.context.exchange_states` on ranks."""
 
 
 class CarriedState:
@@ -291,7 +291,7 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
 
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
-    """weight q kv, with the state kv that enters the query's chunk: `[B, G, C, E]`, of q's dtype."""
+    """weight q kv, with the state kv that enters the query's chunk: `[B, G, C, E]`, of q's dtype or autocast's."""
     # The weight, 0 or 1 / count, is put into q, which is smaller than the result.
     in_float16, q_BGCS = matmul_dtype(q_BGCS) == torch.float16, float16_as_float32(q_BGCS)
     q_BGCS = (q_BGCS * weight_BGC[..., None]).to(q_BGCS.dtype)

@@ -11,7 +11,7 @@ import triton.language as tl
 HALF: tl.constexpr = tl.constexpr(64)
 """Half of `query_key_dim`."""
 SIZE: tl.constexpr = tl.constexpr(128)
-"""`query_key_dim`: the kernels support no other value."""
+"""Width of a head in the kernels: `query_key_dim`; narrower heads are filled up with zeros."""
 
 
 @triton.jit
@@ -132,8 +132,8 @@ def store_tile(first, row, column, n_rows, stride, tile):
 
 @triton.jit
 def head_product(a_rows, a, n_a, b_rows, b, n_b, acc, BS: tl.constexpr):
-    """acc + x y^T, with x the rows `a` of one head and y the rows `b` of another, BS dimensions at a time: all on
-    tensor cores; fewer if operands must be in registers."""
+    """acc + x y^T, with x the rows `a` of one head and y the rows `b` of another, BS dimensions at a time: all 128 on
+    tensor cores, fewer where operands must be in registers."""
     for part in range(0, SIZE, BS):
         column = part + tl.arange(0, BS)
         x, y = load_tile(a_rows, a, column, n_a, SIZE), load_tile(b_rows, b, column, n_b, SIZE)

@@ -26,8 +26,8 @@ silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
 """Tokens of a window: chunks of one row, or several whole rows; at least one chunk."""
 BLOCK = 64
-"""Queries whose scores are one product: keys after the last of them are left out. In bfloat16 a chunk is one block, for
-there products are so fast that their number counts."""
+"""Queries whose scores are one matmul, which leaves out the keys after the last of them. A chunk is one block if not
+causal, and in bfloat16, where matmuls are so fast that fewer are better."""
 
 
 class DocumentWeights(NamedTuple):
@@ -58,7 +58,7 @@ class DocumentWeights(NamedTuple):
 
 def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str,
                       causal: bool) -> DocumentWeights:
-    """The documents of the rows of a tensor `[B, T, ...]`; numbers are of its dtype, or of float32."""
+    """The `DocumentWeights` of the rows of a tensor `[B, T, ...]`, in its dtype, float32 at least."""
     like, n_tokens = at_least_float32(x_BT[:0]), x_BT.shape[1]  # the first for its dtype and device alone
     if segment_ids_BT is None:  # a query reads all tokens of the chunks before its own, or of the row
         first_G = torch.arange(0, n_tokens, chunk_size, device=like.device).to(like.dtype)
@@ -153,7 +153,7 @@ def unweighted(dx_NCF: Tensor, weight_BGCD: Tensor | None) -> Tensor:
 
 
 def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeights, bias_CC: Tensor) -> WindowInputs:
-    """The window of some tokens, of whose documents alone `documents` tells."""
+    """The `WindowInputs` of one window, from the heads, values and documents of its tokens alone."""
     # The heads are scaled by 1 / n and by the documents' weights here, so that both halves are plain matmuls.
     q_quad, k_quad, q_lin, k_lin = (chunks(head_BTS, len(bias_CC)) for head_BTS in heads)
     causal, ids_BGC, weight_BGCD, kept_BGCD, _, own_BGC = documents
@@ -226,8 +226,8 @@ def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NF
 
 
 def walk_states(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
-    """The states before each chunk of a window, or backwards after it: `[N, F, E]`. state_BFE, the first, becomes that
-    after the last: state = added + goes_on * state."""
+    """The states before each chunk of a window, or backwards after it: `[N, F, E]`. state_BFE, the first of them, is
+    changed in place to the one behind the last chunk: state = added + goes_on * state."""
     added_BGFE = added_NFE.unflatten(0, (len(state_BFE), -1))
     states_BGFE, n_chunks = torch.empty_like(added_BGFE), added_BGFE.shape[1]
     for i in reversed(range(n_chunks)) if backwards else range(n_chunks):
@@ -283,8 +283,8 @@ def states_of_cut_row(added: Sequence[Tensor], documents: DocumentWeights, like:
 
 def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
                 chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.gated_head_attention`. For the backward pass also what attention says before the gate, attended_BTE,
-    and the states that the chunks read, kv_BGFE. s: the width of heads."""
+    """`reference.gated_head_attention`. For the backward pass also what attention returns before the gate,
+    attended_BTE, and the states that the chunks read, kv_BGFE. s: the width of heads."""
     (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // 2
     n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
     windows = windows_of(n_rows, n_chunks, chunk_size)
@@ -478,8 +478,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
 def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                          exchange: reference.Exchange | None = None) -> Tensor:
-    """`reference.gated_head_attention`, for what `dispatch.use_windows` allows. What "written" divides by, q has
-    here."""
+    """`reference.gated_head_attention`, for what `dispatch.use_windows` allows. With "written" q is divided here."""
     assert exchange is None
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
     documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling, causal)

@@ -1,8 +1,8 @@
 """Questions with their documents and answers, read from SQuAD v1.1 JSON, TriviaQA JSON and TriviaQA parquet.
 
 The field "Data" marks TriviaQA's JSON, "data" SQuAD's; a `.parquet` has the columns of `mandarjoshi/trivia_qa`. Files
-may be packed, in a store, or named by a pattern, as `data.read_text` and `data.files` have it. In place
-of a file `hub:mandarjoshi/trivia_qa:rc.wikipedia/train` is a configuration and a split of that data set on the hub."""
+may be packed, in a store, or named by a pattern, see `data.read_text` and `data.files`. In place of a file
+`hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split of that data set on the hub."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -105,7 +105,7 @@ def _form_of(what: str, where: str) -> Iterator[None]:
 
 
 def once(texts: Iterable[str]) -> tuple[str, ...]:
-    """Texts without those that are there already."""
+    """The texts in order, each once."""
     return tuple(dict.fromkeys(texts))
 
 
@@ -156,7 +156,7 @@ def _of_squad(article: dict[str, Any], where: str) -> list[Question]:
 
 
 def _of_parquet(record: dict[str, Any], where: str) -> Question:
-    """The question of such a record; documents without text ("nocontext") are left out."""
+    """The question of a row of parquet; documents without text ("nocontext") are left out."""
     documents: list[Document] = []
     for field, text, name in (("entity_pages", "wiki_context", "filename"),
                               ("search_results", "search_context", "url")):

@@ -47,7 +47,7 @@ class Card:
 
 
 def model_card(card: Card, about: str) -> str:
-    """The card's Markdown; `about` replaces its heading, and where it begins with one, the front matter too."""
+    """The card's Markdown. `about` replaces the heading, and the front matter too if it begins with its own."""
     does = "text-generation" if card.config.causal else "fill-mask"
     about = about.strip() or f"# {card.description['preset']}, {number_of_parameters(card.config):,} parameters"
     about = about if about.startswith("---") else front_matter(card.config, does) + about

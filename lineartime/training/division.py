@@ -33,7 +33,7 @@ class Division:
         return self.reduce_scatter is not None and self.ranks.size > 1
 
     def total(self, counts: Sequence[int]) -> int:
-        """The sum over the micro-batches of all ranks."""
+        """The number of targets in the micro-batches of all ranks. counts: those of this rank's."""
         return int(gather(torch.tensor(counts), self.ranks.in_column).sum())
 
     def begin_micro_batch(self, share: float) -> None:
@@ -48,7 +48,7 @@ class Division:
         return gradient
 
     def scale(self, gradient: list[Tensor], share: float) -> None:
-        """Multiply a micro-batch's gradient in place by its share; that of a sharded model has been."""
+        """Multiply a micro-batch's gradient in place by its share; if sharded, `OrderedReduceScatter` has done it."""
         if share != 1 and not self.is_sharded:
             torch._foreach_mul_(gradient, share)
 
@@ -59,7 +59,7 @@ class Division:
         return exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
     def mean(self, norms: Sequence[Tensor]) -> Tensor:
-        """The mean over the micro-batches of all ranks, `[]`, on the CPU."""
+        """The mean norm of the micro-batches of all ranks, `[]`, on the CPU. norms: those of this rank's."""
         return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
@@ -82,7 +82,7 @@ class Division:
 
 
 def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torch.device) -> Division:
-    """Place a model on the device, and this rank's share of it if it is to be sharded; returns what is this rank's."""
+    """Place a model on the device, or if it is to be sharded this rank's share of it; returns the rank's `Division`."""
     if not config.shard:
         model.to(device)
         return Division(parts_of(model, ranks, config.optimizer == "muon"), ranks)

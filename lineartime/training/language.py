@@ -58,8 +58,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
     configurations, see `config_for_data`). A run with `from` begins with those weights at step 0, and does not need
     them when it is continued. device: by default cuda if available. stop: requests a save and an end, see
-    `StopSignal.listening`. on_step and on_micro_batch: see `fit`. progress is called during the final evaluation, in
-    tokens. Under `torchrun` every rank calls it with the same arguments, and a rank that does not answer for
+    `StopSignal.listening`. on_step and on_micro_batch: see `Callbacks`. progress counts the tokens of the final
+    evaluation. Under `torchrun` every rank calls `train` with the same arguments, and a rank that does not answer for
     `rank_timeout` seconds is lost.
     Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
     damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,

@@ -70,7 +70,7 @@ class Callbacks:
     on_step: Callable[[dict[str, Any]], None] | None = None
     """Called with each line of the metrics and the number of "steps"."""
     on_micro_batch: Callable[[int, int], None] | None = None
-    """Called before each micro-batch of this rank, with the steps done and its number in its step."""
+    """Called before each micro-batch of this rank, with the steps done and its number in the step, from 0."""
 
 
 def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> LanguageModel:
@@ -78,8 +78,8 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
 
     Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
     `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
-    steps `Objective.evaluate` scores the model. Raises Stopped after saving if a stop was asked for, NumericsError for
-    a loss or gradient before the update and for weights before a save, ResourceError when memory runs out."""
+    steps `Objective.evaluate` scores the model. Raises Stopped after saving, NumericsError for a loss, gradient or
+    weight that is not finite, ResourceError for memory, disk or a failed compilation, and as `Run.resume` does."""
     config, loop = run.config.train, Loop(run, setup, device, callbacks)
     for step in range(loop.saved, config.steps + 1):  # so many steps are done
         is_last, is_due = step == config.steps, step > 0 and step % config.eval_every == 0
@@ -218,8 +218,8 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     result file, and whether it was complete before; if so, nothing is trained.
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
-    begin returns what is trained; score returns the content of the result file. Raises as `in_rows`, `connected`,
-    `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
+    begin returns what is trained; score the content of the result file but for "run". Raises as `pick_device`,
+    `in_rows`, `connected`, `require_same`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out, stop = Path(config.out), callbacks.stop
     picked = pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel

@@ -31,7 +31,7 @@ class Muon(torch.optim.Muon):
 
     def __init__(self, model: LanguageModel, parts: Sequence[ParameterPart], config: TrainConfig,
                  state: MutableMapping[Tensor, Any]):
-        """state: AdamW's, which has the "momentum_buffer" of each parameter here too."""
+        """state: AdamW's; the "momentum_buffer" of each parameter is kept in it too, so that one state is saved."""
         sizes = model.in_sizes()
         own = [part for part in parts if part.by_muon and part.start < part.stop]
         self.kept = state
@@ -42,13 +42,13 @@ class Muon(torch.optim.Muon):
                          lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
 
     def update(self) -> None:
-        """`step` by the parameters' `.grad`."""
+        """Update the matrices by the `.grad` of their parameters; the momentum is kept in AdamW's state."""
         for parameter, matrices in self.matrices.items():
             assert parameter.grad is not None
             kept = self.kept[parameter]
             if "momentum_buffer" not in kept:
                 kept["momentum_buffer"] = torch.zeros_like(parameter)
-            # Shared anew at every step: a run that goes on has given the state other tensors.
+            # Split anew at every step, because `Run.resume` puts other tensors into the state.
             sizes = [len(matrix) for matrix in matrices]
             gradients, momentum = parameter.grad.split(sizes), kept["momentum_buffer"].split(sizes)
             for matrix, g, m in zip(matrices, gradients, momentum, strict=True):

@@ -86,7 +86,7 @@ def scale_queries(layer: GatedAttentionUnit | MultiHeadAttention, old: ModelConf
     """Keep q k / n of relu(q k / n + b)^2 in a layer with the weights of another n: inside chunks, and between chunks
     that have learned weights. The linear half stays as it is."""
     config = layer.config
-    # relu(q k / n + b)^2: where n is another, q is scaled by new n / old n.
+    # Queries times new n / old n keep q k / n.
     ratio = config.scale_len / old.scale_len if config.attn_kernel == "relu2" else 1.0
     if isinstance(layer, GatedAttentionUnit):
         for part in layer.scale_offset.parameters():
