@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
-UNITS = {"classify": "nats per label", "embed": "nats per text of a pair"}
-"""Of the losses of runs that are fine-tuned on documents, by task."""
+UNITS = {"questions": "nats per window", "classify": "loss per label", "embed": "nats per text of a pair"}
+"""Of the losses of fine-tuned runs, by task."""
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
@@ -62,9 +62,10 @@ def read_curves(run_dir: Path) -> Curves:
         scores, by_position = [(line["step"], line["held_out"]["loss"]) for line in lines if "held_out" in line], []
         if (run_dir / RESULT_FILE).exists():
             final = read_result(run_dir)
-            by_position = final["held_out"].get("loss_by_position", [])
+            held_out = final.get("held_out", final)  # of questions the scores lie beside the steps
+            by_position = held_out.get("loss_by_position", [])
             if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
-                scores.append((final["steps"], final["held_out"]["loss"]))
+                scores.append((final["steps"], held_out["loss"]))
         config, millions_per_step = ModelConfig(**run["model"]), run["train"]["tokens_per_step"] / 1e6
         return Curves(
             f"{run['preset']}, {millions(number_of_parameters(config))} parameters, context {config.context:,}",

@@ -22,6 +22,7 @@ from lineartime.config import TrainConfig, model_config
 from lineartime.errors import CheckpointError
 from lineartime.finetune_config import FineTuning
 from lineartime.model import LanguageModel, SpanModel
+from lineartime.plot import read_curves
 from lineartime.qa import spans
 from lineartime.qa.finetune import SpanObjective, span_config
 from lineartime.qa.metrics import score
@@ -105,6 +106,8 @@ def test_the_folder_holds_the_best_run(folder, done, call):
     train = json.loads((done / "lr-1e-02" / "run.json").read_text())["train"]
     assert (train["clip"], train["learning_rate"], train["warmup_steps"]) == (None, 0.01, round(0.1 * train["steps"]))
     assert any("f1" in line.get("held_out", {}) for line in read_metrics(done / "lr-1e-02"))
+    curves = read_curves(done / "lr-1e-02")
+    assert curves.unit == "nats per window" and curves.held_out[-1][1] == rates["1e-02"]["loss"]
     code, printed, _ = call("evaluate", done, "--questions", folder / "dev.json", "--max-answer-tokens", 6, "--json",
                             "--predictions", folder / "again.json")
     assert code == 0 and json.loads(printed)["f1"] == pytest.approx(rates[best]["f1"])
