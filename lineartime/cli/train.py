@@ -11,7 +11,7 @@ from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
-from lineartime.run_config import DEFAULT_SIZE, RESULT_FILE, SIZES, RunConfig, config_for_data
+from lineartime.run_config import DEFAULT_SIZE, RESULT_FILE, SIZES, RunConfig, config_for_data, saved_run
 from lineartime.settings import require
 
 if TYPE_CHECKING:
@@ -95,20 +95,26 @@ def train(
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
     """Print what a run of the size that was named will read and make, unless it is complete."""
+    from lineartime.data.mixture import read_mixture
     from lineartime.model import number_of_parameters
 
-    if (Path(config.out) / RESULT_FILE).exists():
+    there = saved_run(Path(config.out)).get("train", {"steps": config.train.steps})
+    if (Path(config.out) / RESULT_FILE).exists() and there["steps"] >= config.train.steps:
         return
     model, train = config.model, config.train
     n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
-    held_out = tokens_of(manifests, "validation")
+    held_out, shares = tokens_of(manifests, "validation"), read_mixture(config.data)
+    # Of several texts each has epochs of its own. This is the text that is read most often.
+    most, folder = max((n_tokens * share / sum(shares.values()) / max(tokens_of([manifest], "train"), 1), folder)
+                       for manifest, (folder, share) in zip(manifests, shares.items(), strict=True))
     say(f"size     {size or f'{DEFAULT_SIZE}; to choose another, name a size: ' + ', '.join(SIZES)}")
     say(f"model    {config.preset}, {number_of_parameters(model) / 1e6:,.1f} M parameters: {model.n_layers} layers of "
         f"width {model.d_model}")
     say(f"data     {n_train:,} tokens to train on, {held_out:,} held out")
     say(f"run      {train.steps:,} steps of {train.tokens_per_step:,} tokens in rows of {model.context:,}: "
         f"{n_tokens:,} tokens, {n_tokens / n_train:,.2f} epochs"
-        + (": above ten, the model learns the text by heart; lower --steps" if n_tokens > 10 * n_train else ""))
+        + (f", of {folder} {most:,.2f}" if len(manifests) > 1 else "")
+        + (": above ten, the model learns the text by heart; lower --steps" if most > 10 else ""))
 
 
 def tokens_of(manifests: "list[Manifest]", split: str) -> int:
@@ -123,9 +129,11 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))
-    evaluate = f"lineartime evaluate {out} --data {next(iter(read_mixture(config.data)))} --split validation"
+    texts = [*read_mixture(config.data)]
+    evaluate = f"lineartime evaluate {out} --data {texts[0]} --split validation"
     if n_held_out > config.train.last_eval_tokens:
-        say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of them: {evaluate}")
+        say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of "
+            f"{'them' if len(texts) == 1 else texts[0]}: {evaluate}")
     if done.sample:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")

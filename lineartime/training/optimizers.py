@@ -55,6 +55,7 @@ class Muon(torch.optim.Muon):
                 matrix.grad = g
                 self.state[matrix]["momentum_buffer"] = m
         self.step()
+        self.zero_grad()  # of the rows, which would keep the whole gradient in memory through the next step
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

@@ -27,7 +27,7 @@ from lineartime.run import read_metrics
 from lineartime.run_config import config_for_data, nearest_preset, run_config
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.warm_start import check_shapes
-from tiny_runs import SETTINGS, assert_same, prepare_text, steps_saved, what_is_left
+from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left
 
 LEFT_OUT = ("n_layers", "d_model", "query_key_dim", "chunk_size", "warmup_steps")
 TRAINING = {name: value for name, value in SETTINGS.items() if name not in LEFT_OUT}
@@ -300,6 +300,8 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     assert steps_saved(tmp_path / "whole") == 6
     twice = {**given, "data": f"{root}/a/prepared:0.5,{root}/./a/prepared:0.5"}
     assert begun(root, tmp_path / "twice", **twice).scores["held_out"]["loss"] > 1
+    code, said, err = call(*command(given["data"], tmp_path / "short", steps=1, warmup_steps=0, eval_tokens=32))
+    assert code == 0 and f"; all of {root}/a/prepared: lineartime evaluate" in said, err
     code, _, err = call("export", tmp_path / "whole", "--out", tmp_path / "export")
     card = (tmp_path / "export/README.md").read_text()
     assert code == 0, err

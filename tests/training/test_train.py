@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from lineartime.objectives import NextToken
 from lineartime.run import Run, read_metrics
 from lineartime.run_config import run_config
 from lineartime.training import Callbacks, Setup, StopSignal, compute_gradient, fit, make_optimizer, new_model
+from lineartime.training.optimizers import Muon
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
 from train_process import Launches
@@ -152,6 +154,15 @@ def test_a_run_is_the_equations(optimizer, float64, data, tmp_path):
         assert {k: v for k, v in found.items() if k != "clock"} == pytest.approx(line, rel=1e-9)
     for (name, p), found in zip(model.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(found, p, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_muon_keeps_no_gradient_through_the_next_step():
+    model = random_model(CONFIGS["flash"])
+    muon = Muon(model, parts_of(model, muon=True), TrainConfig(), defaultdict(dict))
+    for parameter in muon.matrices:
+        parameter.grad = torch.ones_like(parameter)
+    muon.update()
+    assert all(matrix.grad is None for matrices in muon.matrices.values() for matrix in matrices)
 
 
 # Micro-batches
