@@ -96,7 +96,7 @@ SIZES: dict[str, dict[str, Any]] = {
              "optimizer": "muon", "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
     "small": {"n_layers": 10, "d_model": 256, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
               "tokens_per_step": 16_384, "micro_batch_tokens": 4096, "steps": 2000, "learning_rate": 4e-3,
-              "eval_every": 100, "eval_tokens": 65_536, "save_every": 100},
+              "optimizer": "muon", "eval_every": 100, "eval_tokens": 65_536, "save_every": 100},
     "base": {"n_layers": 24, "d_model": 512, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
              "tokens_per_step": 131_072, "micro_batch_tokens": 16_384, "steps": 20_000, "learning_rate": 1e-3,
              "eval_every": 500, "eval_tokens": 262_144, "save_every": 500},
@@ -139,7 +139,9 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         context, micro, tokens, steps, width = numbers
         if is_pairs:
             own["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)
-        micro = max(min(micro, tokens) // context, 1) * context
+        if "micro_batch_tokens" not in given:  # as many rows as fit, and a part of a step that is given
+            most, n_rows = max(min(micro, tokens) // context, 1), tokens // context
+            micro = next(n for n in range(most, 0, -1) if "tokens_per_step" not in given or n_rows % n == 0) * context
         own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
                 "warmup_steps": min(max(steps // (5 if is_pairs else 20), 1), steps),
                 "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}

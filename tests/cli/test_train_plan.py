@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_without_a_size_a_model_is_the_papers_and_a_size_has_the_recipe_that_was
         5 if model == "flash-quad" else 2.5 if is_gau else 1.25)
 
 
-def test_tiny_trains_with_muon_unless_that_cannot_be_or_is_not_wanted() -> None:
+def test_tiny_and_small_train_with_muon_unless_that_cannot_be_or_is_not_wanted() -> None:
     def made(**given: object) -> tuple[str, float, float | None]:
         train = run_config({"model": "flash", "size": "tiny"} | given | PLACE).train
         return train.optimizer, train.learning_rate, train.muon_learning_rate
@@ -50,7 +51,7 @@ def test_tiny_trains_with_muon_unless_that_cannot_be_or_is_not_wanted() -> None:
     assert made() == ("muon", 8e-3, 2e-2) and made(learning_rate=4e-3) == ("muon", 4e-3, 1e-2)
     assert made(muon_learning_rate=3e-2) == ("muon", 8e-3, 3e-2)
     assert made(optimizer="adamw") == made(shard=True, clip_scope="global") == ("adamw", 8e-3, None)
-    assert made(size="small")[0] == "adamw" and made(size="small", optimizer="muon") == ("muon", 4e-3, 1e-2)
+    assert made(size="small") == ("muon", 4e-3, 1e-2) and made(size="base")[0] == "adamw"
     assert made(size="paper", optimizer="muon") == ("muon", TrainConfig.learning_rate, None)
     source = run_config({"model": "flash", "size": "tiny"} | PLACE).model
     assert run_config({"from": "R2", "size": "tiny", **PLACE}, source).train.optimizer == "adamw"
@@ -66,6 +67,8 @@ def test_what_is_set_stands_and_the_rest_fits_it() -> None:
     assert made(context=768) == (768, 1536, 3072, 500, 25)
     assert made(context=8192) == (8192, 8192, 8192, 500, 25)
     assert made(tokens_per_step=1024, steps=3) == (512, 1024, 1024, 3, 1)
+    assert made(tokens_per_step=5120) == (512, 1024, 5120, 500, 25)
+    assert made(micro_batch_tokens=8192) == (512, 8192, 8192, 500, 25)
     assert made(steps=200, warmup_steps=0, micro_batch_tokens=512) == (512, 512, 4096, 200, 0)
     assert run_config({"model": "flash", "size": "tiny", "d_model": 48, **PLACE}).model.init_std == 0.08
     for width, n_heads in ((64, 1), (100, 1), (256, 4), (300, 3), (320, 5)):
@@ -113,6 +116,10 @@ def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) ->
                              "tokens_per_step": 8, "micro_batch_tokens": 8, "steps": n_tokens * n_epochs // 8, **PLACE})
         train.say_plan(config, [manifest], "paper")
         assert f", {n_epochs}{told}" in capsys.readouterr().out
+    train.say_plan(replace(config, data="A:0.9,B:0.1"), [manifest, manifest], "paper")  # each text has its own
+    assert ", 5.50 epochs, of A 9.90\n" in capsys.readouterr().out
+    train.say_plan(replace(config, data="A:0.05,B:0.95"), [manifest, manifest], "paper")
+    assert ", 5.50 epochs, of B 10.45: above ten" in capsys.readouterr().out
 
 
 def test_the_last_score_takes_no_longer_than_the_training(data: Path, tmp_path: Path, call: Call) -> None:
@@ -142,6 +149,9 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
                       **given["model"], **given["train"]}, device="cpu")
     assert_same(tmp_path / "run", what_is_left(tmp_path / "quiet"))
     assert "size " not in call(*command(data, tmp_path / "run"))[1]
+    for steps in (1, 2):  # the same run, with more steps
+        code, said, err = call(*command(data, tmp_path / "more", steps=steps, warmup_steps=0, schedule="constant"))
+        assert code == 0 and f"run      {steps} steps" in said, err
 
 
 def test_a_line_comes_off_a_terminal_now_and_then(capsys: pytest.CaptureFixture[str],
