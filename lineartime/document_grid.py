@@ -62,7 +62,6 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
                   place_BT if back_BT is None else place_BT.gather(1, back_BT))
 
 
-@torch.compiler.disable
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
     """By how many places each document, and all behind it, moves on, at its first token: `[B, T]`. A document begins
     the next chunk if it does not fit into what is free of the last one.

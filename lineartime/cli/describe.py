@@ -51,8 +51,9 @@ def info(
     if is_data:
         say_data(model, verify)
         return
+    chosen = {"model": model, "task": task, **settings}
     made, title = ((replace_fields(read_config(weights_folder(model))[0], settings), model) if is_folder else
-                   (model_config(**{"model": model, "task": task, **settings}), f"{model} ({task})"))
+                   (model_config(**chosen), f"{chosen['model']} ({chosen['task']})"))
     from lineartime.info import print_description
 
     print_description(made, title)
