@@ -112,8 +112,8 @@ class ModelConfig:
     qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
                        "keys are divided by their root mean square and multiplied by a learned gain."] = False
     document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
-                             "the row, as in the paper's listings. \"own\": with each document, whose output is then "
-                             "what it is alone."] = "row"
+                             "the row, as in the paper's listings. \"own\": positions with each document, chunks "
+                             "with each that does not fit into the open one; its output is what it is alone."] = "row"
 
     def __post_init__(self) -> None:
         check_fields(self)

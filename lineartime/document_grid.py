@@ -1,9 +1,9 @@
 """The grid of packed rows: where the positions and the chunks of each document begin.
 
 With `ModelConfig.document_grid` "row" they count from the beginning of the row, as in the paper's listings. With "own"
-they count from the beginning of each document. Rows are then laid out once, where a model or a layer takes them: a
-document begins with a chunk, or lies in one. The layers compute as always, and the results go back to where the tokens
-were."""
+positions count from the beginning of each document. Rows are then laid out once, where a model or a layer takes them:
+a document begins with a chunk, or lies in one. The layers compute as always, and the results go back to where the
+tokens were."""
 
 import itertools
 from typing import NamedTuple
