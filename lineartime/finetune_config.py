@@ -96,6 +96,8 @@ class FineTuning:
         for name in ("run", "out", "evidence"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        for name in ("data", "validation", "test"):  # one file or several
+            object.__setattr__(self, name, (given,) if isinstance(given := getattr(self, name), str | Path) else given)
         require_name("task", self.task, get_args(TaskName))
         require_name("kind of labels", self.labels, get_args(Labels))
         require(len(self.rates) > 0, "no learning rate", "learning_rates")

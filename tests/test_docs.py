@@ -70,26 +70,6 @@ def test_names_are_defined(page: Path) -> None:
     assert wrong_names(page.read_text(encoding="utf-8"), page.parent) == []
 
 
-def anchors(page: Path) -> set[str]:
-    """Those of a page's headings, as code hosts and the site's builder make them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-            for line in text.splitlines() if line.startswith("#")}
-
-
-@every_page
-def test_links_lead_somewhere(page: Path) -> None:
-    """`make docs` holds the site to the same."""
-    text = page.read_text(encoding="utf-8")
-    given = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
-    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(given)
-    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *given.values()]:
-        if "://" not in target:
-            file, _, anchor = target.partition("#")
-            path = page.parent / file if file else page
-            assert path.exists() and (not anchor or anchor in anchors(path)), target
-
-
 @pytest.mark.parametrize("page", [*PAGES, CARD], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page, from top to bottom."""

@@ -1,5 +1,6 @@
 """`lineartime prepare`: text into tokens."""
 
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from lineartime.cli.terminal import Terminal, results_are_files, say
@@ -41,4 +42,4 @@ def say_prepared(manifest: "Manifest", out: str) -> None:
     task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
     named = task or ("c4" if mlm else None)
     how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
-    say(f"next        lineartime train flash {how}--data {out} --out RUN")
+    say(f"next        lineartime train flash {how}--data {quote(out)} --out RUN")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from shlex import quote
 from typing import Annotated, Any
 
 from lineartime.cli.options import Device, RankTimeout, given_options
@@ -57,7 +58,7 @@ def finetune(
 
 def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     """Say the scores of each learning rate, of a baseline and of the test, and where all is."""
-    out, best = plan.out, result["best"]
+    out, best, named = plan.out, result["best"], quote(str(plan.out))
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     say("")
@@ -68,8 +69,8 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     for baseline in ("without_reading", "without_training", "TF-IDF"):
         if baseline in result:
             say(f"{baseline.replace('_', ' '):<12} {in_words(result[baseline])}, on the same held-out texts")
-    report, following = (("predictions.json", f'answer {out} --question "Who wrote it?" --document FILE')
-                         if plan.task == "questions" else ("report.md", f"{plan.task} {out} FILES"))
+    report, following = (("predictions.json", f'answer {named} --question "Who wrote it?" --document FILE')
+                         if plan.task == "questions" else ("report.md", f"{plan.task} {named} FILES"))
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
     say(f"report   {out / report}")
     say(f"next     lineartime {following}")

@@ -260,7 +260,7 @@ def expanded(name: Name) -> list[str]:
 
 def files_below(folder: Name) -> list[str]:
     """Relative names of all files that are not hidden, in order; each folder is read once, through links too. Raises
-    OSError."""
+    DataError for one that cannot be read."""
     names: list[str] = []
     if is_address(folder):
         store, top = store_of(folder)
@@ -269,7 +269,7 @@ def files_below(folder: Name) -> list[str]:
         return sorted(name for name in names if "/." not in f"/{name}")
 
     def refuse(e: OSError) -> None:
-        raise e
+        raise DataError("cannot read", e.filename, e.strerror)
 
     seen: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):

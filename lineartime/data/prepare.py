@@ -15,23 +15,24 @@ from lineartime.data.prepare_config import PrepareSettings
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, read_manifest, verify_data
 from lineartime.data.units import Slice
 from lineartime.data.workers import encode_all
-from lineartime.errors import UsageError
 from lineartime.settings import require
 
 Progress = Callable[[str, int, int | None], None]
 """Takes a description, the amount done, and the total (None if unknown)."""
 
 
-def prepare(inputs: Iterable[Path | str], out: Path | str, *, progress: Progress | None = None,
+def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: Progress | None = None,
             **options: Any) -> Manifest:
     """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
 
-    inputs: files or folders; `find_sources` finds the split of each file. options: the other fields of
+    inputs: a file or folder, or several; `find_sources` finds the split of each file. options: the other fields of
     `PrepareSettings`. progress: called with files hashed, bytes checked and tokenised, ids written.
     Raises as `prepare_text` does."""
-    options |= {name: tuple(map(str, options[name])) for name in ("validation", "test") if name in options}
-    options |= {name: str(options[name]) for name in ("tokenizer",) if name in options}
-    return prepare_text(PrepareSettings(tuple(map(str, inputs)), str(out), **options), progress)
+    given = {"inputs": inputs, "out": str(out)} | options
+    given |= {name: (str(names),) if isinstance(names := given[name], str | Path) else tuple(map(str, names))
+              for name in ("inputs", "validation", "test") if name in given}
+    given |= {name: str(given[name]) for name in ("tokenizer",) if name in given}
+    return prepare_text(PrepareSettings(**given), progress)
 
 
 def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Manifest:
@@ -89,8 +90,7 @@ def _is_taken(out: str) -> bool:
 def _already_prepared(out: str, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
     """The manifest of an output that has this text with these settings already; `sources`: its files, None for those of
     the hub. Raises UsageError for another one."""
-    if not exists(joined(out, DATA_MANIFEST)):
-        raise UsageError("the output exists and is not a prepared folder", out, "choose another")
+    require(exists(joined(out, DATA_MANIFEST)), "the output exists and is not a prepared folder", out, "choose another")
     manifest = read_manifest(out)
     old, new = manifest.settings | {"text": manifest.sources}, settings | {"text": sources or manifest.sources}
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
@@ -104,8 +104,6 @@ def _already_prepared(out: str, settings: dict[str, Any], sources: list[dict[str
 def _counted(progress: Progress | None, what: str, total: int | None) -> Callable[[int], None]:
     """A function that takes the amount of each item that is done, and reports their sum."""
     n_done = 0
-    if progress is not None:
-        progress(what, 0, total)
 
     def add(amount: int) -> None:
         nonlocal n_done
@@ -113,6 +111,7 @@ def _counted(progress: Progress | None, what: str, total: int | None) -> Callabl
         if progress is not None:
             progress(what, n_done, total)
 
+    add(0)
     return add
 
 

@@ -79,7 +79,7 @@ def is_token_file(name: Name) -> bool:
 
 def text_files_below(folder: Name) -> tuple[list[str], list[str]]:
     """The relative names of the files of text in a folder, and of all others. Beside other text a `.json` counts among
-    the others: it has settings more often than text. Raises OSError."""
+    the others: it has settings more often than text. Raises DataError."""
     names = files_below(folder)
     readable = [name for name in names if ending_of(name)]
     text = [name for name in readable if ending_of(name) != ".json"] or readable

@@ -64,7 +64,7 @@ def json_lines(file: IO[bytes], name: str, encoding: str = UTF8, start: int = 0,
             block = file.peek()
             more = len(file.read(len(block) - len(block.lstrip(b"\n"))))
             number, at = number + more, at + more
-        elif not line.isspace():
+        elif line.removeprefix(codecs.BOM_UTF8).strip():
             yield Row(where, _json_value(line, where, encoding))
 
 
@@ -160,12 +160,11 @@ def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], star
     import pyarrow
     from pyarrow import parquet
 
-    row = n_characters = 0
-    most = most_bytes(name)
+    row, n_characters, most = 0, 0, most_bytes(name)
     try:
         source = opened(name) if is_address(name) else str(name)
         with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
-            columns = _columns(file.schema_arrow.names, names, optional, name)
+            columns = _columns(file.schema_arrow, names, optional, name)
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
                 first = group.column(0)
@@ -200,12 +199,13 @@ def _n_characters(fields: dict[str, Any]) -> int:
     return sum(len(value) for value in fields.values() if isinstance(value, str))
 
 
-def _columns(there: list[str], names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:
+def _columns(schema: Any, names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:
     """The columns to read. Raises DataError unless each of `names` is there once."""
     for column in names:
-        if there.count(column) != 1:
-            raise _missing(f"no column {column!r}", name, there, there if column == "text" else [])
-    return [*dict.fromkeys(names), *(column for column in optional if column in there)]
+        if schema.names.count(column) != 1:
+            texts = [one.name for one in schema if column == "text" != one.name and str(one.type).endswith("string")]
+            raise _missing(f"no column {column!r}", name, schema.names, texts)
+    return [*dict.fromkeys(names), *(column for column in optional if column in schema.names)]
 
 
 def text_field(record: Any, name: str, where: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from lineartime.data.files import Name, expanded, files_below, is_address, is_folder, joined, reading, size_of
+from lineartime.data.files import Name, expanded, files_below, is_address, is_folder, joined, size_of
 from lineartime.data.read_text import READS, ending_of, is_one_document, is_token_file
 from lineartime.errors import DataError, UsageError
 
@@ -97,8 +97,7 @@ def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
        more often than text; tables; and `.md` beside rows.
     4. What is left must be of one kind: whole documents, or rows in files of one ending. Of several kinds only
        `preferred` is read, if it is there."""
-    with reading(folder):
-        there = files_below(folder)
+    there = files_below(folder)
     names = [name for name in there if ending_of(name)] or [name for name in there if is_token_file(name)]
     if not names:
         raise DataError("nothing to read in this folder", folder, READS)

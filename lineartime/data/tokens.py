@@ -128,8 +128,7 @@ def read_manifest(folder: Name) -> Manifest:
 def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
     """Raise DataError unless a file has the size that the manifest says, and with `by_hash` the hash."""
     path, expected = joined(folder, name), manifest.files[name]
-    same = hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)
-    if not same:
+    if not (hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)):
         raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
 
 

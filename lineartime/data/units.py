@@ -151,7 +151,7 @@ def _written(file: Any, slices: list[Slice], how: ReadArguments, tokenizer: Toke
     for one in slices:
         n_pieces = 0
         for text, ids, last in _tokenised(one, how, tokenizer):
-            _check_ids(ids, text, tokenizer)
+            _check_ids(ids, f"{one.path}: {text[:40]!r}", tokenizer)
             if not tokenizer.is_lossless:
                 unit.lost += tokenizer.decode(ids.tolist()) != text
                 unit.unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
@@ -178,11 +178,11 @@ def _tokenised(one: Slice, how: ReadArguments, tokenizer: Tokenizer) -> Iterator
         yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
 
 
-def _check_ids(ids: np.ndarray, text: str, tokenizer: Tokenizer) -> None:
+def _check_ids(ids: np.ndarray, where: str, tokenizer: Tokenizer) -> None:
     if (ids == tokenizer.end_of_document).any():
-        raise DataError("the tokenizer reads its end-of-document token out of text", repr(text[:40]))
+        raise DataError("the tokenizer reads its end-of-document token out of text", where)
     if tokenizer.mask is not None and ((ids == tokenizer.mask) | (ids == tokenizer.separator)).any():
-        raise DataError("the tokenizer reads [MASK] or [SEP] out of text", repr(text[:40]))
+        raise DataError("the tokenizer reads [MASK] or [SEP] out of text", where)
 
 
 def is_finished(name: str, made_from: str) -> bool:

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from lineartime.data.files import Name, expanded, is_folder, joined, reading
+from lineartime.data.files import Name, expanded, is_folder, joined
 from lineartime.data.read_text import (
     READS,
     ending_of,
@@ -84,8 +84,7 @@ def files_of(name: Name) -> Iterator[tuple[str, str | None]]:
         if not is_folder(path):
             yield path, None
             continue
-        with reading(path):
-            names, others = text_files_below(path)
+        names, others = text_files_below(path)
         if not names:
             raise DataError("nothing to read in this folder", path, READS)
         if others:

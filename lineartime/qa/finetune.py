@@ -1,10 +1,10 @@
 """Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers."""
 
 import dataclasses
-import hashlib
 import json
 import logging
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,13 @@ class QuestionTask:
                     f"{self.windows.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
                     f"{counts['answer_not_found']:,} answers not found in the evidence")
         weights = Path(self.loaded_from["checkpoint"]) / WEIGHTS_FILE  # not there if they are in several files
-        asked = [[q.id, q.text, q.accepted, [evidence.name for evidence in q.documents]] for q in self.validation]
+        asked = [[q.id, q.text, q.accepted, [sha256(each.text().encode()).hexdigest() for each in q.documents]]
+                 for q in self.validation]
         self.facts: dict[str, Any] = {
             "pretrained_sha256": (hash_of(weights)["sha256"] if weights.exists() else
                                   tensors_sha256(self.pretrained.state_dict())),
             "rows_sha256": self.train.sha256(), "tokenizer_sha256": self.tokenizer.sha256,
-            "validation_sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
-            **dataclasses.asdict(self.windows)}
+            "validation_sha256": sha256(json.dumps(asked).encode()).hexdigest(), **dataclasses.asdict(self.windows)}
         return len(self.train)
 
     def new_model(self, seed: int) -> SpanModel:

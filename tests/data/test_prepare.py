@@ -38,7 +38,7 @@ def assert_nothing_at(out):
 
 def test_streams_and_counts_are_those_of_the_text(tmp_path):
     make(tmp_path / "books", BOOKS)
-    manifest = prepare([tmp_path / "books"], tmp_path / "out", tokenizer="bytes")
+    manifest = prepare(tmp_path / "books", tmp_path / "out", tokenizer="bytes")
     a, b, d, e = (BOOKS[name].encode() for name in ("train/a.txt", "train/b.txt", "validation/d.txt", "test/e.txt"))
     assert stream_of(tmp_path / "out") == [EOD, *a, EOD, *b, EOD]
     assert stream_of(tmp_path / "out", "validation") == [EOD, *d, EOD]

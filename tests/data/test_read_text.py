@@ -78,7 +78,7 @@ def test_a_text_file_of_every_kind_is_one_document(tmp_path, name):
 
 def test_marks_and_blank_lines_are_no_text_and_further_members_are(tmp_path):
     members = [gzip.compress(b'{"text": "%c"}\r\n\n  \n' % letter) for letter in b"AB"]
-    make(tmp_path, {"a.txt": "\ufeffA\ufeff", "a.jsonl": '{"text": "A", "score": NaN}\r\n\n  \n{"text": "B"}'})
+    make(tmp_path, {"a.txt": "\ufeffA\ufeff", "a.jsonl": '\ufeff\n{"text": "A", "score": NaN}\r\n\n  \n{"text": "B"}'})
     (tmp_path / "b.jsonl.gz").write_bytes(b"".join(members) + b"\0" * 9)
     assert documents(tmp_path / "a.txt") == ["A\ufeff"]
     assert documents(tmp_path / "a.jsonl") == documents(tmp_path / "b.jsonl.gz") == ["A", "B"]
@@ -155,9 +155,9 @@ def test_pieces_do_not_depend_on_the_blocks_they_come_in(text, size, cuts):
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def broken_parquet(column, edit=None):
+def broken_parquet(column, edit=None, table=None):
     sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table({"text": column}), sink, compression="none", use_dictionary=False)
+    parquet.write_table(pyarrow.table(table or {"text": column}), sink, compression="none", use_dictionary=False)
     content = sink.getvalue().to_pybytes()
     return edit(content) if edit else content
 
@@ -181,8 +181,8 @@ FAULTS = {
     "cut zstd": ("a.txt.zst", packed(GOOD * 99, ".zst")[:-3], "damaged .zst file: {}"),
     "cut gzip": ("a.json.gz", gzip.compress(GOOD * 9)[:-9], "damaged .gz file: {}"),
     "no parquet": ("a.parquet", b"PAR1 and more", "cannot read as parquet: {}"),
-    "no column": ("a.parquet", broken_parquet(["x"], lambda content: content.replace(b"text", b"body")),
-                  "no column 'text': {}; it has 'body'; name one with --text-field"),
+    "no column": ("a.parquet", broken_parquet([], table={"id": [1], "body": ["x"]}),
+                  "no column 'text': {}; it has 'id', 'body'; name one with --text-field, such as --text-field body"),
     "null in a column": ("a.parquet", broken_parquet(["x"] * 20 + [None]), "field 'text' is not a string: {}, row 21"),
     "invalid UTF-8 in a column": ("a.parquet", broken_parquet(["x", "QQQQ"], lambda c: c.replace(b"QQQQ", b"\xff" * 4)),
                                   "not valid UTF-8: {}, row 2"),
@@ -300,10 +300,14 @@ def test_layouts_that_could_mean_two_things_are_usage_errors(tmp_path, names, in
         find_sources([tmp_path / name for name in inputs.split()], [tmp_path / name for name in held_out.split()])
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
     make(tmp_path, {"a.txt": "a", "none/a.rst": "a"})
     for arguments in ([["none.txt"]], [["a.txt"], [], ["none.txt"]]):
         with pytest.raises(DataError, match=r"cannot read: .*none.txt; no such file or folder"):
             find_sources(*([tmp_path / name for name in names] for names in arguments))
     with pytest.raises(DataError, match="nothing to read in this folder"):
         find_sources([tmp_path / "none"])
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scan(f"{path}/a.rst" if path.endswith("none") else path))
+    with pytest.raises(DataError, match=r"cannot read: .*/none/a\.rst; Not a directory"):
+        find_sources([tmp_path])

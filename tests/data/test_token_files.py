@@ -57,10 +57,12 @@ def test_token_files_give_what_their_text_gives(tmp_path):
 def test_token_files_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).json)
     write_datatrove(tmp_path / "a.ds", [np.array([5, 600])], "<u2")
+    write_datatrove(tmp_path / "c.ds", [np.array([0, 5])], "<u2")
     (tmp_path / "b.bin").write_bytes(b"12")
     with pytest.raises(UsageError, match="token files need the tokenizer that made them"):
         prepare([tmp_path / "a.ds"], tmp_path / "out")
-    for name, message in (("a.ds", r"a token outside the vocabulary: .*a\.ds"), ("b.bin", r"cannot read: .*b\.idx")):
+    for name, message in (("a.ds", r"a token outside the vocabulary: .*a\.ds"), ("b.bin", r"cannot read: .*b\.idx"),
+                          ("c.ds", r"its end-of-document token out of text: .*c\.ds: '<")):
         with pytest.raises(DataError, match=message):
             prepare([tmp_path / name], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
 

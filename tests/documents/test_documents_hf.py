@@ -26,7 +26,7 @@ def trained(request, tmp_path_factory):
     write_model(folder / "model", causal=ways == "causal")
     rows = write_rows(folder / "rows.jsonl", made_rows(8, 1, kind))
     settings = {"tokens_per_step": 4 * CONTEXT, "eval_every": 100, "clip": None}
-    finetune(FineTuning(folder / "model", (rows,), (rows,), folder / "out", "classify", labels=kind, epochs=1,
+    finetune(FineTuning(folder / "model", rows, (rows,), folder / "out", "classify", labels=kind, epochs=1,
                                       learning_rates=(1e-2,), settings=settings), device=CPU)
     return folder / "out", kind
 

@@ -160,6 +160,11 @@ def test_the_same_command_says_complete_and_another_is_refused(folder, done, cal
     for more in (["--learning-rates", "1e-2"], ["--set", "seed=1"], ["--negatives", "1"]):
         assert_refused(*call(*arguments(folder, done, *more))[::2], 2, "another fine-tuning is here")
     assert_refused(*call(*arguments(folder, folder / "pretrained"))[::2], 2, "another run is here")
+    whole = (folder / "dev.json").read_text()
+    (folder / "dev.json").write_text(whole.replace("lives in town 102.", "lives in town 102. So it is."))
+    code, _, err = call(*arguments(folder, done))
+    (folder / "dev.json").write_text(whole)
+    assert_refused(code, err, 2, "validation_sha256")
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"} == before
 
 
