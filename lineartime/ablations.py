@@ -68,16 +68,12 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             nn.init.constant_(self.chunk_scale_offset.gamma, self.config.local_scale_init)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        config, segment_ids_BT = self.config, info.segment_ids_BT
+        config = self.config
         if config.attends_as_flash and config.chunk_size is not None:
             return self.attend_as_flash(normed_BTD, info)
         use_kernels(self.impl, normed_BTD.device, unsupported_variant)  # raises for impl "triton", or notes the reason
         u_BTE, v_BTE, z_BTS = self.split(self.in_proj(normed_BTD))
-        # Heads of q and k. From here on each attention head is an entry of the batch, with its row's documents.
-        conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
-        heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)
-        if segment_ids_BT is not None:
-            segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
+        heads, gate_BT, segment_ids_BT = self.heads_of_rows(z_BTS, info)
         if config.chunk_size is None:
             out_BTE = self.attend_row(heads, v_BTE, segment_ids_BT)
         else:
@@ -87,13 +83,10 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
     def attend_as_flash(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """`branch` of a layer that differs from FLASH in its heads alone, by the op that kernels have. Attention heads
         are entries of the batch."""
-        config, segment_ids_BT = self.config, info.segment_ids_BT
+        config = self.config
         assert config.chunk_size is not None
         uv_BTF, z_BTS = self.split_uv(self.in_proj(normed_BTD))
-        conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, segment_ids_BT, info.ranks)
-        heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)
-        if segment_ids_BT is not None:
-            segment_ids_BT = segment_ids_BT.repeat_interleave(config.n_heads, 0)
+        heads, gate_BT, segment_ids_BT = self.heads_of_rows(z_BTS, info)
         out_BTE = ops.gated_head_attention(
             uv_BTF, heads, self.rel_pos_bias(self.rel_pos_bias.n), chunk_size=config.chunk_size, causal=config.causal,
             segment_ids_BT=segment_ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
@@ -115,6 +108,13 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         activation, e, s = ACTIVATIONS[config.activation], config.d_inner, config.query_key_dim
         u_BTE, v_BTE, z_BTS = (activation(part) for part in uvz_BTF.split([e, e, s], dim=-1))
         return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
+
+    def heads_of_rows(self, z_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        """`make_heads` of rows, and segment_ids_BT. In all B counts rows times attention heads."""
+        ids_BT = info.segment_ids_BT
+        conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, ids_BT, info.ranks)
+        heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)
+        return heads, gate_BT, None if ids_BT is None else ids_BT.repeat_interleave(self.config.n_heads, 0)
 
     def make_heads(self, z_BTS: Tensor, conv_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None]:
         """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of the linear

@@ -35,6 +35,8 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 allows it."""
 
 EXACT_MASK = 'set document_mask = "exact"'
+TOEPLITZ_BELOW = 512
+"""The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ModelConfig:
                            "relu(q k / n + b)^2, or the features relu(q) and relu(k)."] = "softmax"
     attn_type: Annotated[Literal["quadratic", "mixed_chunk", "rowmajor_axial", "linear"], "Attention type: over the "
                          "whole row; quadratic in a chunk and linear across chunks; Combiner's, over a chunk and "
-                         "summaries of the other chunks; or Performer's."] = "quadratic"
+                         "summaries of chunks; or Performer's."] = "quadratic"
     ffn: Annotated[Literal["mlp", "glu", "gau"], 'FFN type. "gau": one GAU replaces attention and FFN.'] = "mlp"
     activation: Annotated[Literal["gelu", "silu"], "Activation of an MLP, a GLU or a GAU."] = "gelu"
     norm: Annotated[Literal["layer_norm", "scale_norm"], "Norm before each layer and before the head."] = "layer_norm"
@@ -112,8 +114,8 @@ class ModelConfig:
     qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
                        "keys are divided by their root mean square and multiplied by a learned gain."] = False
     document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
-                             "the row, as in the paper's listings. \"own\": positions with each document, chunks "
-                             "with each that does not fit into the open one; its output is what it is alone."] = "row"
+                             "the row, as in the paper's listings. \"own\": positions with each document, chunks with "
+                             "each that does not fit the open one; a document then gives what it gives alone."] = "row"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -317,9 +319,6 @@ def check_bounds(config: Any) -> None:
                 f"the largest is {largest:,}")
 
 
-TOEPLITZ_BELOW = 512
-"""The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
-
 TRANSFORMER = ModelConfig()
 TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")
 TRANSFORMER_PLUS_PLUS = replace(TRANSFORMER_PLUS, ffn="glu")
@@ -470,8 +469,8 @@ class TrainConfig:
 
     @property
     def last_eval_tokens(self) -> int:
-        """Most held-out tokens of the final evaluation, at least `eval_tokens`. It takes no longer than the training,
-        where a token takes three times as long."""
+        """Most held-out tokens of the final evaluation: three times those of the training, which take as long, and at
+        least `eval_tokens`."""
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
 
@@ -508,7 +507,7 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
             "every rank of context_parallel must hold equally many whole chunks",
             f"context = {config.context}, {n_ranks} parts, chunk_size = {config.chunk_size}",
             f"make context a multiple of {n_ranks * (config.chunk_size or 1)}")
-    require(config.key_conv <= own, "a rank's part of a row is shorter than the window of key_conv",
+    require(config.key_conv <= own, "a part of a row is shorter than key_conv",
             f"{own} tokens, key_conv = {config.key_conv}",
             "raise window_tokens" if name == "window_tokens" else "lower context_parallel")
 

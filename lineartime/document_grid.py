@@ -50,7 +50,7 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
         return Places(position_BT, segment_ids_BT, order_BT, back_BT)
     place_BT = index_1T + moves(begins_BT, segment_ids_BT, c, share=not config.first_to_all).cumsum(1)
     place_L = torch.arange((int(place_BT.max()) // c + 1) * c, device=device)
-    # A place without a token holds a copy of the token before it, whose document it must not be of: documents get even
+    # A place without a token holds a copy of the token before it, and must belong to no document. So documents get even
     # numbers, the copies behind them odd ones, and what is behind the last document is padding.
     token_BL = place_L.new_zeros(len(place_BT), len(place_L)).scatter(1, place_BT, index_1T.expand_as(place_BT))
     token_BL = token_BL.cummax(1).values
@@ -63,7 +63,7 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
 
 
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
-    """By how many places each document, and all behind it, moves on, at its first token: `[B, T]`. A document begins
+    """At each document's first token: by how many places it moves on, and all behind it: `[B, T]`. A document begins
     the next chunk if it does not fit into what is free of the last one.
 
     share: whether one that fits stays there. It is computed as it would be alone: it reads no state, and its id keeps

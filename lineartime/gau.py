@@ -1,6 +1,6 @@
 """The Gated Attention Unit (Section 2, Code 6) and the same unit with mixed chunk attention (Section 3.2, Code 8).
 
-FLASH-Quad is a stack of the first, FLASH of the second. A causal FLASH layer with a single chunk computes the first.
+FLASH-Quad stacks the first, FLASH the second. With equal n, a causal FLASH layer of one chunk computes the first.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from lineartime.settings import require
 
 
 class GatedAttentionUnit(ResidualLayer):
-    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are scales and offsets of z, rotated (Eqs. 3-5).
+    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are z scaled, offset and rotated (Eqs. 1, 3-5).
 
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
     inside a chunk (n = chunk_size) plus linear attention across chunks. The norm and the residual are inside. A token
@@ -109,14 +109,14 @@ class GatedAttentionUnit(ResidualLayer):
         if self.can_step_in_kernel(uvz_BNF, inputs, cache):
             return self.step_in_kernel(uvz_BNF, info, inputs, cache)
         # Otherwise this is a prompt. Chunks that it fills from the first to the last token run as in training.
-        first = inputs.whole_chunks(cache.chunk_size)
-        if not first:
+        n_first = inputs.whole_chunks(cache.chunk_size)
+        if not n_first:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
-        if first == inputs.n_new and max(first) == uvz_BNF.shape[1]:
+        if n_first == inputs.n_new and max(n_first) == uvz_BNF.shape[1]:
             return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
         assert info.rotary is not None
         # Cut behind the tokens that fill the open chunk, or behind the whole chunks. Each part comes here again.
-        cut = inputs.cut(first)
+        cut = inputs.cut(n_first)
         angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
         parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
         return cut.join(*(self.attend_next(*part, cache) for part in parts))
@@ -124,15 +124,14 @@ class GatedAttentionUnit(ResidualLayer):
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend_next` of tokens at any place."""
         assert info.rotary is not None
-        config, (gamma, beta), (sin, cos) = self.config, (self.scale_offset.gamma, self.scale_offset.beta), info.rotary
         # The heads are made as in training, and what was read before is in the cache.
-        u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, config.query_key_dim)
-        heads_HBNS = make_heads(z_BNS, gamma, beta, sin, cos)
+        u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, self.config.query_key_dim)
+        heads_HBNS = make_heads(z_BNS, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary)
         if isinstance(cache, KeyValueCache):
             q_BNS, k_BNS = heads_HBNS
-            return u_BNE * extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, config)
+            return u_BNE * extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
         assert isinstance(cache, ChunkState)
-        return u_BNE * extend_chunks(heads_HBNS, v_BNE, inputs, cache, config, self.rel_pos_bias)
+        return u_BNE * extend_chunks(heads_HBNS, v_BNE, inputs, cache, self.config, self.rel_pos_bias)
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:

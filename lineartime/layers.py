@@ -3,7 +3,7 @@
 
 Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and after chunks, C
 chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S, N heads made from one base, H
-heads, K head width, V vocabulary. In decoding N counts new tokens, and L cached keys; some ops use N and F otherwise.
+heads, K head width, V vocabulary. In decoding N counts new tokens, L cached keys; some ops use D, N and F otherwise.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.document_grid import padding_last, places_of
 from lineartime.errors import UsageError
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import Exchange, rope, rotary
+from lineartime.ops.reference import NORM_EPS, Exchange, rope, rotary, scale_norm
 
 BIAS_WIDTH = 128
 """Width of the two vectors of the rotated position bias (Code 4); independent of `query_key_dim`, which is 128 too."""
@@ -91,13 +91,12 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: `[..., D]`, floating. Returns the same shape and dtype; the norm is computed in float32 at least."""
-        wide = at_least_float32(x)
-        return (self.scalar * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return scale_norm(x, self.scalar).to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
-    """LayerNorm or ScaleNorm over the last axis (Code 5); eps is 1e-5 in both."""
-    return nn.LayerNorm(config.d_model, eps=1e-5) if config.norm == "layer_norm" else ScaleNorm()
+    """LayerNorm or ScaleNorm over the last axis (Code 5)."""
+    return nn.LayerNorm(config.d_model, eps=NORM_EPS) if config.norm == "layer_norm" else ScaleNorm()
 
 
 class ScaleOffset(nn.Module):
@@ -174,8 +173,8 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
 
 
 def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The order that moves the tokens of each row to its front, so that padding shifts neither positions nor chunk
-    boundaries, and the segment ids in this order, -1 for padding: `[B, T]` each."""
+    """The order that moves each row's tokens to its front, and the segment ids in this order, -1 for padding: `[B, T]`
+    each. Padding then shifts neither positions nor chunk boundaries."""
     order_BT = padding_last(padding_mask_BT.bool())
     ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
     return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)

@@ -22,22 +22,22 @@ def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int
     is its id; every other target is -1. A chosen token becomes [MASK] with probability 0.8, a token drawn uniformly
     from those that are not special with probability 0.1, and stays otherwise. The masks of a row's first tokens do not
     depend on its length. A row may have no target."""
-    # numpy promises that raw numbers stay the same. The order of rows has the same key and another counter.
+    # numpy promises that raw numbers stay the same. The order of rows has this key too, but counter 0.
     philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64),
                               counter=np.array([0, 0, row, 1], np.uint64))
     assert stream.mask is not None
     # Two numbers of 64 bits for each token: the first says whether it is a target and what becomes of it, the second
     # which token it becomes.
     choice_T, other_T = philox.random_raw(2 * len(ids_T)).reshape(-1, 2).T
-    asked_T = choice_T < _share(CHOSEN)
+    asked_T = choice_T < cutoff(CHOSEN)
     asked_T &= ~np.isin(ids_T, stream.special)
-    inputs_T = np.where(asked_T & (choice_T < _share(CHOSEN * MASKED)), stream.mask, ids_T)
-    replaced_T = asked_T & (choice_T >= _share(CHOSEN * MASKED)) & (choice_T < _share(CHOSEN * (MASKED + REPLACED)))
+    inputs_T = np.where(asked_T & (choice_T < cutoff(CHOSEN * MASKED)), stream.mask, ids_T)
+    replaced_T = asked_T & (choice_T >= cutoff(CHOSEN * MASKED)) & (choice_T < cutoff(CHOSEN * (MASKED + REPLACED)))
     inputs_T[replaced_T] = stream.ordinary[other_T[replaced_T] % np.uint64(len(stream.ordinary))]
     return inputs_T, np.where(asked_T, ids_T, NO_TARGET)
 
 
-def _share(probability: float) -> np.uint64:
+def cutoff(probability: float) -> np.uint64:
     """The threshold that a uniform 64-bit number is below with this probability."""
     return np.uint64(round(probability * 2**64))
 

@@ -28,8 +28,8 @@ The gradient has READ_EPS**-1.5, which float32 must hold."""
 
 
 class KeyConv(nn.Module):
-    """A depthwise convolution of z over `key_conv` tokens: from those before a token up to itself, or in a model that
-    is not causal around it. Other documents and padding count as 0."""
+    """A depthwise convolution of z over `key_conv` tokens: a token and those before it, or if not causal those around
+    it. Other documents and padding count as 0."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -143,5 +143,5 @@ def linear_heads(config: ModelConfig, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTS: 
     if gate is None:
         return q_BTHK, k_BTHK, None
     gate_BTH = write_gate(conv_BTS, gate.weight, gate.bias)
-    k_BTHK = (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype)
-    return q_BTHK, k_BTHK, gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
+    gate_BT = gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
+    return q_BTHK, (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype), gate_BT

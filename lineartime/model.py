@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
     """Tokens to logits, for every preset of `config.PRESETS`.
 
     The token `config.end_of_document` starts a new document in a row; attention does not cross documents,
-    unless `document_mask` is "paper". It is the first of the `end_tokens`, at which `generate` ends a text."""
+    unless `document_mask` is "paper". It is one of the `end_tokens`, at which `generate` ends a text."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -174,21 +174,6 @@ class LanguageModel(nn.Module):
             raise UsageError("row longer than the position table", f"{length} tokens, the table has {limit}",
                              "train with a larger context, or use a model without a table (flash)")
 
-    def decoding_state(self, batch_size: int) -> DecodingState:
-        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
-        decode, see `ModelConfig.decodes`."""
-        config, weight = self.config, self.embed.weight
-        if not config.causal:
-            raise UsageError("only a causal model decodes", "causal = false")
-        if config.document_mask == "paper" and config.end_of_document is not None:
-            raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
-                             'set document_mask = "exact"')
-
-        # One cache for each layer of attention; rows without a token, whose document begins at 0.
-        caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
-        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
-        return DecodingState(caches, zeros_B, zeros_B.clone(), self)
-
     @torch.no_grad()
     def init_outer_weights(self) -> None:
         """Set the initial values of what is not in a layer, see `init_weights`."""
@@ -217,6 +202,21 @@ class LanguageModel(nn.Module):
     def attention_layers(self) -> list[GatedAttentionUnit | MultiHeadAttention]:
         """The layers that have a cache, in order."""
         return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
+
+    def decoding_state(self, batch_size: int) -> DecodingState:
+        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
+        decode, see `ModelConfig.decodes`."""
+        config, weight = self.config, self.embed.weight
+        if not config.causal:
+            raise UsageError("only a causal model decodes", "causal = false", "train one with causal = true")
+        if config.document_mask == "paper" and config.end_of_document is not None:
+            raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
+                             'set document_mask = "exact"')
+
+        # One cache for each layer of attention; rows without a token, whose document begins at 0.
+        caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
+        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        return DecodingState(caches, zeros_B, zeros_B.clone(), self)
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,
                collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
@@ -301,8 +301,7 @@ def init_weights(model: LanguageModel) -> None:
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
 
-    Options beyond the paper begin as `memory.py` says; `linear_scale_init` and `local_scale_init` set scales.
-    """
+    Options beyond the paper begin as `memory.py` says; `linear_scale_init` and `local_scale_init` set scales."""
     model.init_outer_weights()
     for layer in model.residual_layers():
         layer.init_weights(model.config.init_std)

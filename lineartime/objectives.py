@@ -22,8 +22,8 @@ class Objective(Protocol):
     micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """This rank's share of one training step's rows, which are whole: a pure function of the run's seed, the step
-        and the rank."""
+        """This rank's share of one training step's rows, whole ones: a pure function of the run's seed, the step and
+        the rank."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
@@ -49,7 +49,7 @@ class NextToken:
     def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
         self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
-    def rows_of(self, step: int) -> dict[str, Any]:
+    def batch_arguments(self, step: int) -> dict[str, Any]:
         """The arguments of `batch_rows` and `masked_batch` for this rank's rows of a step."""
         config = self.config
         own = own_rows(config.rows_per_step, config.micro_batch_rows, config.train.shard, self.ranks)
@@ -57,7 +57,7 @@ class NextToken:
                 "rows_per_step": config.rows_per_step, "chosen": own}
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        return (batch_rows(self.train_stream, **self.rows_of(step)),)
+        return (batch_rows(self.train_stream, **self.batch_arguments(step)),)
 
     def n_targets(self, *batch: Tensor) -> int:
         (rows_BT,) = batch
@@ -85,7 +85,7 @@ class MaskedTokens(NextToken):
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and targets `[R, T]`; the target of a token that is not predicted is -1."""
-        return masked_batch(self.train_stream, **self.rows_of(step))
+        return masked_batch(self.train_stream, **self.batch_arguments(step))
 
     def n_targets(self, *batch: Tensor) -> int:
         _, targets_BT = batch

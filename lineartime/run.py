@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
 
 Wanted = dict[str, tuple[Sequence[int], int, int]]
-"""Elements of tensors by name: the shape of the whole tensor, the first element of it flattened, and the end."""
+"""Elements of tensors by name: the whole tensor's shape, and where they begin and end in it flattened."""
 
 logger = logging.getLogger(__name__)
 

@@ -112,8 +112,8 @@ DEFAULT_SIZE = "tiny"
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a size sets for a preset, without what is `given`, and made to fit it. A pair of attention and FFN counts as
-    two GAUs and has the values of `PAIRS`. A head is at least 64 wide. The warm-up is a twentieth of the steps, with
-    pairs a fifth. Muon's rate is a multiple of the common one. "paper" sets nothing.
+    two GAUs and has the values of `PAIRS`. Heads are at least 64 wide if the model is. The warm-up is a twentieth of
+    the steps, with pairs a fifth. Muon's rate is a multiple of the common one. "paper" sets nothing.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
@@ -143,7 +143,7 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
             most, n_rows = max(min(micro, tokens) // context, 1), tokens // context
             micro = next(n for n in range(most, 0, -1) if "tokens_per_step" not in given or n_rows % n == 0) * context
         own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
-                "warmup_steps": min(max(steps // (5 if is_pairs else 20), 1), steps),
+                "warmup_steps": max(steps // (5 if is_pairs else 20), 1),
                 "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
     return {name: value for name, value in own.items() if name not in given}
 
@@ -215,7 +215,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
     Raises UsageError for a missing "=", an unknown name or a wrong type."""
     name, equals, value = text.partition("=")
-    require(bool(equals), "a setting is NAME=VALUE", repr(text))
+    require(bool(equals), "a setting is NAME=VALUE", repr(text), "such as steps=1000")
     name = name.strip()
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     if name in RUN_FIELDS:
@@ -231,7 +231,7 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The prepared data give the
     vocabulary's size and the end-of-document token if the settings do not. With `from` the weights give the model;
     their tokenizer must be the data's, which may have more tokens. A run that is saved in the folder keeps its warm-up
-    if the settings name none, and knows its weights' model, so that they need not be there.
+    if the settings name none, and knows the model of its weights, which need not be there.
 
     Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of several tokenizers or
     of another than the weights', and for data without [MASK] if the model is not causal; CheckpointError as
@@ -268,8 +268,8 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def saved_run(out: Path) -> dict[str, Any]:
-    """The description of the run that a folder holds; empty without one, and for one that has saved nothing yet or is
-    damaged, of which `Run` speaks."""
+    """The description of the run that a folder holds; empty if there is none, or if it has saved nothing yet or is
+    damaged, which `Run` reports."""
     if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
         from lineartime.run import read_run  # it imports torch, and this module
 

@@ -23,8 +23,8 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                              summarise: Callable[[Tensor], Tensor], *, chunk_size: int, causal: bool,
                              earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Combiner's rowmajor-axial attention (Ren et al. 2021). The document is cut into rows of C tokens. A query at
-    place i of a row sees the tokens of its row, and the summary for place i of every other row. Returns `[B, T, H, K]`
-    and keys and values of the summaries, `[B, G, C, H, K]` each.
+    place i of a row sees the tokens of its row, and the summary for place i of other rows. Returns `[B, T, H, K]` and
+    keys and values of the summaries, `[B, G, C, H, K]` each.
 
     q and k are after RoPE. summarise: maps summary values `[B, G, C, H, K]` to summary keys. A causal query sees the
     summaries of earlier rows only; a summary covers its whole row. A query that is not causal sees its own row twice,

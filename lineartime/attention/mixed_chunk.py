@@ -82,7 +82,7 @@ def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tens
                      segment_ids_BGC: Tensor | None, a_BGG: Tensor | None, gate_BT: Tensor | None,
                      linear_norm: ReadNorm | None, exchange: Exchange | None) -> Tensor:
     """`ablated_mixed_chunk_attention` with the options of a layer's configuration: `[B, G, C, E]`."""
-    gate_BGC = None if gate_BT is None else to_chunks(gate_BT, config.scale_len)
+    gate_BGC = None if gate_BT is None else to_chunks(gate_BT, v_BGCE.shape[2])
     return ablated_mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, v_BGCE,
         None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=config.scale_len,

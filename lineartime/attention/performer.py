@@ -101,8 +101,7 @@ class Performer:
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def pasts(self, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo, exchange: Exchange) -> list[Tensor | None]:
-        """past_BHMK of `performer_attention` for each document of `by_document`: what other parts of its row have.
-        """
+        """past_BHMK of `performer_attention` for each document of `by_document`: what other parts of its row have."""
         ids_BT, n_tokens = info.segment_ids_BT, k_BTHK.shape[1]
         assert ids_BT is not None and info.cu_seqlens is not None
         # What this part hands on: the sum of its last document, and when not causal also that of document 0.

@@ -151,7 +151,7 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
                                     weight_B)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5,
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
              impl: str | None = None) -> tuple[Tensor, Tensor]:
     """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
 
@@ -160,4 +160,4 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     autocast the sum's. The norm is computed in float32 at least. Raises UsageError as `use_kernels` does."""
     in_kernels = use_kernels(impl, x.device, unsupported_norm, x)
     module = norm if in_kernels else reference
-    return module.add_norm(x, delta, weight, bias, eps=eps)
+    return module.add_norm(x, delta, weight, bias)

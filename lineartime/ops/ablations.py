@@ -136,7 +136,7 @@ def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_
     return read_states(q_BGCS, pooled_BGSE, valid_BGC)
 
 
-def chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
+def paper_chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
     """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / n for each of the n chunks whose range of documents
     overlaps that of chunk g; when causal, of the earlier ones.
     The mask leaks: two documents that share a chunk with a third see each other."""
@@ -157,6 +157,6 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
     kv_BGSE = (at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
                / q_BGCS.shape[-2])
-    w_BGG = chunk_weights(in_order, causal).to(kv_BGSE.dtype)
+    w_BGG = paper_chunk_weights(in_order, causal).to(kv_BGSE.dtype)
     pooled_BGSE = product("bhse,bgh->bgse", kv_BGSE, w_BGG)
     return read_states(q_BGCS, pooled_BGSE, torch.ones_like(valid_BGC))

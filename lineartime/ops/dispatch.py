@@ -23,8 +23,8 @@ COLUMNS = 64
 MAX_WIDTH = 8192
 """The largest `d_model` of the norm's kernels."""
 MAX_ROWS, MAX_TOKENS, MAX_COLUMNS = 2**16 - 1, 2**24 - 1, 2**22 - 1
-"""The most rows of a batch (programs along a grid's second axis), tokens of a row and columns of a projection (offsets
-of 32 bits in a tile) of the attention kernels."""
+"""The most rows of a batch, tokens of a row and columns of a projection in attention kernels. Rows are programs of a
+grid's second axis; a tile's offsets have 32 bits."""
 MAX_NORMED = 2**30 - 1
 """The most rows of the norm's kernels, all tokens of a batch."""
 MUCH_SHARED_KIB = 227

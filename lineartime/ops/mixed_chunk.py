@@ -43,7 +43,7 @@ def crosses_chunk(begins, ends, here, start, C: tl.constexpr):
 
 @triton.jit
 def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
-        DOCUMENTS: tl.constexpr):
+                  DOCUMENTS: tl.constexpr):
     """OF_QUERIES: the first and the last key of its chunk that each query sees. Otherwise the first and the last query
     that see each key. Columns of indices in the chunk."""
     # The chunk, then its part of the document, then what causality leaves of that.
@@ -102,7 +102,7 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
     the direction: states[b, g] is the gradient of the sum that chunk g adds, x is the gradient of the output, and x_out
     is that of the attention output before the gate. Without WHOLE, a program takes one chunk, and states[b, g] is the
     sum of this chunk alone, in float32, for `scan_states`. first: the sum that the walk begins with, or None for 0.
-    last: where the sum at its end is stored, or None. Backward both are gradients, that of `last` and of `first`."""
+    last: where the sum at its end is stored, or None. Backward `first` is the gradient of `last`, and the reverse."""
     # Which columns of a state, and of which row (or chunk), this program makes. k, or backwards q, is read from `head`.
     dtype = x_out.dtype.element_ty
     n_tiles = tl.cdiv(E, BE)
@@ -181,8 +181,7 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
     half of the own chunk too: relu(q k^T / n + b)^2 + share q_lin k_lin^T.
 
     own_rows, other_rows: pointers to row 0 of both heads of the quadratic half; those of the linear half are two heads
-    further. first, last: the range that each row sees. each: the share of each query, that of the chunk's first token
-    at `here`."""
+    further. first, last: the range that each row sees. each: the share of each query, at `here` the chunk's first."""
     # The quadratic half: relu(score)^2 where visible.
     index = at + other[None, :]
     visible = (index >= first) & (index <= last)
@@ -194,7 +193,7 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
             share = tl.load(each + here + own, mask=own < n_here, other=1.0)[:, None]
         else:
             share = tl.load(each + here + index, mask=index < n_here, other=1.0)
-        # The product accumulates onto the weight, which is divided before and multiplied after for that.
+        # The product is added onto weight / share, and the sum is multiplied by share.
         weight = head_product(own_rows + 2 * per_head, own, n_here, other_rows + 2 * per_head, other, n_here - at,
                               weight / share, BS)
         weight = tl.where(visible, weight * share, 0.0)
@@ -230,15 +229,15 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
-            attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens,
-                              n_chunks, E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
+            attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks,
+                           E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
 
 
 @triton.jit
 def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
-                      finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-                      BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
-                      DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
+                   finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+                   BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
+                   DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
     """`attend_queries` with N tiles of keys. query and key are indices in the chunk."""
     # Chunk g of row b: its first token in the row (start) and in the batch (here), and how many tokens it has.
     dtype = uvz.dtype.element_ty
@@ -495,9 +494,9 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     return x_out_BTE, states_RBGSE
 
 
-def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: DocumentTables,
-            out: Tensor | None, dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int,
-            causal: bool) -> None:
+def run_queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: DocumentTables,
+                out: Tensor | None, dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int,
+                causal: bool) -> None:
     """Run `attend_queries`: forward into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
     tiles = attention_tiles(uvz.dtype, causal, "out" if dout is None else "queries", tile_class(uvz.device))
     n_chunks = states.shape[2]
@@ -510,8 +509,8 @@ def queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, do
             num_stages=tiles.n_stages)
 
 
-def keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: DocumentTables,
-         duvz: Tensor, dk_lin: Tensor, chunk_size: int, causal: bool) -> None:
+def run_keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: DocumentTables,
+             duvz: Tensor, dk_lin: Tensor, chunk_size: int, causal: bool) -> None:
     """Run `differentiate_keys` into `duvz` and `dk_lin`."""
     tiles, n_chunks = attention_tiles(uvz.dtype, causal, "keys", tile_class(uvz.device)), dstates.shape[2]
     for number in range(n_rounds(tiles, chunk_size, causal)):
@@ -537,8 +536,8 @@ def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor 
     has no z, and gamma, beta, sin and cos are None.
 
     Returns the output; the sums that leave the rows, left_RBSE, empty without `carries`; and what the backward pass
-    reads again: the heads made here, v after silu, and the states that enter each chunk. Keeping them takes 5.6 KB per
-    token and layer at 110 M, and saves 9.2 KB of memory traffic. past: the sums that enter the rows, past_RBSE,
+    reads again: the heads made here, v after silu, and the states that enter each chunk. In bfloat16 they take 5.6 KB
+    per token and layer at 110 M, and save 9.2 KB of traffic. past: the sums that enter the rows, past_RBSE,
     float32, or None. ids, begins, ends, scales, each: see `DocumentTables`."""
     made = uvz.new_empty(0)
     if heads is None:
@@ -549,7 +548,7 @@ def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor 
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
                             last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
-    queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
+    run_queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
     return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
 
 
@@ -583,8 +582,8 @@ def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, state
     documents, dpast = DocumentTables(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), scales.new_empty(0)
-    queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
-    keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
+    run_queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
+    run_keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
     dw = score_gradients(heads, v, do, w, ids, each, dheads, row_len=chunk_size, scale_len=chunk_size, causal=causal)
     dpast = none.clone() if dpast is None else dpast
     if gamma is None or beta is None or sin is None or cos is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.dtypes import matmul_dtype
+from lineartime.ops.reference import NORM_EPS
 
 TILE = 1024
 """Entries per tile of rows; a longer row is one tile."""
@@ -106,20 +107,20 @@ def tile_for(width: int) -> tuple[int, int, int]:
 
 
 @on_own_device
-def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None, normed_type: torch.dtype,
-            eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None, normed_type: torch.dtype
+            ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum (empty without delta), its norm, and the statistics of the rows that backward needs."""
     n_rows, width = x_ND.shape
     rows, block, num_warps = tile_for(width)
-    total_ND, normed_ND, stats_KN = empty_outputs(x_ND, delta_ND, weight, bias, normed_type, eps)
+    total_ND, normed_ND, stats_KN = empty_outputs(x_ND, delta_ND, weight, bias, normed_type)
     add_norm_rows[(triton.cdiv(n_rows, rows),)](
         x_ND, x_ND if delta_ND is None else delta_ND, weight, weight if bias is None else bias, total_ND, normed_ND,
-        stats_KN, n_rows, width, eps, rows, block, delta_ND is not None, bias is not None, num_warps=num_warps)
+        stats_KN, n_rows, width, NORM_EPS, rows, block, delta_ND is not None, bias is not None, num_warps=num_warps)
     return total_ND, normed_ND, stats_KN
 
 
 def empty_outputs(x_ND: Tensor, delta_ND: Tensor | None, weight: Tensor, bias: Tensor | None,
-                  normed_type: torch.dtype, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+                  normed_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Empty tensors for the results of `forward`."""
     total_ND = x_ND.new_empty(x_ND.shape if delta_ND is not None else 0)
     stats_KN = x_ND.new_empty(1 if bias is None else 2, len(x_ND), dtype=torch.float32)
@@ -159,7 +160,7 @@ add_norm_backward.register_fake(empty_gradients)
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_ND, delta_ND, weight, bias, _, _ = inputs
+    x_ND, delta_ND, weight, bias, _ = inputs
     total_ND, _, stats_KN = output
     ctx.save_for_backward(x_ND if delta_ND is None else total_ND, weight, stats_KN)
     ctx.delta_type, ctx.bias_type = None if delta_ND is None else delta_ND.dtype, None if bias is None else bias.dtype
@@ -170,21 +171,20 @@ def gradients(ctx: Any, dtotal_ND: Tensor | None, dnormed_ND: Tensor | None,
               dstats_KN: Tensor | None) -> tuple[Tensor | None, ...]:
     total_ND, weight, stats_KN = ctx.saved_tensors
     if dnormed_ND is None:
-        return dtotal_ND, None if dtotal_ND is None else dtotal_ND.to(ctx.delta_type), None, None, None, None
+        return dtotal_ND, None if dtotal_ND is None else dtotal_ND.to(ctx.delta_type), None, None, None
     delta_type = ctx.delta_type or total_ND.dtype
     dx_ND, ddelta_ND, dgains = add_norm_backward(
         dnormed_ND.contiguous(), None if dtotal_ND is None or ctx.delta_type is None else dtotal_ND.contiguous(),
         total_ND, weight, stats_KN, delta_type)
     ddelta_ND = dx_ND if delta_type == total_ND.dtype else ddelta_ND
     return (dx_ND, None if ctx.delta_type is None else ddelta_ND, dgains[0].to(weight.dtype),
-            None if ctx.bias_type is None else dgains[1].to(ctx.bias_type), None, None)
+            None if ctx.bias_type is None else dgains[1].to(ctx.bias_type), None)
 
 
 add_norm_forward.register_autograd(gradients, setup_context=keep)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
-             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`reference.add_norm` in one kernel: x + delta, or x if delta is None, and the norm of the sum over its last axis.
 
     x, delta: `[..., D]` of what `dispatch.unsupported_norm` allows. The sum has the promoted dtype of x and delta; so
@@ -198,5 +198,5 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
         delta = delta.expand_as(x).reshape(-1, width).contiguous()
     total_ND, normed_ND, _ = add_norm_forward(
         x.reshape(-1, width).contiguous(), delta, weight.contiguous(), None if bias is None else bias.contiguous(),
-        matmul_dtype(x), eps)
+        matmul_dtype(x))
     return x if delta is None else total_ND.view(x.shape), normed_ND.view(x.shape)

@@ -1,8 +1,8 @@
 """FLASH-Quad's attention in kernels, between a layer's two projections, forward and backward. The reference is
 `reference.gated_quadratic_attention`.
 
-Each weight is read for all E columns of v, so weights are written to memory, one buffer of them at a time, and are an
-operand of a matmul. Weights are recomputed when needed again, which costs 128 of every E + 128 multiply-adds.
+All E columns of v need each weight. So weights are written to memory, a buffer at a time, from where a matmul reads
+them. Weights are recomputed when needed again, which costs 128 of every E + 128 multiply-adds.
 """
 
 from typing import Any

@@ -18,6 +18,8 @@ from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_d
 
 SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
+NORM_EPS = 1e-5
+"""What every norm adds to the mean square or variance (Code 5)."""
 
 
 def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
@@ -137,7 +139,7 @@ def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Ten
 
 def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Tensor:
     """q k^T / scale + b: score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or None."""
-    # q is divided before the product, which in float16 would otherwise leave its range.
+    # q is divided before the product, because it is smaller than the scores.
     score_BGCM = at_least_float32(product("bgcs,bgms->bgcm", float16_as_float32(q_BGCS) / scale, k_BGMS))
     return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
 
@@ -200,7 +202,7 @@ def last_documents(segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                  gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tokens of each chunk's last document: the sum of k v, their number, and the document: kv_BGSE and
+    """The sum of k v over the tokens of each chunk's last document, their number, and that document: kv_BGSE and
     count_BG, in float32 at least, and last_BG. gate_BGC: what each token counts for, 1 by default."""
     # Only the last document of a chunk can go on in the next one, so only its tokens are in the sum.
     last_BG, tail_BGC = last_documents(segment_ids_BGC)
@@ -240,9 +242,9 @@ class CarriedState:
 
 def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
                     leaving: bool = False) -> States:
-    """Of the last document before each chunk: the sum of k v over its tokens in earlier chunks, their number, and the
+    """The sum of k v over the tokens in earlier chunks of the last document before each chunk, their number, and that
     document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`. leaving: also
-    after the last chunk, kv_BPSE and so on."""
+    behind the last chunk, kv_BPSE and so on."""
     # What enters a chunk is of the document that ended the chunk before it; before the first chunk that is document 0.
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     entering_BG = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
@@ -269,8 +271,8 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
                    causal: bool, exchange: Exchange | None = None) -> list[States]:
     """`entering_states` of rows, and when not causal also of the reversed rows: the same sums over later chunks.
 
-    exchange: if the rows are parts of rows, see `Exchange`. A part hands on the state after its last chunk; to the
-    parts before it, that of its document 0."""
+    exchange: if the rows are parts of rows, see `Exchange`. A part hands on the state after its last chunk, and
+    backwards that of its document 0."""
     # The states of each direction as if nothing were outside of the rows.
     leaving = exchange is not None
     states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=leaving)]
@@ -324,19 +326,19 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
     if causal:
         return read_states(q_BGCS, states[0][0], each_BGC * seen_BGC)
 
-    # Not causal: the chunks before, the own chunk with its mask, and the chunks after.
-    (seen_after_BGC,), kv_after_BGSE, same_BGCM = seen_after, states[1][0].flip(1), same_document(segment_ids_BGC)
+    # Not causal: the own chunk with its mask, the chunks before, and the chunks after.
     wide_BGCS = float16_as_float32(q_BGCS)
     scaled_BGCS = (wide_BGCS * each_BGC[..., None]).to(wide_BGCS.dtype)
-    own_BGCE = weigh_values(product("bgcs,bgms->bgcm", scaled_BGCS, k_BGCS) * same_BGCM, v_BGCE)
+    own_BGCE = weigh_values(product("bgcs,bgms->bgcm", scaled_BGCS, k_BGCS) * same_document(segment_ids_BGC), v_BGCE)
     before_BGCE = read_states(q_BGCS, states[0][0], each_BGC * seen_BGC)
-    return before_BGCE + own_BGCE + read_states(q_BGCS, kv_after_BGSE, each_BGC * seen_after_BGC)
+    after_BGCE = read_states(q_BGCS, states[1][0].flip(1), each_BGC * seen_after[0])
+    return before_BGCE + own_BGCE + after_BGCE
 
 
 def tokens_read(states: list[States], segment_ids_BGC: Tensor,
                 gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
-    """Which tokens read the state before their chunk and, when not causal, that after it: seen_BGC of each; and the
-    number of tokens that each reads, or the sum of their gates, count_BGC."""
+    """Which tokens read the state before their chunk and, when not causal, that after it: a seen_BGC per state. And
+    count_BGC, the number of tokens that each token reads, or their gates' sum."""
     # Before: the tokens whose document began before their chunk.
     _, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
@@ -443,17 +445,21 @@ def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_id
     return q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
-             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def scale_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """weight x / sqrt(mean(x^2) + 1e-5) over the last axis, in float32 at least (Code 5)."""
+    wide = at_least_float32(x)
+    return weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5): see `ops.add_norm`."""
     # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
     if bias is not None:
-        normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
+        normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), NORM_EPS)
     else:
-        wide = at_least_float32(total)
-        normed = weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        normed = scale_norm(total, weight)
     return total, normed.to(matmul_dtype(total))
 
 

@@ -32,8 +32,8 @@ class Division:
         """Whether no rank has the whole model."""
         return self.reduce_scatter is not None and self.ranks.size > 1
 
-    def total(self, counts: Sequence[int]) -> int:
-        """The number of targets in the micro-batches of all ranks. counts: those of this rank's."""
+    def n_targets(self, counts: Sequence[int]) -> int:
+        """The number of targets in the micro-batches of all ranks. counts: those of this rank."""
         return int(gather(torch.tensor(counts), self.ranks.in_column).sum())
 
     def begin_micro_batch(self, share: float) -> None:
@@ -58,13 +58,13 @@ class Division:
             return gradient
         return exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
-    def mean(self, norms: Sequence[Tensor]) -> Tensor:
+    def mean_norm(self, norms: Sequence[Tensor]) -> Tensor:
         """The mean norm of the micro-batches of all ranks, `[]`, on the CPU. norms: those of this rank's."""
         return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
         """The sum over the micro-batches and parts of rows of all ranks, in the order of the rows of the step."""
-        # Of ranks in columns and rows, and micro-batches. A rank of a sharded model has every W-th micro-batch.
+        # By place in a column, place in a row, micro-batch. A rank of a sharded model has every W-th micro-batch.
         losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
         return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()
 

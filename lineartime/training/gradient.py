@@ -27,8 +27,8 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
                      between: Callable[[int], None] = lambda number: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
-    batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: what of the step is this
-    rank's; by default all of it. Its parts' `own.grad` is set. n_windows: windows of a row, see `distributed.windows`;
+    batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: this rank's part of the
+    step; by default all of it. Its parts' `own.grad` is set. n_windows: windows of a row, see `distributed.windows`;
     more than one for `NextToken` alone. between is called with the number of each micro-batch before it, and may raise.
     The norm is that before clipping; of micro-batches that are clipped one by one it is the mean of theirs. Raises
     NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
@@ -37,7 +37,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     forget(part.own for part in division.parts)  # the gradients of the step before
     micro_batches = list(zip(*(part.split(n_rows) for part in batch), strict=True))
     counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
-    n_targets = max(division.total(counts), 1)  # of the whole step, on all ranks
+    n_targets = max(division.n_targets(counts), 1)  # of the whole step, on all ranks
     clip_each = config.clip_scope == "local" and not config.shard  # sharded, no rank has a micro-batch's whole gradient
     # One micro-batch after the other: its gradient is clipped, multiplied by its share, and added to the tree.
     sums: Sums = []
@@ -57,9 +57,9 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             scale_to(gradient, norms[-1], config.clip)
         division.scale(gradient, share)
         push(sums, gradient)
-    # From here on each rank has only the parts of the gradient that it updates the parameters of.
+    # From here on each rank has the gradient of those parts alone that it updates.
     gradient = division.add_ranks(merge_all(sums))
-    norm = division.mean(norms) if clip_each else norm_of(gradient, division.parts, division.ranks)
+    norm = division.mean_norm(norms) if clip_each else norm_of(gradient, division.parts, division.ranks)
     if not clip_each:
         scale_to(gradient, norm, config.clip)
     forget(parameters)
@@ -83,7 +83,7 @@ def backward(model: nn.Module, objective: Objective, micro_batch: Sequence[Tenso
         with autocast():
             return objective.losses(model, *micro_batch, ranks=part).sum() / max(count, 1)
 
-    def read(part: Ranks) -> None:  # the layers alone: there is no place at which a loss is asked for
+    def read(part: Ranks) -> None:  # the layers alone: no token's logits are asked for
         rows_BT = micro_batch[0]
         with autocast():
             model(rows_BT[:, :-1], at_K=rows_BT.new_empty(0), ranks=part)

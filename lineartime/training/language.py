@@ -109,7 +109,7 @@ def new_model(config: RunConfig) -> LanguageModel:
     per_parameter = 4 if torch.cuda.is_available() else on_cpu
     needed, available = per_parameter * number_of_parameters(config.model), available_bytes()
     if config.train.shard:
-        needed //= launched().size  # of the machine that all ranks are on, at most
+        needed //= launched().size  # one rank's part: this machine needs at least that
     if available is not None and needed > available:
         raise ResourceError("the model does not fit into memory", f"{needed / 2**30:,.1f} GiB needed, "
                             f"{available / 2**30:,.1f} GiB available", "lower n_layers, d_model or vocab_size")
@@ -120,7 +120,7 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 def finish(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
            progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split (of it `TrainConfig.last_eval_tokens` at most) and, if the model is causal and not
+    """Score the held-out split (at most `TrainConfig.last_eval_tokens` of it) and, if the model is causal and not
     sharded, write a sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process
     in training; if the run was resumed, earlier processes do not count."""
     # Before the scores, which need other memory than training.

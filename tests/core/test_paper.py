@@ -19,7 +19,7 @@ from lineartime.config import model_config
 from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.model import LanguageModel
-from lineartime.ops.ablations import chunk_weights
+from lineartime.ops.ablations import paper_chunk_weights
 from lineartime.ops.reference import rope, rotary, toeplitz
 
 Weights = dict[str, Tensor]
@@ -157,7 +157,7 @@ def test_flash_quad_layer(name: str) -> None:
 @cases("segmask")
 def test_segment_mask(name: str) -> None:
     case = Case(name)
-    assert error(chunk_weights(case.inputs["seg"], case.settings["causal"]), case.out) <= case.largest_error
+    assert error(paper_chunk_weights(case.inputs["seg"], case.settings["causal"]), case.out) <= case.largest_error
 
 
 @cases("flash")

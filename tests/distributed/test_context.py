@@ -92,7 +92,7 @@ def test_what_ranks_do_not_share_is_refused_by_name(name):
 def test_a_part_that_is_not_whole_chunks_is_refused():
     with pytest.raises(UsageError, match="context = 24, 4 parts, chunk_size = 4; make context a multiple"):
         run_of("flash", context_parallel=4)
-    with pytest.raises(UsageError, match="shorter than the window of key_conv: 4 tokens, key_conv = 5"):
+    with pytest.raises(UsageError, match="shorter than key_conv: 4 tokens, key_conv = 5"):
         run_of("flash key conv", {"key_conv": 5}, context_parallel=6)
     check_context_parallel(replace(CONFIGS["performer"], context=26), 13)
 

@@ -103,7 +103,7 @@ def test_an_op_returns_what_it_says() -> None:
     for given in ((weight, bias), (weight[:1], None)):
         for added in (delta, None):
             added = None if added is None else added.flatten(0, 1)
-            check(norm.add_norm_forward, x.flatten(0, 1), added, *given, torch.bfloat16, 1e-5,
+            check(norm.add_norm_forward, x.flatten(0, 1), added, *given, torch.bfloat16,
                   more=("test_autograd_registration",))
     sums, place = random(3, S, 16, seed=3), torch.tensor([5, 0, 7])
     buffers = [random(3, 128, width, seed=width).bfloat16() for width in (S, S, 16)]
