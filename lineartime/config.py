@@ -367,8 +367,7 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
 def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[str, Any]) -> ModelConfig:
     """The configuration of one layer: `config`; or without it `preset` with these fields.
 
-    Raises UsageError if config is not a ModelConfig, for a wrong name or value, and for a config and fields together.
-    """
+    Raises UsageError if config is not a ModelConfig, for a wrong name or value, and for config and fields together."""
     if config is None:  # any width will do: a layer has no absolute positions
         return replace_fields(replace(preset, abs_pos="learned"), fields)
     require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),

@@ -255,6 +255,8 @@ class LanguageModel(nn.Module):
     def extend_rows(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
                     embeds_BND: Tensor | None) -> Tensor:
         """`extend` by tokens that `DecodingState.inputs` takes at once."""
+        if state.seq_lens_B.is_inference() and not torch.is_inference_mode_enabled():
+            state.select(torch.arange(len(n_new_B)))  # copies: what that mode has made can be written only in it
         # Which positions and documents the new tokens have follows from what each row has read.
         window = None
         if torch.compiler.is_exporting():  # a graph reads no lengths

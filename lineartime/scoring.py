@@ -101,7 +101,7 @@ def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str,
         yield from ((piece.text, None) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)
-            if ended:  # up to its last word, which would be sought for long in many blank lines
+            if ended or state.text.isspace():  # up to its last word, sought for long in many blank lines
                 found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
                 end = found.end() if found else 0
             state.n_lines += 1

@@ -73,15 +73,14 @@ def generate(
             print(text, end="", flush=True)
         return is_over
 
-    with Terminal() as terminal:
-        generate(loaded, ids, stop=add, on_prompt=reading(terminal, max(len(row) for row in ids)),
-                 max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                 capture=capture, state=shared)
-    if len(texts) == 1:
-        print(held[0])
-        return
-    for number, (text, rest) in enumerate(zip(texts, held, strict=True), 1):
-        print(f"== {number}\n{text}{rest}")
+    try:
+        with Terminal() as terminal:
+            generate(loaded, ids, stop=add, on_prompt=reading(terminal, max(len(row) for row in ids)),
+                     max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                     capture=capture, state=shared)
+    finally:  # an error has a line of its own, behind what there is of the texts
+        for number, (text, rest) in enumerate(zip(texts, held, strict=True), 1):
+            print(rest if len(texts) == 1 else f"== {number}\n{text}{rest}")
 
 
 def read(

@@ -62,6 +62,7 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
         assert row.bits == pytest.approx(math.fsum(own), abs=1e-9)
     (whole,) = score(model, tokenizer, [text], per="document")
     assert (whole.bits, whole.n_bytes, end) == (pytest.approx(math.fsum(expected)), len(text.encode()), end)
+    assert [row.bits > 0 for row in score(model, tokenizer, ["word\n  \n  "])] == [True, False, False]
     with pytest.raises(UsageError, match="unknown row: lines; did you mean line"):
         list(score(model, tokenizer, [text], per="lines"))  # type: ignore[arg-type]
 

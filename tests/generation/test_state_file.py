@@ -89,6 +89,8 @@ def test_generate_goes_on_from_what_read_has_read(call: Call, tmp_path: Path) ->
         assert f"{number}\n{whole.removeprefix(TEXT)}" == found
     assert call("read", "-", "--model", model, "--out", piped := tmp_path / "piped", stdin=TEXT)[0] == 0
     assert piped.read_bytes() == state.read_bytes()
+    code, out, err = call("generate", write_model(tmp_path / "t", abs_pos="learned"), "I", "--max-new-tokens", 9999)
+    assert (code, out[0], out[-1]) == (2, "I", "\n") and "position table" in err  # the error has a line of its own
 
 
 def test_what_is_no_state_of_this_model_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
