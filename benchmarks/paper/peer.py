@@ -1,9 +1,12 @@
 """A peer of `tables.toml` learns a text as `lineartime train` teaches our models: `reproduce` calls this for it.
 
-    python -m benchmarks.paper.peer NAME SETTINGS.toml DEVICE"""
+    python -m benchmarks.paper.peer NAME SETTINGS.toml DEVICE [--contexts N,N,... --document-tokens N]"""
 
+import argparse
+import json
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +15,11 @@ import torch
 from benchmarks import Row
 from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
+from lineartime.atomic_io import write_atomically
 from lineartime.cli.exits import exit_code
 from lineartime.cli.terminal import Terminal, say_stopping
-from lineartime.data.tokens import open_data, read_manifests, sha256_of
+from lineartime.context_use import measure_context_use
+from lineartime.data.tokens import open_data, open_split, read_manifests, sha256_of
 from lineartime.distributed.ranks import Ranks
 from lineartime.evaluation import evaluate_data
 from lineartime.model import LanguageModel
@@ -26,11 +31,13 @@ from lineartime.runtime import peak_bytes
 from lineartime.training import Callbacks, Setup, StopSignal, fit_once
 
 
-def train(name: str, settings: Row, device: str, callbacks: Callbacks) -> None:
-    """Train a peer, or go on, and write the result file that `lineartime train` writes. Raises as `config_for_data`,
-    `build_peer` and `fit_once` do."""
+def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),
+          document_tokens: int | None = None) -> None:
+    """Train a peer, or go on, and write the result file that `lineartime train` writes; with `contexts` also the file
+    `context_use.json` beside the run, as `lineartime evaluate` does. Raises as `config_for_data`, `build_peer`,
+    `fit_once` and `measure_context_use` do."""
     config, fields = config_for_data(settings), PEERS[name]
-    held_out, manifests = open_data(config.data, "validation"), read_manifests(config.data)
+    held_out, manifests = open_split(config.data, "validation"), read_manifests(config.data)
     package = {"package": "transformers", "version": installed_version("transformers")}
     facts = {"data_sha256": sha256_of(config.data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
              "peer": {**package, **fields}}
@@ -45,16 +52,27 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks) -> None:
         found, _ = evaluate_data(model, held_out, max_tokens=config.train.last_eval_tokens, ranks=ranks,
                                  context=config.model.context, precision=config.train.precision,
                                  batch_rows=config.micro_batch_rows)
+        if contexts:
+            use = measure_context_use(model, held_out, contexts, document_tokens=document_tokens)
+            write_atomically(Path(config.out).with_name("context_use.json"), json.dumps(use.to_dict()))
         return {"steps": config.train.steps, "held_out": found.to_dict(), "peak_mib": peak_mib, "peer": facts["peer"],
                 "n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model)}
 
     fit_once(config, facts, device, begin, score, callbacks)
 
 
-def main(name: str, path: str, device: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=PEERS)
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("device")
+    parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=())
+    parser.add_argument("--document-tokens", type=int)
+    given = parser.parse_args()
+    settings = tomllib.loads(given.settings.read_text(encoding="utf-8"))
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
-        train(name, tomllib.loads(Path(path).read_text(encoding="utf-8")), device, Callbacks(stop, terminal.step))
+        train(given.name, settings, given.device, Callbacks(stop, terminal.step), given.contexts, given.document_tokens)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(*sys.argv[1:])))
+    sys.exit(exit_code(main))

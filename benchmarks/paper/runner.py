@@ -173,7 +173,8 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
                                                        for name, value in given.items()))
     file = str(folder / "settings.toml")
     stages: list[tuple[Kind, list[str], Callable[[], Record]]] = [
-        ("train", [peer, file, place.device] if peer else ["train", file, "--device", place.device],
+        ("train", [peer, file, place.device, *" ".join(cell.table.evaluations.values()).split()] if peer else
+         ["train", file, "--device", place.device],
          lambda: trained(trained_run, cell.table.evaluations))]
     if cell.questions:
         stages.append(("finetune", finetune_arguments(trained_run, cell.questions, place),

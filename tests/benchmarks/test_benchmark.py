@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import first_token, measure
+from benchmarks import measure
 from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
 from benchmarks.step import training_steps
@@ -62,11 +62,6 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         path.write_text("b\n")
         assert commit() == head + "+changes" * (path in (study, file))
         git("checkout", "-q", ".")
-
-
-def test_a_script_beside_the_verbs_says_by_which_command_it_was_called(tmp_path):
-    asked = first_token.measure("small", 300, tmp_path / "state")
-    assert asked["command"] == "python -m benchmarks.first_token small 300"
 
 
 def test_what_has_a_row_is_not_measured_again(tmp_path):

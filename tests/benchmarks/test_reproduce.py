@@ -160,7 +160,8 @@ def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
     place, _ = tiny
     ours = dataclasses.replace(TABLES["speedup"].models["FLASH"], fields={})
     theirs = dataclasses.replace(ours, fields={"peer": "mamba2", "optimizer": "muon"})
-    table = dataclasses.replace(TABLES["speedup"], models={"FLASH": ours, "Mamba-2": theirs}, timed=False)
+    table = dataclasses.replace(TABLES["speedup"], models={"FLASH": ours, "Mamba-2": theirs}, timed=False,
+                                evaluations={"context_use": "--contexts 16,32"})
     monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(table, cells={"cpu": [("Mamba-2", "512")]}))
     monkeypatch.setitem(tables.SCALES, "cpu", dataclasses.replace(TINY, seeds=1))
     monkeypatch.setitem(tables.PEERS, "mamba2", {"model_type": "mamba2", "num_hidden_layers": 1, "num_heads": 2,
@@ -170,8 +171,9 @@ def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
     def here(command, log, **_):
         started.append(command[2])
         if command[2] == "benchmarks.paper.peer":
-            settings = tomllib.loads(Path(command[-2]).read_text(encoding="utf-8"))
-            peer.train(command[-3], settings, command[-1], Callbacks())
+            settings = tomllib.loads(Path(command[4]).read_text(encoding="utf-8"))
+            assert command[6:] == ["--contexts", "16,32"]
+            peer.train(command[3], settings, command[5], Callbacks(), (16, 32))
             return 0
         return run(command, log)
 
@@ -180,7 +182,7 @@ def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
     (cell,) = cells_of("speedup", "cpu")
     (row,) = records_of(cell, by_key(read_records(place.rows)), "train", 0)
     assert row["settings"]["peer"] == "mamba2" and row["peer"]["package"] == "transformers"
-    assert row["n_parameters"] != row["state_size"] == 32 * 4
+    assert row["n_parameters"] != row["state_size"] == 32 * 4 and row["context_use"]["contexts"] == [16, 32]
     assert [step for step, _ in row["curve"]] == [2, 4, 6] and row["held_out"]["loss"] < row["curve"][0][1]
     assert not records_of(dataclasses.replace(cell, row="FLASH"), by_key(read_records(place.rows)), "train")
 
