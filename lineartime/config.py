@@ -177,13 +177,13 @@ class ModelConfig:
         yield (self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out", "rel_pos",
                "leave linear_rope out")
         yield ((self.chunk_pooling == "fixed") == (self.linear_divisor is not None),
-               'chunk_pooling "fixed" and linear_divisor need each other', "chunk_pooling linear_divisor", None)
+               'chunk_pooling "fixed" and linear_divisor need each other', "chunk_pooling linear_divisor", "set both")
         yield (self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
                "linear_gate", "set linear_gate = true")
         has_local_half = self.attn_type == "mixed_chunk" and self.chunk_parts != "global"
         yield (not self.local_key_conv or (self.key_conv > 0 and has_local_half),
                "local_key_conv is for the local half of mixed chunk attention, with key_conv",
-               "key_conv attn_type chunk_parts", None)
+               "key_conv attn_type chunk_parts", "set key_conv = 3")
         yield (self.local_scale_init is None or (self.ffn == "gau" and self.chunk_parts != "global"),
                "local_scale_init is for a GAU with local attention", "ffn chunk_parts", "leave it out")
         yield (not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer", "ffn",
@@ -192,7 +192,7 @@ class ModelConfig:
                "qk_norm is for a Transformer's softmax attention without chunks", "ffn attn_type attn_kernel",
                "leave it out")
         if self.key_conv:
-            yield self.key_conv >= 2, "key_conv is 0 or at least 2", "key_conv", None
+            yield self.key_conv >= 2, "key_conv is 0 or at least 2", "key_conv", "set key_conv = 3"
             yield (self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,
                    "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
                    "attn_type chunk_parts", "leave it out")
@@ -213,11 +213,11 @@ class ModelConfig:
                    "first_to_all and cls_softmax are for bidirectional GAU layers with one head", "causal ffn n_heads",
                    "set causal = false")
             yield (not self.cls_softmax or self.attn_kernel == "relu2", "cls_softmax takes the place of relu2",
-                   "attn_kernel", None)
+                   "attn_kernel", "set attn_kernel = relu2")
         yield (self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width", "d_model", None)
         if self.end_of_document is not None:
             yield (0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
-                   f"{self.end_of_document} of {self.vocab_size}", None)
+                   f"{self.end_of_document} of {self.vocab_size}", "take a token of the vocabulary, or leave it out")
 
     @property
     def d_inner(self) -> int:
