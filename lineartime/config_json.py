@@ -11,7 +11,7 @@ from lineartime.settings import require, require_name
 
 QUESTION_ANSWERING, CLASSIFICATION = "LineartimeForQuestionAnswering", "LineartimeForSequenceClassification"
 ENCODER = {"pooling": "mean"}
-"""What the `config.json` of a model that gives documents vectors has besides."""
+"""The further fields in the `config.json` of a model that gives documents vectors."""
 PROBLEMS = {"one": "single_label_classification", "several": "multi_label_classification", "number": "regression"}
 """What a document's label is (one class, any number of classes, a number), as `transformers` calls it."""
 
@@ -82,7 +82,7 @@ def head_from_json(config_json: str) -> Head:
         return Head(kind, labels, float(fields.get("label_mean") or 0), float(fields.get("label_std") or 1),
                     fields.get("pairs") is True, None if max_tokens is None else int(max_tokens))
     except (KeyError, ValueError, TypeError, AttributeError):
-        raise UsageError("its labels are missing or wrong", "config.json", "problem_type, id2label") from None
+        raise UsageError("labels are missing or wrong", "config.json", "correct problem_type and id2label") from None
 
 
 def model_config_from_json(text: str) -> ModelConfig:

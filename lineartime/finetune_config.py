@@ -21,7 +21,7 @@ PairField = Annotated[str | None, "Field or column of a second text, if a docume
 Encoding = Annotated[str, "Encoding of the text, such as latin-1."]
 Stdin = Annotated[Literal["text", "jsonl"], "What `-` reads: text (one document), or jsonl (one in each line)."]
 MaxTokens = Annotated[int | None, "Cut documents to so many tokens; by default each is read whole, however long."]
-Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default ../evidence beside the "
+Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default evidence/ beside the "
                      "questions' folder."]
 Stride = Annotated[int | None, "Tokens from one window of a document to the next; by default three quarters of the "
                    "context."]
@@ -126,9 +126,9 @@ class FineTuning:
         return LEARNING_RATES[self.task] if self.learning_rates is None else self.learning_rates
 
     def train_config(self, rate: float, context: int, n_rows: int, clip: float | None) -> TrainConfig:
-        """The training at one learning rate, in rows of `context` tokens. What `settings` do not name is: batches of 32
-        rows, a tenth of the steps for warm-up, a save after each tenth of the run and at least every 500 steps, and
-        `clip`. n_rows: rows to train on. Raises UsageError for wrong values."""
+        """The training at one learning rate, in rows of `context` tokens. Unless `settings` say otherwise, it has
+        batches of 32 rows, a tenth of the steps for warm-up, a save after each tenth of the run and at least every 500
+        steps, and `clip`. n_rows: rows to train on. Raises UsageError for wrong values."""
         given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
         tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
         require(tokens_per_step >= context and tokens_per_step % context == 0,
@@ -142,17 +142,15 @@ class FineTuning:
             micro_rows = rows  # they are each other's negatives
         # So many epochs, rounded up to whole steps and, where the best step is chosen, to a whole number of scorings.
         steps = max(-(-round(n_rows * self.epochs) // rows), 1)
-        own: dict[str, Any] = {}
         if self.task == "questions":
             steps = given.get("steps", steps)
-            own["eval_every"] = max(steps // N_SCORINGS[self.task], 1)
+            every = max(steps // N_SCORINGS[self.task], 1)
         else:  # the last step is scored too, so that the best can be chosen
             every = given.get("eval_every", -(-given.get("steps", steps) // N_SCORINGS[self.task]))
             steps = given.get("steps", -(-steps // max(every, 1)) * max(every, 1))
-            own["eval_every"] = every
-        own |= {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
-                "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1,
-                "save_every": min(max(steps // 10, 1), 500)}
+        own = {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
+               "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1, "eval_every": every,
+               "save_every": min(max(steps // 10, 1), 500)}
         made = replace_fields(TrainConfig(), {**own, **given, "learning_rate": rate})
         require(self.task != "embed" or made.micro_batch_tokens > context, "a micro-batch has no negatives",
                 f"one row of {context} tokens", "raise tokens_per_step, or micro_batch_tokens")

@@ -18,7 +18,6 @@ from lineartime.atomic_io import write_json
 from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.documents.tasks import DocumentTask
-from lineartime.errors import UsageError
 from lineartime.finetune_config import FineTuning, in_words, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
@@ -30,7 +29,6 @@ from lineartime.settings import require
 from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
 from lineartime.weights.transfer import is_flash, load_step
 
-BEST = "best"
 FINE_TUNINGS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
     "questions": QuestionTask, "classify": DocumentTask, "embed": DocumentTask}
 """What a model can learn. A task has
@@ -130,10 +128,10 @@ def train_rate(task: QuestionTask | DocumentTask, config: RunConfig, device: tor
 
 
 def point_to_best(out: Path, result: dict[str, Any]) -> None:
-    """Point the link `best` in a folder of fine-tunings at the best weights, and of questions one at its answers."""
+    """Point the link `best` in `out` at the best weights and, for questions, `predictions.json` at the best answers."""
     best = result["best"]
     step = result["learning_rates"][best.removeprefix("lr-")].get("best_step")
-    checkpoint.point(out / BEST, Path(best) / ("latest" if step is None else f"step-{step:08d}"))
+    checkpoint.point(out / "best", Path(best) / ("latest" if step is None else f"step-{step:08d}"))
     if (out / best / PREDICTIONS_FILE).exists():
         checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)
 
@@ -142,6 +140,5 @@ def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) 
     """Raise UsageError if the completed fine-tuning in `out` had other settings."""
     trained = {name: to_dict(stored_train(each)) for name, each in stored["train"].items()}
     changed = different(stored | {"train": trained}, json.loads(json.dumps(settings)))  # older ones have fewer fields
-    if changed:
-        raise UsageError("another fine-tuning is here", out,
-                         f"{'; '.join(changed)}. Give another --out, or the same settings")
+    require(not changed, "another fine-tuning is here", str(out),
+            f"{'; '.join(changed)}. Give another --out, or the same settings")

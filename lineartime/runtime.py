@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lineartime.distributed.ranks import launched
-from lineartime.errors import UsageError
+from lineartime.settings import require
 
 LARGEST_KEPT = 32 * 2**20
 """Bytes from which on a block of memory goes back to the system when it is freed, see `choose_allocator`."""
@@ -33,16 +33,13 @@ def pick_device(device: torch.device | str | None = None, *, give_back: bool = F
     `choose_settings`, also for give_back. Each process that `torchrun` starts on a machine has a GPU of its own. Raises
     UsageError for an unknown or missing device, and for more processes than GPUs."""
     name = device.type if isinstance(device, torch.device) else device
-    if name not in (None, "cpu", "cuda"):
-        raise UsageError("unknown device", name, "one of cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no such device here", name, "use --device cpu")
+    require(name in (None, "cpu", "cuda"), "unknown device", str(name), "one of cpu, cuda")
+    require(name != "cuda" or torch.cuda.is_available(), "no such device here", "cuda", "use --device cpu")
     picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if picked.type == "cuda" and launched().size > 1:
         local = int(os.environ.get("LOCAL_RANK", 0))
-        if local >= torch.cuda.device_count():
-            raise UsageError("more processes than GPUs on this machine", f"{torch.cuda.device_count()} GPUs",
-                             "lower --nproc-per-node, or use --device cpu")
+        require(local < torch.cuda.device_count(), "more processes than GPUs on this machine",
+                f"{torch.cuda.device_count()} GPUs", "lower --nproc-per-node, or use --device cpu")
         picked = torch.device("cuda", local)
         torch.cuda.set_device(picked)
     choose_settings(picked, give_back=give_back)
@@ -54,8 +51,8 @@ def choose_allocator(give_back: bool = False) -> str:
 
     By default malloc returns such tensors to the system, which then clears and maps their pages anew at every step.
     Larger tensors always go back, because holes between them would waste more of the heap. With `give_back` every
-    tensor from 1 MiB on goes back, and all threads share one heap: steps take longer, and holes waste nothing. So it is
-    under `ulimit -v`, where holes and the 64 MiB of addresses per thread heap count against the limit."""
+    tensor from 1 MiB on goes back, and all threads share one heap: steps take longer, and holes waste nothing. This is
+    also chosen under `ulimit -v`, where holes and the 64 MiB of addresses per thread heap count against the limit."""
     libc = ctypes.CDLL(None)
     if not sys.platform.startswith("linux") or not hasattr(libc, "gnu_get_libc_version"):
         return "as it is"
@@ -85,7 +82,7 @@ def peak_rss_bytes() -> int:
 
 
 def bytes_of(path: str, name: str) -> int | None:
-    """A line `name: N kB` of a file of the system, in bytes; None where it is not."""
+    """The number N of a line `name: N kB` in a file of the system, in bytes; None if the file or line is missing."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

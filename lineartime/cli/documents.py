@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lineartime.cli.options import Device, Precision
-from lineartime.cli.terminal import Terminal, counted_documents, note, results_are_files, say_stopping
+from lineartime.cli.terminal import Terminal, counted, note, results_are_files, say_stopping
 from lineartime.data.files import require_there
 from lineartime.data.read_text import require_encoding, small_bytes
 from lineartime.data.rows import UTF8
@@ -95,8 +95,8 @@ def check_paths(options: ReadOptions, endings: tuple[str, ...]) -> None:
 
 def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", options: ReadOptions,
                   found_of: "Callable[[Mean], dict[str, Any]]") -> None:
-    """Read all documents, and write a row for each to stdout or a file, which may have the first ones already: of the
-    same verb, fields and reading. found_of: gives what a row says of a document's mean."""
+    """Read all documents, and write a row for each to stdout or a file. The file may have the first rows already, from
+    the same verb, fields and reading. found_of: gives what a row says of a document's mean."""
     from lineartime.documents.examples import MAX_STDIN, read_examples
     from lineartime.documents.pooling import Reading, named_means
     from lineartime.documents.results import description_of, part_of, unfinished_rows
@@ -136,13 +136,13 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
                 "max_tokens": reading.max_tokens, "precision": reading.precision}))
         with kept as (n_done, add):
             if n_done:
-                note(f"going on behind the first {counted_documents(n_done)}")
+                note(f"going on behind the first {counted(n_done)}")
                 n_documents -= n_done
             left = itertools.islice(read_examples(inputs, fields), n_done, None)
             for example, mean in named_means(model, tokenizer, left, reading, progress=show):
                 add({"file": example.file, "number": example.number, "tokens": mean.n_tokens, "cut": mean.is_cut,
                      **found_of(mean)})
                 n_read += 1
-    note(f"read     {counted_documents(n_read)}, {n_tokens:,} tokens: {speed()}")
+    note(f"read     {counted(n_read)}, {n_tokens:,} tokens: {speed()}")
     if out is not None:
         note(f"written  {out}")

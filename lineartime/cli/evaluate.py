@@ -16,7 +16,7 @@ from lineartime.model_names import named_folder
 from lineartime.settings import require
 
 NEEDS = {"--document-tokens": "--contexts", "--out": "--contexts", "--predictions": "--questions",
-         "--evidence": "--questions", "--stride": "--questions"}
+         "--evidence": "--questions", "--stride": "--questions", "--max-answer-tokens": "--questions"}
 """Options that need another one."""
 EXCLUDES = (("--contexts", "--questions"), ("--contexts", "--context"), ("--contexts", "--batch-rows"),
             ("--questions", "--data"), ("--questions", "--split"))
@@ -69,7 +69,7 @@ def evaluate(options: EvaluateOptions) -> None:
     folder = named_folder(options.run)
     if options.questions:
         require_there(options.questions)
-        evaluate_questions(folder, options)
+        score_answers(folder, options)
         return
     if options.data is None:
         raise UsageError("evaluate needs prepared text", "evaluate",
@@ -115,7 +115,7 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
         say(line)
 
 
-def evaluate_questions(run: Path, options: EvaluateOptions) -> None:
+def score_answers(run: Path, options: EvaluateOptions) -> None:
     """Score the answers of a fine-tuned run by the official rules, and print the scores."""
     from lineartime.atomic_io import write_json
     from lineartime.load import load_span_model

@@ -7,7 +7,6 @@ from lineartime.atomic_io import read_json
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.files import joined
-from lineartime.errors import UsageError
 from lineartime.model_names import named_folder
 from lineartime.run_config import RESULT_FILE, RUN_FILE, require_run
 from lineartime.settings import require
@@ -28,9 +27,8 @@ def export(
     folder = named_folder(run)
     result = folder / RESULT_FILE
     if result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result):  # labels or vectors
-        if data is not None or about is not None:
-            raise UsageError("options that do not go together", "export",
-                             "its report is the card: leave out --data and --about")
+        require(data is None and about is None, "options that do not go together", "export",
+                "its report is the card: leave out --data and --about")
         from lineartime.release.export import export_documents
 
         n_bytes = export_documents(folder, out)
@@ -59,8 +57,7 @@ def plot(
     """Draw the curves of runs."""
     split = [(text, "", text) if Path(text).is_dir() else text.partition("=") for text in runs]
     named = {label: Path(path or label) for label, _, path in split}  # the label of a run without one is its path
-    if out is None and len(runs) > 1:
-        raise UsageError("the picture needs a file", "plot", "give --out a .png")
+    require(out is not None or len(runs) < 2, "the picture needs a file", "plot", "give --out a .png")
     require(len(named) == len(runs), "two runs have the same label", "plot", "name each as LABEL=RUN")
     for run in named.values():
         require_run(run)

@@ -27,7 +27,7 @@ def generate(
     *,
     prompt_file: Annotated[tuple[str, ...], "File with a prompt, or its address; may be given again."] = (),
     state: Annotated[Path | None, "Go on from the text that `lineartime read` read: each prompt follows it."] = None,
-    stop: Annotated[tuple[str, ...], "End a text where this would come; may be given again."] = (),
+    stop: Annotated[tuple[str, ...], "Stop before this text; it is not printed. May be given again."] = (),
     max_new_tokens: Annotated[int, "Most tokens to add."] = 200,
     temperature: Annotated[float, "How freely tokens are drawn; 0 always takes the likeliest."] = 0.8,
     top_k: Annotated[int | None, "Draw from the k likeliest tokens only."] = None,
@@ -52,9 +52,8 @@ def generate(
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     loaded, tokenizer, _ = load_model(run)
-    if not loaded.config.causal or type(loaded) is not LanguageModel:
-        raise UsageError("only a causal language model continues text", run,
-                         "see answer, classify and embed, and transformers for masked models")
+    require(loaded.config.causal and type(loaded) is LanguageModel, "only a causal language model continues text",
+            str(run), "see answer, classify and embed, and transformers for masked models")
     loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
     loaded.to(pick_device(device), getattr(torch, precision))
     shared = None if state is None else DecodingState.load(state, loaded)
@@ -135,8 +134,8 @@ def reading(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
 
 
 def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:
-    """The text before the first stop text, and True. Without one: the text that no stop text can begin in, the rest,
-    which more text may make a stop text, and False."""
+    """The text before the first stop text, "" and True. Without one: the text in which no stop text has begun, the
+    rest, which more text may make a stop text, and False."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], "", True

@@ -23,8 +23,8 @@ from lineartime.run_config import SIZES, parse_setting
 Model = Annotated[str, f"A model: {', '.join(PRESETS)}.", "MODEL", PRESETS]
 Size = Annotated[str, f"{', '.join(SIZES)}.", SIZES]
 Task = Annotated[str, "Take the model as the paper has it for c4, wiki40b or pg19.", TASKS]
-Setting = Annotated[dict[str, Any], "Set any field of the model or of its training; `lineartime config` lists them. "
-                    "May be given again; `none` switches a field off.", "--set NAME=VALUE"]
+Setting = Annotated[dict[str, Any], "Set any field that `lineartime config` lists, for `info` one of the model. May be "
+                    "given again; `none` switches a field off.", "--set NAME=VALUE"]
 Device = Annotated[str | None, "cpu or cuda; by default cuda if there is one."]
 Precision = Annotated[Literal["float32", "bfloat16"], "bfloat16 is faster and less exact."]
 RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it has not answered for so many seconds."]

@@ -6,7 +6,7 @@ from shlex import quote
 from typing import Annotated, Any
 
 from lineartime.cli.options import Device, RankTimeout, given_options
-from lineartime.cli.terminal import Terminal, counted_documents, results_are_files, say, say_stopping
+from lineartime.cli.terminal import Terminal, counted, results_are_files, say, say_stopping
 from lineartime.data.files import require_there
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import DataError, UsageError
@@ -24,7 +24,7 @@ OTHERS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS,
 
 def finetune(
     *,
-    documents: Annotated[tuple[str, ...], "For classify and embed: documents to train on, for classify with labels: "
+    documents: Annotated[tuple[str, ...], "For classify and embed: documents to train on (for classify with labels): "
                          ".csv, .jsonl, .parquet, a folder of folders by label, or hub:NAME/SPLIT; may be given again."
                          ] = (),
     plan: FineTuning,
@@ -64,8 +64,9 @@ def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
     say("")
     for name, scores in result["learning_rates"].items():
         say(f"lr {name:<9} {in_words(scores.get('held_out', scores))}" + "  <- best" * (best == f"lr-{name}"))
-    if "test" in result:
-        say(f"test         {in_words(result['test'])} on {counted_documents(result['test']['n_documents'])}")
+    if test := result.get("test"):
+        n_test = counted(test["n_documents"], "pair" if plan.task == "embed" else "document")
+        say(f"test         {in_words(test)} on {n_test}")
     for baseline in ("without_reading", "without_training", "TF-IDF"):
         if baseline in result:
             say(f"{baseline.replace('_', ' '):<12} {in_words(result[baseline])}, on the same held-out texts")

@@ -21,9 +21,9 @@ def score(
     model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "MODEL"],
     file: Annotated[str, "A file of text or its address, which may be packed, or `-` for stdin.", "FILE"],
     *,
-    per: Annotated[Literal["line", "token", "document"], "What each row is of; document is the whole text."] = "line",
+    per: Annotated[Literal["line", "token", "document"], "What a row scores; a document is the whole text."] = "line",
     state: Annotated[Path | None, "File for the state, written every 30 seconds and at the end. The same command then "
-                     "goes on after what it has read. A last line without its end waits there."] = None,
+                     "goes on after what it has read. A last line that has no end yet waits there."] = None,
     as_json: Annotated[bool, "Print rows of JSON.", "--json"] = False,
     precision: Precision = "float32",
     device: Device = None,

@@ -178,9 +178,9 @@ class Terminal:
         self.count("step", step, steps, self.words)
 
 
-def counted_documents(n: int) -> str:
-    """The number of documents in words, such as "1 document"."""
-    return f"{n:,} document" + "s" * (n != 1)
+def counted(n: int, what: str = "document") -> str:
+    """A number of things in words, such as "1 document"."""
+    return f"{n:,} {what}" + "s" * (n != 1)
 
 
 def summary(name: str, scores: dict[str, Any]) -> str:

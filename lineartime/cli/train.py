@@ -94,7 +94,7 @@ def train(
 
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
-    """Print what a run of the size that was named will read and make, unless it is complete."""
+    """Print what a run will read and make, unless it is complete. size: the one that was named; None: the default."""
     from lineartime.data.mixture import read_mixture
     from lineartime.model import number_of_parameters
 

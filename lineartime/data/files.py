@@ -24,7 +24,7 @@ from lineartime.errors import DataError, LineartimeError, UsageError
 Name = str | Path
 """A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
-"""A packed file may hold so many times its size, or so many bytes."""
+"""A packed file may hold so many times its size, or so many bytes, whichever is more."""
 
 
 def is_address(name: Name) -> bool:
@@ -118,7 +118,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def most_bytes(name: Name) -> int:
-    """How large the text of a file may be."""
+    """The most bytes that the text of a file may have. Raises DataError as `size_of` does."""
     return max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
 
 
@@ -155,7 +155,7 @@ def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]
 
 
 def opened_new(name: Name) -> Any:
-    """A file to write, which replaces another of its name. In a store it is there when it is closed."""
+    """A file to write, which replaces another of its name. In a store it appears when it is closed."""
     store, path = store_of(name)
     return store.open(path, "wb")
 
@@ -212,7 +212,7 @@ def is_folder(name: Name) -> bool:
 
 
 def make_folder(name: Name) -> None:
-    """Make a folder and its parents where the store has any."""
+    """Make a folder and its parents, if the store has folders."""
     store, path = store_of(name)
     store.makedirs(path, exist_ok=True)
 

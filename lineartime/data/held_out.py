@@ -48,8 +48,8 @@ def cut_document(slices: list[Slice], share: float, how: ReadArguments) -> tuple
 
 
 def _cut_at(at: int, slices: list[Slice], begins: list[int]) -> tuple[list[Slice], list[Slice]]:
-    """The slices before a character, of which the last one has text, and those from it on. begins: where each begins,
-    and where the last one ends."""
+    """The slices before the character `at`, and those from it on; the last one before it is not empty. begins: the
+    character at which each begins, and at which the last one ends."""
     i = bisect_left(begins, at) - 1
     skip = at - begins[i]
     return ([*slices[:i], slices[i]._replace(characters=skip, ends=True)],

@@ -76,7 +76,7 @@ def places_of_step(n_rows: Sequence[int], weights: tuple[int, ...] = (1,), *, se
 @lru_cache(maxsize=64)
 def orders(seed: int, n_rows: int) -> Callable[[int], np.ndarray]:
     """A function that gives the order of a text's rows in an epoch, a permutation [n_rows]: that of raw Philox numbers,
-    which numpy promises to keep, unlike its `permutation`. It keeps those of two epochs."""
+    which numpy promises not to change, unlike its `permutation`. It remembers the last two epochs."""
     @lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray:
         key = np.array([seed % 2**64, epoch], np.uint64)

@@ -61,7 +61,9 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
                                                                 for split, name, path, _ in shown])
             job = shares.plan(asked, work, show, anew=True)
             n_bytes = [sum(Slice(*one).bytes for one in own) for _, own in job["units"]]
-            n_jobs = asked.jobs or len(os.sched_getaffinity(0))  # the cores that this process may use
+            # By default one process for each core that this one may use; macOS does not say which these are.
+            n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            n_jobs = asked.jobs or n_cores
             n_workers = 1 if sum(n_bytes) < asked.unit_bytes else min(n_jobs, len(n_bytes))
             encoded = _counted(progress, "tokenising", sum(n_bytes))
             encode_all(work, n_workers, lambda index: encoded(n_bytes[index]))

@@ -10,7 +10,6 @@ from lineartime.data.rows import UTF8, is_utf8
 from lineartime.settings import require, require_name
 
 DEFAULT_VOCAB_SIZE = 32_000
-UNIT_BYTES = 1 << 23
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 """The book that ships with the package."""
 
@@ -28,7 +27,7 @@ class PrepareSettings:
     tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one "
                          "or that transformers opens, a run, an exported folder or `small`; or the address of a folder."
                          ] = "train"
-    add_tokens: Annotated[Path | str | None, "File of tokens to add to a tokenizer that is there, one in each line."
+    add_tokens: Annotated[Path | str | None, "File of tokens to add to what --tokenizer names, one in each line."
                           ] = None
     vocab_size: Annotated[int | None, "Tokens of the tokenizer that is trained; by default 32000."] = None
     held_out: Annotated[float | None, "Share of the text to keep for validation, such as 0.05: whole documents at "
@@ -46,7 +45,7 @@ class PrepareSettings:
     """The tokenizer is trained on at most about so many characters, from pieces at equal distances."""
     shard_tokens: int = 1 << 27
     """Tokens in a file."""
-    unit_bytes: int = UNIT_BYTES
+    unit_bytes: int = 1 << 23
     """What a process takes at once. It changes the result only inside words of more than 4,096 characters."""
 
     def __post_init__(self) -> None:
@@ -61,7 +60,7 @@ class PrepareSettings:
         require(self.sample != bool(self.inputs), "wrong inputs",
                 f"{len(self.inputs)} and the sample" if self.sample else "there are none",
                 "name files or folders, or ask for the sample")
-        require(self.inputs.count("-") <= 1, "stdin is read once", "-", "name it once")
+        require([*self.inputs, *self.validation, *self.test].count("-") <= 1, "stdin is read once", "-", "name it once")
         require(self.tokenizer != "train" or self.add_tokens is None, "tokens are added to a tokenizer that is there",
                 str(self.add_tokens), "name it: --tokenizer RUN")
         require(self.tokenizer == "train" or self.vocab_size is None, "this tokenizer has its own vocabulary",

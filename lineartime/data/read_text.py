@@ -48,7 +48,7 @@ EXPANSION = 4
 """How many times larger than its file a packed text, or one in parquet, is taken to be when work is shared."""
 BYTE_ORDER_MARK = "\ufeff"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
-"""In UTF-8, white space before a character that is none: a place at which byte-level tokenizers cut, see `cut`."""
+"""In UTF-8, a space or line feed before what is no white space: byte-level tokenizers cut there, see `cut`."""
 LAST_WORD = re.compile(r"(?s:.*)\S(?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
 """All up to the last character that white space follows. Byte-level tokenizers cut between the two. Unlike Python they
 do not count \\x1c to \\x1f as white space, so these are taken for neither."""
@@ -113,7 +113,7 @@ def read_pieces(name: Name, *, field: str = "text", task: str | None = None, enc
     piece, or in a file that is one document pieces of white space.
 
     field: the field or column that holds the text. task: "wiki40b" takes its markers out. start, stop: a range of
-    `ranges_of`; the pieces of a document that goes on in the next one are none of them the last. An empty file has no
+    `ranges_of`; if its document goes on in the next range, no piece is marked as the last. An empty file has no
     piece."""
     if is_one_document(name):
         yield from _pieces_of_text(name, encoding, start, stop)
@@ -193,7 +193,7 @@ def pieces_of(text: str) -> Iterator[Piece]:
 
 
 def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Whole documents, of their pieces. One of more than `LONGEST_WHOLE` characters is cut at the ends of lines."""
+    """Join pieces into whole documents. One of more than `LONGEST_WHOLE` characters is cut at the ends of lines."""
     text = ""
     for piece, last in pieces:
         text += piece
@@ -259,9 +259,9 @@ def small_bytes(name: Name, most: int) -> bytes:
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
-    """The text of the next bytes of a stream of UTF-8, None at its end; the bytes of a character that goes on behind
-    them; and what is wrong behind the text. tail: those of a character before them, both in hexadecimal. position: of
-    the block."""
+    """Decode the next block of a stream of UTF-8; None: its end. Returns its text, the bytes of a last character that
+    is not whole yet, and the error behind the text, if there is one. tail: such bytes of the block before. Both are in
+    hexadecimal. position: the block's first byte. name: for the error."""
     data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
     try:
         text, n = codecs.utf_8_decode(data, "strict", block is None)

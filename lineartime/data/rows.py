@@ -111,7 +111,7 @@ def parse_json(text: str, where: object, **hooks: Any) -> Any:
 
 
 def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> Iterator[Row]:
-    """The rows of a table as text, placed by their first lines."""
+    """The rows of a table, each with the line on which it begins; every field is text."""
     csv.field_size_limit(MAX_LINE_BYTES)
     line = 1
     # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
@@ -126,7 +126,7 @@ def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> It
             for row in rows:
                 if row and len(row) != len(names):
                     raise DataError("a row of another length", f"{name}:{line}",
-                                    f"{len(row)} fields, the first row {len(names)}")
+                                    f"it has {len(row)} fields; give it {len(names)}, as the first row has")
                 if row:
                     yield Row(f"{name}:{line}", dict(zip(names, row, strict=True)))
                 line = rows.line_num + 1
@@ -219,8 +219,8 @@ def text_field(record: Any, name: str, where: str) -> str:
 
 
 def _missing(what: str, where: Name, there: Sequence[str], others: Sequence[str]) -> DataError:
-    """The error of a field that is missing. others: of those that are there what it could be; none for a field that was
-    named by an option, which its user knows."""
+    """The error of a field that is missing. others: the fields that could be meant; empty if the user named the field
+    with an option, and so knows the option."""
     hint = f"; name one with --text-field, such as --text-field {others[0]}" if others else ""
     return DataError(what, where, f"it has {', '.join(map(repr, there[:8])) or 'none'}{hint}")
 

@@ -2,7 +2,7 @@
 
     step    reads                           writes into the work folder
     plan    the names of files; the text,   job.json and tokenizer.json; what can be read only once: streams/
-            if a tokenizer is trained
+            if a tokenizer is trained, or if the end of the only document is held out
     encode  each unit                       units/00012.ids, .rows, .json
     join    the units                       the shards of each split, in the output folder
 
@@ -108,12 +108,10 @@ def encode(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -
     for index in range(number, len(origins), of):
         name, slices = _unit_name(work, index), [Slice(*each) for each in job["units"][index][1]]
         if not is_finished(name, origins[index]):
-            if is_right:
-                unit = encode_unit(name, slices, job["reading"], tokenizer, job["held_out"] is not None)
-            else:
-                unit = Encoded(faults=faults_of(slices, job["reading"]))
+            unit = (encode_unit(name, slices, job["reading"], tokenizer, job["held_out"] is not None) if is_right else
+                    Encoded(faults=faults_of(slices, job["reading"])))
             is_right = is_right and not unit.faults
-            unit.made_from = "" if unit.faults else origins[index]
+            unit.made_from = origins[index] if unit.files else ""
             write_text(f"{name}.json", json.dumps(dataclasses.asdict(unit)) + "\n")
         if done is not None:
             done(index)
@@ -200,7 +198,7 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
 
 
 def _cut_into_units(job: Job, asked: PrepareSettings, tokenizer: Tokenizer | None) -> Job:
-    """The units of a job, and "held_out": the share of documents, or None for none or if the only one is cut."""
+    """The "units" of a job, and "held_out": the share of documents; None for none, or if the only document is cut."""
     slices = [(split, _slices_of(path, asked, tokenizer)) for split, _, path, _ in job["sources"]]
     train, held_out = [own for split, own in slices if split == "train"], asked.held_out
     if held_out and len(train) == 1 and is_one_document(train[0][0].path):

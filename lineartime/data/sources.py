@@ -128,8 +128,8 @@ def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
 
 
 def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
-    """The names that belong to a split, with it; or all with "", if none belongs to train and not all to others. Raises
-    UsageError for a train split deeper in the folder, whose validation split would be trained on."""
+    """The split of each name that has one, if one is of train or all have one; else "" for all names. Subfolders come
+    before files. Raises UsageError for a train split deeper in the folder: its validation split would be trained on."""
     by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") for name in names if "/" in name}
     by_name = {name: _split_of(name) for name in names if "/" not in name}
     for splits in (by_folder, by_name):

@@ -53,7 +53,7 @@ def hub_rows(name: str) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def quiet(library: Any) -> Iterator[None]:
-    """Switch the library's progress bars and warnings off; errors are reported in one line, and verbs have own bars."""
+    """Switch off the library's progress bars and warnings: errors have one line here, and verbs have their own bars."""
     with contextlib.ExitStack() as after:
         for logger in map(logging.getLogger, ("datasets", "huggingface_hub")):
             after.callback(logger.setLevel, logger.level)
@@ -75,17 +75,17 @@ def save_streams(asked: PrepareSettings, folder: Name, show: Callable[..., Itera
             return name
         own = joined(folder, str(next(count)))
         make_folder(own)
-        return _save_stdin(own) if name == "-" else _save_hub(name, asked.field, own, show)
+        return _save_stdin(own, asked.encoding) if name == "-" else _save_hub(name, asked.field, own, show)
 
     inputs, validation, test = (tuple(map(saved, names)) for names in (asked.inputs, asked.validation, asked.test))
     return dataclasses.replace(asked, inputs=inputs, validation=validation, test=test)
 
 
-def _save_stdin(folder: str) -> str:
+def _save_stdin(folder: str, encoding: str) -> str:
     path = joined(folder, "stdin.txt")
     with opened_new(path) as file:
         for block in stdin_blocks():
-            if b"\0" in block:  # and not the endless copy of a device
+            if b"\0" in block and b"\0" not in "a".encode(encoding):  # and not the endless copy of a device
                 raise DataError("a NUL byte: this is no text", "stdin")
             file.write(block)
     if not size_of(path):

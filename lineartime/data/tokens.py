@@ -143,7 +143,7 @@ def verify_data(data_dir: Name) -> Manifest:
 
 
 def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZER_FILE,)) -> Path:
-    """The folder itself, or of an address a folder in the cache with the manifest and the files `names`: training maps
+    """The folder itself; for an address, a folder in the cache with the manifest and the files `names`: training maps
     them into memory. What is there already is kept."""
     if not is_address(folder):
         return Path(folder)
@@ -271,8 +271,8 @@ def tokenizer_of(data: str) -> Tokenizer:
 
 
 def sha256_of(data: str, manifests: Sequence[Manifest]) -> str:
-    """The hash of the prepared text that `data` names, of which these are the manifests: the only one's, or of several
-    texts that of their hashes and shares."""
+    """The hash of the prepared text that `data` names: that of its only manifest, or the hash of all their hashes and
+    shares. manifests: those of `data`, in order."""
     hashes, weights = [manifest.sha256 for manifest in manifests], [*read_mixture(data).values()]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps([hashes, weights]).encode()).hexdigest()
 

@@ -2,7 +2,7 @@
 
 A unit has three files: `00012.ids`, its ids, an end-of-document token after each document; `00012.rows`, for each
 document its ids, words, bytes and, where some are held out, a hash, as uint64; and `00012.json`, which is written last,
-says that it is finished, and has the hashes of both: what a crash leaves torn is known by its hash, and made again. A
+has the hashes of both or what is wrong with the text: what a crash leaves torn is known by its hash, and made again. A
 document that goes on in the next unit has a row in both."""
 
 import contextlib
@@ -46,7 +46,7 @@ class Slice(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """About how many of text it has."""
+        """About how many bytes of text it has."""
         if self.characters is not None:
             return self.characters
         return (self.stop - self.start) * expansion_of(self.path) - self.skip
@@ -56,7 +56,7 @@ class Slice(NamedTuple):
 class Encoded:
     """What is known of a unit that is done.
 
-    made_from: the hash of its text, its tokenizer and how it is read; "" if there are faults. open: its last document
+    made_from: the hash of its text, its tokenizer and how it is read; "" if nothing is written. open: its last document
     goes on in the next unit. lost: documents, or parts of one, that the tokenizer does not give back. unknown: how
     often it has no token for what it reads. sources: the path of each file, its number of pieces and, in the unit in
     which it begins, its bytes and SHA-256. files: bytes and SHA-256 of "ids" and "rows"."""

@@ -2,7 +2,7 @@
 
 A worker is a program of its own, `python -m lineartime.data.workers WORK NUMBER OF`. It is no fork, because the caller
 may have threads; and not one of `multiprocessing`, which would run the caller's script again in each. It prints the
-number of each unit that it has done, and of an error of the system what it says."""
+number of each unit that it has done, or the words of an error of the system."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def encode_all(work: Name, n_workers: int, done: Callable[[int], None]) -> None:
     """Tokenise all units in so many processes; with one it is this process. `done` is told the number of each unit that
     is done.
 
-    Raises ResourceError for an error of the system, and for a process that dies. All end with this function."""
+    Raises ResourceError for an error of the system, and for a process that dies. The processes end with this call."""
     if n_workers <= 1:
         encode(work, done=done)
         return

@@ -22,7 +22,7 @@ def scikit() -> Any:
 
 
 def score_labels(head: Head, logits_NL: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """The scores of N documents. "score" is what the best model has the most of: macro F1, or R^2 of numbers.
+    """The scores of N documents. The best model has the largest "score": macro F1, or R^2 of numbers.
 
     "loss" is the mean of `classify.label_losses`. Of classes "accuracy" is the share of documents with all classes
     right, and "macro_f1" the mean over the classes that some document has or is said to have. Of numbers there are
@@ -62,7 +62,7 @@ def by_tf_idf(head: Head, train: Sequence[str], train_targets: np.ndarray, texts
 
 
 def simplest(head: Head, train: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    """The scores without reading: what is most frequent in training, or the mean there."""
+    """The scores of a guess without reading: what is most frequent in training, or the mean there."""
     if head.problem_type == NUMBER:
         logits_L = train.mean(keepdims=True)
     elif head.problem_type == ONE:

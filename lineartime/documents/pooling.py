@@ -80,7 +80,7 @@ def document_ids(tokenizer: Tokenizer, text: str, second: str | None = None,
 
 def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[Example], reading: Reading, *,
                 progress: Callable[[int], None] | None = None) -> Iterator[tuple[Example, Mean]]:
-    """`read_means` of documents, each with its name. Raises DataError as the reader of the documents does."""
+    """`read_means` of documents, each with its example. Raises DataError as the reader of the documents does."""
     waiting: collections.deque[tuple[Example, int, bool]] = collections.deque()
 
     def ids() -> Iterator[np.ndarray]:

@@ -20,7 +20,7 @@ from lineartime.config import to_dict
 from lineartime.data.files import is_address, size_of, stamp_of
 from lineartime.data.streams import ON_HUB
 from lineartime.documents.examples import files_of
-from lineartime.errors import ResourceError, UsageError
+from lineartime.errors import ResourceError
 from lineartime.settings import require
 
 if TYPE_CHECKING:
@@ -96,15 +96,14 @@ def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[in
     try:
         with os.fdopen(locked(path), "r+b") as file:
             begun = file.read(len(first))
-            if begun not in (b"", first):
-                raise UsageError("an unfinished file of other documents, of another model or of another version", path,
-                                 "delete it, or choose another --out")
+            require(begun in (b"", first), "an unfinished file of other documents, another model or another version",
+                    str(path), "delete it, or choose another --out")
             try:
                 n_rows = rows_there(file, first, path)
                 begun = b""  # from here on n_rows says what would be lost
                 yield n_rows, add
             except BaseException:
-                if n_rows == 0 and not begun:  # nothing is lost, and other settings are not refused
+                if n_rows == 0 and not begun:  # it holds no row, and would refuse other settings
                     path.unlink(missing_ok=True)
                 raise
             with replaced(out) as whole:  # the output is whole under its name before the rows go

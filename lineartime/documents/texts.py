@@ -75,7 +75,7 @@ def read_texts(tokenizer: Tokenizer, examples: Iterable[Example], max_tokens: in
         if progress is not None:
             progress(len(texts))
     if in_pairs and len(texts) < 2:
-        raise DataError("one pair only", where, "a pair is learned from what is no pair")
+        raise DataError("one pair only", where, "give two or more: each is told apart from the others")
     return texts
 
 

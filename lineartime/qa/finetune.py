@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """The configuration for fine-tuning a pretrained model: the paper's, then `changes`.
 
-    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (here at most that of pretraining), and with relu^2
-    softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a causal model, a
-    field that fine-tuning cannot change, and a context longer than the position tables allow."""
+    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (here at most that of pretraining) and, if it has
+    relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a causal
+    model, a field that fine-tuning cannot change, and a context longer than the position tables allow."""
     config = model.config
     require(not config.causal, "questions need a model that sees both ways", "causal = true",
             "pretrain with causal = false (masked language modelling); a causal model goes on with `lineartime train "

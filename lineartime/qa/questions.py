@@ -56,7 +56,7 @@ class Question:
 def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Iterator[Question]:
     """The questions of all files, in order. TriviaQA's evidence is read later, by `Document.text`.
 
-    evidence: the folder with `wikipedia/` and `web/`, by default `../evidence` beside the folder of a TriviaQA file.
+    evidence: the folder with `wikipedia/` and `web/`, by default `evidence/` beside the folder of a TriviaQA file.
     From files for the verified evaluation ("VerifiedEval") only the verified part is read. Raises DataError, with its
     place, for a record of another form, a missing file of evidence, and a repeated id."""
     seen: dict[str, str] = {}

@@ -104,8 +104,8 @@ class Window(NamedTuple):
 
 
 def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
-    """All windows of a question, which is cut to a quarter of the context, in the order of its documents. An answer
-    counts only if the window holds all of it.
+    """All windows of a question, in the order of its documents. The question is cut to a quarter of the context. An
+    answer counts only if the window holds all of it.
     Answers are SQuAD's gold spans, otherwise every place that `metrics.occurrences` finds, widened to whole tokens."""
     separator = tokenizer.separator
     assert separator is not None, "the tokenizer has no [SEP]"

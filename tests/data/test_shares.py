@@ -1,11 +1,12 @@
 """Text prepared in shares and in stores: the bytes of one process, whatever does the work; and what is held out."""
 
 import random
+from unittest.mock import DEFAULT, Mock
 
 import fsspec
 import pytest
 
-from lineartime.data import shares
+from lineartime.data import read_text, shares
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
 from lineartime.data.tokens import open_split, verify_data
@@ -91,6 +92,21 @@ def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path):
     message = str(caught.value)
     assert message.startswith("12 files cannot be read: no field 'text': ") and message.endswith("and 2 more")
     assert message.count("--text-field content") == 10 and not (tmp_path / "out").exists()
+
+
+def test_a_share_that_could_not_read_a_file_goes_on_when_it_can(tmp_path, monkeypatch):
+    """A unit that was only read, because one before it was wrong, is not taken for done."""
+    make(tmp_path, {"a.txt": "line\n" * 60})
+    work, asked = tmp_path / "work", PrepareSettings((str(tmp_path / "a.txt"),), "-", tokenizer="bytes", unit_bytes=60)
+    shares.plan(asked, work)
+    answers = [DEFAULT, OSError(5, "no answer"), *[DEFAULT] * 9]
+    with monkeypatch.context() as patch:
+        patch.setattr(read_text, "unpacked", Mock(wraps=read_text.unpacked, side_effect=answers))
+        shares.encode(work)
+    with pytest.raises(DataError, match=r"cannot read: .*a\.txt; no answer"):
+        shares.join(work, tmp_path / "out")
+    shares.encode(work)
+    assert shares.join(work, tmp_path / "whole").splits["train"].bytes == 300
 
 
 @pytest.mark.parametrize("name, text", [
