@@ -43,5 +43,5 @@ def auto_tokenizer(folder: Path, *, mlm: bool = False) -> Tokenizer:
     for text in (*PROBES, "".join(saved.all_special_tokens)):
         ids = saved(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         require(made.encode(text) == ids, "this tokenizer does more than its tokenizer.json says",
-                where, f"it reads {text!r} otherwise; name the file tokenizer.json itself to do without that")
+                where, f"it reads {text!r} otherwise; name a tokenizer.json file in place of the folder")
     return made

@@ -325,7 +325,7 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def with_tokens(tokenizer: Tokenizer, path: Name) -> Tokenizer:
-    """A tokenizer with further tokens, one from each line of a file of UTF-8. They are found in text before all others.
+    """A tokenizer with further tokens, one from each line of a file of UTF-8. Text is searched for them first.
 
     Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
     would not give back, and for a file that names none; DataError as `read_small` does."""
