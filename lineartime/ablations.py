@@ -26,7 +26,7 @@ from lineartime.layers import (
     fold_heads,
     unfold_heads,
 )
-from lineartime.memory import KeyConv, ReadNorm, WriteGate, linear_heads
+from lineartime.memory import KeyConv, WriteGate, linear_heads
 from lineartime.ops.ablations import (
     ablated_quadratic_attention,
     first_to_all_attention,
@@ -59,7 +59,6 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             self.chunk_bias = RelPosBias(CHUNK_BIAS_LEN)
         self.key_conv = KeyConv(config) if config.key_conv else None
         self.linear_gate = WriteGate(config) if config.linear_gate else None
-        self.linear_norm = ReadNorm(config) if config.linear_norm else None
         self.init_weights(config.init_std)
 
     def init_weights(self, std: float) -> None:
@@ -164,7 +163,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             assert segment_ids_BGC is not None
             a_BGG = self.chunk_weights(to_chunks(z_BTS, c), segment_ids_BGC)
         out_BGCE = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, v_BGCE, self.rel_pos_bias, segment_ids_BGC,
-                                    a_BGG, gate_BT, self.linear_norm, exchange)
+                                    a_BGG, gate_BT, exchange)
         if first:  # each chunk's first token also attends to its whole document
             assert segment_ids_BGC is not None
             q_all, k_all = first
@@ -244,6 +243,5 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             out_BNE = extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
         else:
             assert isinstance(cache, ChunkState)
-            out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN,
-                                    self.linear_norm)
+            out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN)
         return self.gated(u_BNE, out_BNE)

@@ -1,5 +1,5 @@
-"""Files that are complete or absent, whenever the process dies: texts and folders that are replaced at once, and files
-with a SHA-256. And files that are read whole, up to a size."""
+"""Files and folders that are complete or absent, whenever the process dies; files that are hashed as they are written;
+and files that are read whole, up to a size."""
 
 import contextlib
 import errno
@@ -52,7 +52,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of a model. Raises CheckpointError for one that is missing or no UTF-8."""
+    """The text of a file of a model. Raises CheckpointError for one that cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode()
     except (OSError, UnicodeDecodeError) as e:
@@ -60,7 +60,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError for a missing or damaged file."""
+    """The object in a JSON file. Raises CheckpointError for a file that cannot be read or holds no object."""
     try:
         content = json.loads(read_bytes(path))
         if not isinstance(content, dict):
@@ -99,7 +99,7 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
         whole = number < len(lines)
         try:
             row = json.loads(line.decode())
-            whole = True  # what is cut off from an object is not JSON
+            whole = True  # an object that was cut off is not JSON
             parsed.append(parse(row))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
             if whole:
@@ -150,11 +150,11 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     Of a link the file that it points to is replaced. A pipe and a device such as /dev/stdout are written in place.
     Raises ResourceError for errors of the system."""
     try:
-        path = Path(os.path.realpath(path))
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
             with open(path, "wb") as file:
                 yield file
             return
+        path = Path(os.path.realpath(path))
         # Whoever writes this file has its hidden one locked. A killed process may have left that.
         aside = _hidden(path, "tmp")
         with os.fdopen(locked(aside, wait=True), "r+b") as file:
@@ -224,7 +224,7 @@ def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
         raise
     finally:
         if not keep:
-            shutil.rmtree(folder, ignore_errors=True)  # what stays goes with the next that has it
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed goes when the folder is next used
             for parent in made:  # they stay if the output is in them
                 with contextlib.suppress(OSError):
                     parent.rmdir()
@@ -251,24 +251,24 @@ def _lock_folder(folder: Path, out: Path) -> int:
     while True:
         folder.mkdir(exist_ok=True)
         try:
-            return locked(folder / LOCK)
-        except FileNotFoundError:  # another process has just removed the folder
-            continue
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
+                return locked(folder / LOCK)
         except BlockingIOError:
             raise ResourceError("another process is writing this folder", out, "wait for it") from None
 
 
 def locked(path: Path, *, wait: bool = False) -> int:
     """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock when the descriptor
-    is closed, and when the process ends. Raises OSError; BlockingIOError, unless it is to `wait`, if another process
-    has the lock."""
+    is closed, and when the process ends. If another process has the lock it waits with `wait`, else raises
+    BlockingIOError. Raises OSError for other errors."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             # The process that had the lock may have renamed or removed the file since it was opened.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
         except BaseException:
             os.close(descriptor)
             raise

@@ -35,19 +35,19 @@ TENSORS = ".safetensors"
 STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
 """The name of a checkpoint's folder: its step, of eight digits at least."""
 LEFTOVERS = (".tmp-step-", ".trash-step-")
-"""How the names begin of what a killed save or removal leaves."""
+"""The beginnings of the names of what a killed save or removal leaves."""
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose every byte matches its manifest."""
+    """A checkpoint whose every byte matches its manifest; after `check`, every byte of this rank's share."""
 
     path: Path
     step: int
     run: str
     damaged: dict[int, str]
-    """Of a run's newest valid one: what is wrong with each newer, damaged one, by step, newest first."""
+    """What is wrong with each newer, damaged checkpoint of the run, by step, newest first; only `newest` fills it."""
 
     def reasons(self) -> str:
         """The newer, damaged checkpoints and what is wrong with each, in one line."""
@@ -55,7 +55,7 @@ class Checkpoint(NamedTuple):
 
 
 Content = bytes | Mapping[str, Tensor]
-"""What a file has: a text, or named tensors."""
+"""What a file holds: the bytes of a text, or named tensors."""
 
 
 # Saving
@@ -139,7 +139,7 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The numbers of a tensor on any device; that of one number may have any stride."""
+    """The bytes of a tensor on any device. One number is contiguous at any stride, but `view` needs stride 1."""
     whole = tensor.detach().cpu().contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
@@ -244,14 +244,14 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
              if name not in index or (index[name]["shape"] or [1]) != (list(shape) or [1])]
     if wrong:
         raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
-    # The pieces of [start, stop) lie one behind the other in the parts that overlap it.
+    # Each part that overlaps [start, stop) gives a piece of it; the parts are in order.
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open_tensors(folder / name))
                  for name in {part[0] for entry in index.values() for part in entry["parts"]}}
         for name, (_, start, stop) in wanted.items():
             pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
                       for file, first, last in index[name]["parts"] if first < stop and start < last]
-            found[name] = torch.cat([torch.zeros(0), *pieces])  # a part may have no elements
+            found[name] = torch.cat([torch.zeros(0, dtype=torch.float32, device="cpu"), *pieces])  # also of no piece
     check_finite(found, folder / f"{stem}{TENSORS}")
     return found
 
@@ -265,7 +265,7 @@ def open_tensors(path: Path) -> safetensors.safe_open:
 
 
 def _index(folder: Path, stem: str) -> dict[str, Any]:
-    """The shape and the parts of each tensor: by the index, or of one file, in which each is a part of its own."""
+    """The shape and the parts of each tensor: those of the index file, or of one file, where each has a single part."""
     if (folder / index_name(stem)).exists():
         return json.loads((folder / index_name(stem)).read_bytes())
     index = {}
@@ -405,15 +405,15 @@ def point(link: Path, target: Path | str) -> None:
 
 
 def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
-    """Remove checkpoints older than the `keep` newest valid ones; the newest is `saved`, which was just written."""
+    """Remove checkpoints older than the `keep` newest valid ones up to `saved`, which is valid, but not `spare`."""
     valid = 1
     # A damaged checkpoint does not count, but is not removed before it is old: it may be all that somebody has.
     for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
-        if step < saved and valid >= keep and step != spare:
-            _rename(path, _trash(path))
-        elif step < saved:
+        if step < saved and valid < keep:
             valid += _run_of(path) is not None
+        elif step < saved and step != spare:
+            _rename(path, _trash(path))
     _remove_leftovers(run_dir)
 
 

@@ -106,8 +106,6 @@ class ModelConfig:
     linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
                            "token and head; z is what the key is made from."] = False
-    linear_norm: Annotated[bool, "The output of the linear half is divided by its root mean square and multiplied by a "
-                           "learned gain."] = False
     linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
     keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
                                      "the queries."] = False
@@ -171,7 +169,7 @@ class ModelConfig:
         """What must hold for options beyond the paper, so that the model has a place for them."""
         yield (self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
                f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
-        for name in ("linear_scale_init", "linear_rope", "linear_gate", "linear_norm", "linear_divisor"):
+        for name in ("linear_scale_init", "linear_rope", "linear_gate", "linear_divisor"):
             yield (getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
                    f"{name} is for the linear half of mixed chunk attention", "attn_type chunk_parts", "leave it out")
         yield (self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out", "rel_pos",
@@ -199,8 +197,7 @@ class ModelConfig:
             yield (self.causal or self.key_conv % 2 == 1, "key_conv must be odd in a bidirectional model",
                    f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
         is_own_grid = self.document_grid == "own"
-        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.linear_norm
-                                                     or is_own_grid),
+        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or is_own_grid),
                "the paper's document mask takes no options beyond the paper", "document_mask", EXACT_MASK)
         yield (not is_own_grid or not (self.cls_softmax or self.chunk_pooling == "attention"),
                "cls_softmax and learned chunk weights are for unpacked rows", "document_grid = own",
@@ -270,7 +267,7 @@ class ModelConfig:
         """Whether a GAU computes FLASH's or FLASH-Quad's attention, with any number of heads, made in any way."""
         return (self.activation == "silu" and self.attn_kernel == "relu2" and self.gate and self.chunk_parts == "both"
                 and self.document_mask == "exact" and self.chunk_pooling != "attention"
-                and not (self.overlap or self.first_to_all or self.cls_softmax or self.linear_norm))
+                and not (self.overlap or self.first_to_all or self.cls_softmax))
 
     @property
     def is_ablated_gau(self) -> bool:
@@ -473,17 +470,18 @@ class TrainConfig:
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
 
-def stored_train(fields: Mapping[str, Any]) -> TrainConfig:
-    """The hyperparameters in the description of a run, also of one that an earlier version began.
+def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
+    """`config` with the fields that the description of a run has, also of one that an earlier version began.
 
-    Raises UsageError for a field that is not known or wrong, CheckpointError for a value of `row_tiles` that changed
-    what a run computes: that setting is gone."""
+    Raises UsageError for a field that is not known or wrong, CheckpointError for a setting that is gone, if it changed
+    what the run computes."""
     fields = dict(fields)
-    n_tiles = fields.pop("row_tiles", None)
-    if n_tiles not in (None, fields.get("context_parallel", 1)):
-        raise CheckpointError("the run has a setting that is gone", f"row_tiles = {n_tiles}",
-                              "go on with the version that began it, or begin a new run with --from this one")
-    return replace_fields(TrainConfig(), fields)
+    for name, unused in (("row_tiles", (None, fields.get("context_parallel", 1))), ("linear_norm", (False,))):
+        value = fields.pop(name, unused[0])
+        if value not in unused:
+            raise CheckpointError("the run has a setting that is gone", f"{name} = {value}",
+                                  "go on with the version that began it")
+    return replace_fields(config, fields)
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "context_parallel") -> None:

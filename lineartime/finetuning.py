@@ -15,15 +15,16 @@ import torch
 
 from lineartime import checkpoint
 from lineartime.atomic_io import write_json
-from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
+from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.documents.tasks import DocumentTask
 from lineartime.finetune_config import FineTuning, in_words, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
 from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
-from lineartime.run import Run, different, read_fine_tuning
-from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig
+from lineartime.run import Run, different
+from lineartime.run_config import RunConfig
+from lineartime.run_files import RESULT_FILE, RUN_FILE, read_fine_tuning
 from lineartime.runtime import pick_device
 from lineartime.settings import require
 from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
@@ -138,7 +139,7 @@ def point_to_best(out: Path, result: dict[str, Any]) -> None:
 
 def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) -> None:
     """Raise UsageError if the completed fine-tuning in `out` had other settings."""
-    trained = {name: to_dict(stored_train(each)) for name, each in stored["train"].items()}
+    trained = {name: to_dict(stored_config(TrainConfig(), each)) for name, each in stored["train"].items()}
     changed = different(stored | {"train": trained}, json.loads(json.dumps(settings)))  # older ones have fewer fields
     require(not changed, "another fine-tuning is here", str(out),
             f"{'; '.join(changed)}. Give another --out, or the same settings")

@@ -44,7 +44,7 @@ from lineartime.hf_cache import LineartimeCache
 from lineartime.load import check_shared, has_optimizer, weight_files
 from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, label_logits
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
+from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
 from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, LONGEST, padding_token
 

@@ -23,8 +23,7 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel, Undrawn
 from lineartime.model_names import named_folder
-from lineartime.run import CONFIG_FILE, OPTIMIZER, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
-from lineartime.run_config import RUN_FILE
+from lineartime.run_files import CONFIG_FILE, OPTIMIZER, RUN_FILE, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
 
 GENERATION_FILE = "generation_config.json"
 """What `save_pretrained` writes beside the weights: how transformers generates."""
@@ -71,7 +70,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     with torch.device("meta"), Undrawn():
         model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
                  DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
-    weights = checkpoint.check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS_FILE)
+    weights = checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)
     return model.eval(), tokenizer, facts

@@ -1,6 +1,5 @@
 """Options beyond the paper for a longer memory of the linear half: keys made from several tokens (in quadratic
-attention too), a gate on what is written, a norm of what is read. All are off by default; FLASH and FLASH-Quad do not
-use this file."""
+attention too), a gate on what is written. All are off by default; FLASH and FLASH-Quad do not use this file."""
 
 from collections.abc import Sequence
 
@@ -20,11 +19,6 @@ CONV_NOISE = 0.3
 """Standard deviation of the noise on a new convolution's weights: keys differ by their neighbours from the start."""
 GATE_STD = 0.1
 """Standard deviation of a new gate's weights: the gates of all tokens start near one half."""
-READ_GAIN = 0.3
-"""The initial gain of `ReadNorm`. Models with it learned synthetic recall; 0.03 cost a text model 0.1 nats of loss."""
-READ_EPS = 1e-24
-"""Added to the mean square of a read-out, which is far below 1 with the paper's initial scales: 1e-11 after 8K tokens.
-The gradient has READ_EPS**-1.5, which float32 must hold."""
 
 
 class KeyConv(nn.Module):
@@ -112,26 +106,6 @@ def write_gate(conv_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
     """sigmoid(w z + b) of each token and attention head: gate_BTH, in float32 at least. Heads are columns of S."""
     product_BTS = at_least_float32(conv_BTS) * gate_S
     return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
-
-
-class ReadNorm(nn.Module):
-    """x / sqrt(mean(x^2)) of each head times a learned gain; 0 stays 0."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(config.n_heads, config.v_width))
-
-    def init_weights(self) -> None:
-        """Set the initial gain, 0.3."""
-        nn.init.constant_(self.gain, READ_GAIN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: `[B, ..., E]`, B counts rows times heads. Returns the same shape and dtype."""
-        n_heads, width = self.gain.shape
-        wide = at_least_float32(x)
-        square = wide.square().mean(-1, keepdim=True)
-        gain = self.gain.repeat(x.shape[0] // n_heads, 1).view(x.shape[0], *[1] * (x.dim() - 2), width)
-        return torch.where(square > 0, wide * torch.rsqrt(square + READ_EPS) * gain, 0.0).to(x.dtype)
 
 
 def linear_heads(config: ModelConfig, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTS: Tensor,

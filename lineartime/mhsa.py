@@ -22,7 +22,7 @@ from lineartime.config import (
 from lineartime.decoding.cache import Cache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
-from lineartime.memory import KeyConv, ReadNorm, WriteGate
+from lineartime.memory import KeyConv, WriteGate
 from lineartime.settings import require
 
 
@@ -79,7 +79,6 @@ class MultiHeadAttention(ResidualLayer):
         self.key_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
         self.key_conv = KeyConv(config) if config.key_conv else None
         self.linear_gate = WriteGate(config) if config.linear_gate else None
-        self.linear_norm = ReadNorm(config) if config.linear_norm else None
         with torch.random.fork_rng(devices=[]):  # these draws do not move the generator
             self.init_weights(config.init_std)
 
@@ -98,8 +97,7 @@ class MultiHeadAttention(ResidualLayer):
         """The attention between the projections, by attn_type and attn_kernel."""
         config = self.config
         if config.attn_type == "mixed_chunk":
-            return MixedChunk(config, self.scale_offset, self.rel_pos_bias, self.key_conv, self.linear_gate,
-                              self.linear_norm)
+            return MixedChunk(config, self.scale_offset, self.rel_pos_bias, self.key_conv, self.linear_gate)
         if config.attn_type == "rowmajor_axial":
             return Combiner(config, self.summary_proj, self.summary_key, self.summary_norm)
         if config.attn_type == "linear":

@@ -13,8 +13,7 @@ from lineartime.config import ModelConfig
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.info import millions
 from lineartime.model import number_of_parameters
-from lineartime.run import read_metrics, read_result, read_run
-from lineartime.run_config import RESULT_FILE
+from lineartime.run_files import RESULT_FILE, read_metrics, read_result, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

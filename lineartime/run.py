@@ -5,8 +5,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,24 @@ import torch
 from torch import Tensor
 
 from lineartime import checkpoint
-from lineartime.atomic_io import open_regular, read_json, read_json_lines, write_atomically, write_json
-from lineartime.config import ModelConfig, TrainConfig, stored_train, to_dict
+from lineartime.atomic_io import open_regular, read_json, write_atomically, write_json
+from lineartime.config import TrainConfig, to_dict
 from lineartime.config_json import model_config_json
 from lineartime.distributed.ordered import ParameterPart, parts_of
 from lineartime.distributed.ranks import ALONE, Ranks, gather_json
 from lineartime.errors import CheckpointError, ResourceError, UsageError
 from lineartime.model import LanguageModel
-from lineartime.run_config import RESULT_FILE, RUN_FILE, RunConfig, require_run
-from lineartime.settings import replace_fields
-
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.json"
-WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
-OPTIMIZER = "optimizer"
-"""Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
+from lineartime.run_config import RunConfig
+from lineartime.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    OPTIMIZER,
+    RESULT_FILE,
+    RUN_FILE,
+    WEIGHTS,
+    read_metrics,
+    read_run,
+)
 
 Wanted = dict[str, tuple[Sequence[int], int, int]]
 """Elements of tensors by name: the whole tensor's shape, and where they begin and end in it flattened."""
@@ -39,8 +42,8 @@ logger = logging.getLogger(__name__)
 class Run:
     """A run's folder: its description (`run.json`), its metrics, its checkpoints.
 
-    Each of several ranks has one. Rank 0 alone writes the description and the metrics; a checkpoint has a part of every
-    rank."""
+    Each of several ranks has a `Run`. Rank 0 alone writes the description and the metrics; every rank writes a part of
+    a checkpoint."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
         """Open or create the folder. facts: hashes of the data and the tokenizer.
@@ -72,7 +75,7 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = read_run(out)
-        # The data are compared by hash, not by folder, and the first weights by name, not by what is there now.
+        # The data are compared by hash, not by folder, and the first weights by name and hash, not by their model.
         same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
         # A run that differs in nothing but more steps goes on to these.
         old, new = stored["train"]["steps"], config.train.steps
@@ -96,7 +99,7 @@ class Run:
                    f"begin anew with --from {self.out}")
         if why is not None:
             raise UsageError("another run is here", self.out, f"steps: {train.steps} -> {steps}; {why}")
-        (self.out / RESULT_FILE).unlink(missing_ok=True)  # before its steps are no longer those of the description
+        (self.out / RESULT_FILE).unlink(missing_ok=True)  # first: a kill must leave no result of other steps
         description = read_json(self.out / RUN_FILE)
         description["train"]["steps"] = steps
         write_json(self.out / RUN_FILE, description)
@@ -128,7 +131,7 @@ class Run:
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
-        # The moments are given to AdamW as its first step would make them, and to Muon, which counts no steps.
+        # AdamW's state, as its first step would make it. Muon keeps its momentum there too, and counts no steps.
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop)
             for part in parts for kind in part.moments})
@@ -210,7 +213,7 @@ class Run:
 
 
 def held_by(part: ParameterPart, x: Tensor) -> Tensor:
-    """A tensor of the optimizer's as a checkpoint has it: in the shape of a whole parameter, or flat and not padded."""
+    """A part's weights or moments as a checkpoint has them: in the parameter's shape if it is whole, else flat."""
     n = part.stop - part.start
     if n == part.whole.numel():
         return x.view(-1)[:n].view(part.whole.shape)
@@ -235,49 +238,6 @@ def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[st
     return index
 
 
-def require_numbers(*values: Any) -> None:
-    """Raise ValueError or ArithmeticError unless all values of a JSON file are finite numbers."""
-    for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"{value!a:.40} is no number")
-
-
-@contextmanager
-def damaged(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError for the file where the block finds a wrong value."""
-    try:
-        yield
-    except KeyError as e:
-        raise CheckpointError("damaged", path, f"{e} is missing") from None
-    except (ValueError, TypeError, AttributeError, ArithmeticError, UsageError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
-
-
-def read_run(out: Path) -> dict[str, Any]:
-    """A run's description, in which a field that is newer than the run has its default. Raises UsageError if it is
-    missing, CheckpointError if it is damaged."""
-    require_run(out)
-    run = read_json(out / RUN_FILE)
-    with damaged(out / RUN_FILE):
-        if not all(isinstance(run[name], str) for name in ("id", "preset", "task", "data")):
-            raise ValueError("its id, preset, task or data is no text")
-        replace_fields(ModelConfig(), run["from_model"] if "from" in run else {})
-        return run | {"model": to_dict(replace_fields(ModelConfig(), run["model"])),
-                      "train": to_dict(stored_train(run["train"]))}
-
-
-def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without a last line that was cut off; none if it has not written any. Raises DataError for
-    any other line that is damaged."""
-    def parse(record: Any) -> dict[str, Any]:
-        loss = record["held_out"]["loss"] if "held_out" in record else record["loss"]
-        require_numbers(record["step"], record["clock"]["time"], loss)
-        return record
-
-    path = out / METRICS_FILE
-    return read_json_lines(path, parse, "a line of metrics") if path.exists() else []
-
-
 def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The differences of two descriptions, each as `name: old -> new`."""
     changed = []
@@ -288,37 +248,3 @@ def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         elif a != b:
             changed.append(f"{name}: {a} -> {b}")
     return changed
-
-
-def read_result(out: Path) -> dict[str, Any]:
-    """A completed run's result. Raises CheckpointError if missing, damaged or of another run; and as `read_run`."""
-    run, result = read_run(out), read_json(out / RESULT_FILE)
-    with damaged(out / RESULT_FILE):
-        require_numbers(result.get("held_out", result)["loss"])
-        if result.get("run", run["id"]) != run["id"] or result["steps"] != run["train"]["steps"]:
-            raise ValueError(f"it is the result of another run than that of {RUN_FILE}")  # older ones have no id
-    return result
-
-
-def read_fine_tuning(out: Path) -> dict[str, Any]:
-    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
-    result = read_json(out / RESULT_FILE)
-    with damaged(out / RESULT_FILE):
-        if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
-            raise ValueError("it names no best run")
-    return result
-
-
-def best_run(out: Path) -> Path:
-    """The best run in a completed folder of `lineartime finetune`; after classify or embed the best checkpoint of that
-    run. Any other folder is returned as it is. Raises CheckpointError for a damaged folder."""
-    if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
-        return out
-    result = read_fine_tuning(out)
-    best = out / result["best"]
-    if not (best / RUN_FILE).exists():
-        raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
-    if "task" not in result:
-        return best
-    step = int(result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"])
-    return best / f"step-{step:08d}"

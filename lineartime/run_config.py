@@ -5,7 +5,6 @@ torch, so that wrong settings are refused at once."""
 import logging
 import typing
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ from lineartime.config_json import (
     is_encoder,
     model_config_from_json,
 )
-from lineartime.errors import CheckpointError, UsageError
+from lineartime.errors import UsageError
 from lineartime.model_names import weights_folder
+from lineartime.run_files import CONFIG_FILE, saved_run
 from lineartime.settings import parse_field, replace_fields, require, require_name
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
-RUN_FILE, RESULT_FILE = "run.json", "result.json"
-"""Files of a run's folder: what it is, and its scores."""
 
 logger = logging.getLogger(__name__)
 
@@ -267,17 +265,6 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def saved_run(out: Path) -> dict[str, Any]:
-    """The description of the run that a folder holds; empty if there is none, or if it has saved nothing yet or is
-    damaged, which `Run` reports."""
-    if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
-        from lineartime.run import read_run  # it imports torch, and this module
-
-        with suppress(CheckpointError, UsageError):
-            return read_run(out)
-    return {}
-
-
 def read_source(name: str) -> ModelConfig:
     """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where there are none, and
     for a model with another head; CheckpointError for files that cannot be read."""
@@ -291,11 +278,11 @@ def read_source(name: str) -> ModelConfig:
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
     """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if it cannot be read,
     UsageError if it is no model's."""
-    text = read_text(folder / "config.json")
+    text = read_text(folder / CONFIG_FILE)
     try:
         return model_config_from_json(text), text
     except UsageError as e:
-        raise UsageError(e.what, folder / "config.json", e.todo) from None
+        raise UsageError(e.what, folder / CONFIG_FILE, e.todo) from None
 
 
 def require_same_tokens(weights: str, data: str) -> None:
@@ -309,8 +296,3 @@ def require_same_tokens(weights: str, data: str) -> None:
             "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
             f"prepare the data with --tokenizer {weights}")
-
-
-def require_run(out: Path) -> None:
-    """Raise UsageError unless this is the folder of a run."""
-    require((out / RUN_FILE).exists(), "not a run", str(out), "give the --out folder of `lineartime train`")

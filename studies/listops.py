@@ -39,8 +39,9 @@ from lineartime.documents.tasks import LabelObjective
 from lineartime.documents.texts import TokenizedTexts
 from lineartime.markdown import markdown
 from lineartime.model import DocumentClassifier, LanguageModel
-from lineartime.run import Run, read_metrics
+from lineartime.run import Run
 from lineartime.run_config import RunConfig
+from lineartime.run_files import read_metrics
 from lineartime.training import Callbacks, Setup, StopSignal, fit_once
 from studies import run
 
@@ -48,8 +49,7 @@ COMMAND = "python -m studies.listops --out out/listops"
 RULE = "outermost operator"
 """The name in a row of `by_operator`: what a model must be better than to have read more than one symbol."""
 
-OPERATORS = {"MIN": min, "MAX": max, "MED": lambda values: int(np.median(values)),
-             "SM": lambda values: sum(values) % 10}
+OPERATORS = {"MIN": min, "MAX": max, "MED": lambda args: int(np.median(args)), "SM": lambda args: sum(args) % 10}
 SYMBOLS = (*map(str, range(10)), *OPERATORS, "]", "end")
 """The vocabulary; "end" begins every row, as in every model of documents, and is [CLS] here."""
 OPERATOR_SHARE, MAX_DEPTH, MAX_ARGUMENTS, LENGTHS = 0.25, 10, 10, (500, 2000)

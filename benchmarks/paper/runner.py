@@ -29,8 +29,8 @@ from lineartime.data.tokens import read_manifest
 from lineartime.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.model import number_of_parameters
 from lineartime.release.provenance import provenance
-from lineartime.run import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.run_config import run_config
+from lineartime.run_files import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.training import StopSignal
 
 Records = Mapping[str, list[Record]]

@@ -10,7 +10,7 @@ from lineartime.decoding.cache import Cache, ChunkState
 from lineartime.decoding.extend import empty_cache, extend_chunks
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
-from lineartime.memory import KeyConv, ReadNorm, WriteGate, linear_heads
+from lineartime.memory import KeyConv, WriteGate, linear_heads
 from lineartime.ops.ablations import ablated_mixed_chunk_attention
 from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
 
@@ -25,7 +25,6 @@ class MixedChunk:
     rel_pos_bias: RelPosBias | None
     key_conv: KeyConv | None
     linear_gate: WriteGate | None
-    linear_norm: ReadNorm | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
@@ -41,8 +40,7 @@ class MixedChunk:
         v_BTK = fold_heads(v_BTHK.flatten(2), h)
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
         out_BGCK = attend_in_chunks(config, q_quad, k_quad, q_lin, k_lin, to_chunks(v_BTK, c), self.rel_pos_bias,
-                                    chunk_ids(ids_BT, v_BTK, c, config.causal), None, gate_BT, self.linear_norm,
-                                    info.exchange)
+                                    chunk_ids(ids_BT, v_BTK, c, config.causal), None, gate_BT, info.exchange)
         return unfold_heads(from_chunks(out_BGCK, n_tokens), h)
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTD: Tensor,
@@ -73,14 +71,14 @@ class MixedChunk:
             conv_BND = self.key_conv.extend(conv_BND, inputs, cache)
         heads_4BNK, gate_BN = self.make_heads(q_BNHK, k_BNHK, conv_BND, info)
         out = extend_chunks(heads_4BNK, fold_heads(v_BNHK.flatten(2), h), inputs.for_heads(h), cache, self.config,
-                            self.rel_pos_bias, gate_BN, self.linear_norm)
+                            self.rel_pos_bias, gate_BN)
         return unfold_heads(out, h)
 
 
 def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor,
                      k_lin_BGCS: Tensor, v_BGCE: Tensor, rel_pos_bias: RelPosBias | None,
                      segment_ids_BGC: Tensor | None, a_BGG: Tensor | None, gate_BT: Tensor | None,
-                     linear_norm: ReadNorm | None, exchange: Exchange | None) -> Tensor:
+                     exchange: Exchange | None) -> Tensor:
     """`ablated_mixed_chunk_attention` with the options of a layer's configuration: `[B, G, C, E]`."""
     gate_BGC = None if gate_BT is None else to_chunks(gate_BT, v_BGCE.shape[2])
     return ablated_mixed_chunk_attention(
@@ -88,4 +86,4 @@ def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tens
         None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=config.scale_len,
         causal=config.causal, segment_ids_BGC=segment_ids_BGC, document_mask=config.document_mask,
         pooling=config.chunk_pooling, parts=config.chunk_parts, kernel=config.attn_kernel, overlap=config.overlap,
-        cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, read_norm=linear_norm, exchange=exchange)
+        cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, exchange=exchange)

@@ -8,7 +8,7 @@ from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.files import joined
 from lineartime.model_names import named_folder
-from lineartime.run_config import RESULT_FILE, RUN_FILE, require_run
+from lineartime.run_files import RESULT_FILE, RUN_FILE, require_run
 from lineartime.settings import require
 
 

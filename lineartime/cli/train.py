@@ -11,7 +11,8 @@ from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import PRESETS, TASKS
 from lineartime.distributed.ranks import TIMEOUT_S, launched
-from lineartime.run_config import DEFAULT_SIZE, RESULT_FILE, SIZES, RunConfig, config_for_data, saved_run
+from lineartime.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data
+from lineartime.run_files import RESULT_FILE, WEIGHTS_FILE, saved_run
 from lineartime.settings import require
 
 if TYPE_CHECKING:
@@ -125,7 +126,6 @@ def tokens_of(manifests: "list[Manifest]", split: str) -> int:
 def say_trained(done: "TrainResult", n_held_out: int) -> None:
     """Print the scores, the sample and the files of a run."""
     from lineartime.data.mixture import read_mixture
-    from lineartime.run import WEIGHTS_FILE
 
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))

@@ -2,7 +2,7 @@
 calls. B counts rows times heads: the heads of a row are adjacent entries of the batch.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,7 @@ def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: 
 
 
 def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None,
-                  read_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None) -> Tensor:
     """`extend_chunks` by one token per row, which closes the open chunk if it fills it."""
     # Add the token to the open chunk, in place.
     at = inputs.token_position(config, cache.kv_BSE.dtype)
@@ -74,7 +73,6 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":  # the linear half reads the sum over closed chunks
         linear_BNE = torch.bmm(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE)
-        linear_BNE = linear_BNE if read_norm is None else read_norm(linear_BNE)
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
     assert out_BNE is not None
     if at.full is not None:
@@ -83,15 +81,14 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
 
 
 def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None,
-                  read_norm: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None) -> Tensor:
     """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is updated: out_BNE. The
     open chunk and the new tokens are laid out in whole chunks, from the start of the open chunk on.
 
     heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
-    of the linear keys. read_norm: applied to the linear half, or None."""
+    of the linear keys."""
     if inputs.single_token:
-        return extend_by_one(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN, read_norm)
+        return extend_by_one(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c
     slot_BN = torch.where(inputs.valid_BN, offset_B[:, None] + torch.arange(v_BNE.shape[1], device=v_BNE.device), -1)
@@ -140,7 +137,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, inputs, config.chunk_pooling,
                              gate_BGC)
     if config.chunk_parts != "local":
-        out_BGCE = out_BGCE + (lin_BGCE if read_norm is None else read_norm(lin_BGCE))
+        out_BGCE = out_BGCE + lin_BGCE
     if gate_BGC is not None:
         cache.gate_BC = F.pad(gate_BGC, [0, 0, 0, 1])[rows, n_closed_B]
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):

@@ -35,7 +35,7 @@ def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, in
     of the part after behind: row_BLS, with gradients, and ids_BL, the document of each; -1 for other documents and
     beyond the row's ends.
 
-    z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part is as long as each of both numbers."""
+    z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part has at least as many tokens as each number."""
     (n_before, n_after), n_tokens = around, z_BTS.shape[1]
     last_B1 = segment_ids_BT.amax(1, keepdim=True)
     # Sent: the last positions for the part after this one, then the first for the part before it.

@@ -74,7 +74,7 @@ def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> l
 
 
 Sums = list[tuple[int, list[Tensor]]]
-"""A sum that is not complete: the heights and the sums of the subtrees that are, the heights falling."""
+"""An unfinished sum: the height and the sum of each complete subtree, from the highest to the lowest."""
 
 
 def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
@@ -213,8 +213,8 @@ def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) ->
 def row_squares(x_RN: Tensor) -> Tensor:
     """The sum of each row's squares: `[R]`. Halves of a row are added element by element, because the order of a
     library's sum depends on the number of rows."""
-    n = x_RN.shape[1]  # padded with zeros to a power of 2
-    square = nn.functional.pad(x_RN, (0, (1 << (n - 1).bit_length()) - n)).square()
+    n = x_RN.shape[1]
+    square = nn.functional.pad(x_RN, (0, (1 << (n - 1).bit_length()) - n)).square()  # zeros up to a power of 2
     while square.shape[1] > 1:
         left, right = square.chunk(2, dim=1)
         square = left + right

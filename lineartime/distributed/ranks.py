@@ -77,8 +77,8 @@ def launched() -> Ranks:
 
 
 def in_rows(ranks: Ranks, n_in_row: int) -> Ranks:
-    """These ranks without process groups, `n_in_row` consecutive ones of which share each row. Raises UsageError if
-    that does not divide their number."""
+    """These ranks, of which every `n_in_row` consecutive ones share their rows, without process groups. Raises
+    UsageError if `n_in_row` does not divide their number."""
     if ranks.size % n_in_row:
         raise UsageError("the number of ranks must be a multiple of context_parallel",
                          f"{ranks.size} rank{'s' * (ranks.size > 1)}, context_parallel = {n_in_row}",
@@ -151,8 +151,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 
 
 def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] = lambda: None) -> Any:
-    """What a call of the store returns. It runs in a thread, because PyTorch may wait without end and then answers no
-    signal. between is called often, and may raise. Raises DistStoreError after `seconds`, and what the call raises."""
+    """What `call` returns. It runs in a thread, because PyTorch may wait without end and then answers no signal.
+    between is called often, and may raise. Raises DistStoreError after `seconds`, and what the call raises."""
     from torch.distributed import DistStoreError
 
     done: Future[Any] = Future()
@@ -235,7 +235,7 @@ def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
 
 
 def gather_rows(values: "Tensor", ranks: Ranks) -> list["Tensor"]:
-    """The values of every rank, in rank order, which may be of different lengths. values: `[N]`."""
+    """The values of every rank, in rank order. values: `[N]`, where N may differ between ranks."""
     import torch
 
     lengths = gather(torch.tensor(len(values)), ranks).tolist()

@@ -84,7 +84,7 @@ def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.d
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of what has this name: 63 bits of a hash of both."""
+    """A seed for this name: 63 bits of a hash of the seed and the name."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
 
 
@@ -103,7 +103,7 @@ def forget_shards() -> None:
     """Drop what PyTorch keeps of sharded models that are no longer used. It has their process group, whose threads
     would go on while Python ends; now and then that aborted a process whose work was done."""
     _clear_sharding_prop_cache()
-    gc.collect()  # FSDP2 refers to a model in circles
+    gc.collect()  # FSDP2 and the model refer to each other
 
 
 def padded(x: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from lineartime.documents.texts import TokenizedTexts, epoch_rows, read_texts, r
 from lineartime.documents.vectors import TEMPERATURE, contrastive_losses, same_texts, score_texts
 from lineartime.finetune_config import FineTuning, in_words
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel
-from lineartime.run import CONFIG_FILE
 from lineartime.run_config import RunConfig
+from lineartime.run_files import CONFIG_FILE
 from lineartime.settings import require
 from lineartime.weights.transfer import copy_weights, load_step, with_context
 from lineartime.weights.transformers_files import tokenizer_files

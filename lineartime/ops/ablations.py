@@ -5,7 +5,6 @@ The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section
 of mixed chunk attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
 """
 
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,14 +71,13 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
                                   pooling: str = "mean", parts: str = "both", kernel: str = "relu2",
                                   overlap: bool = False, cls_softmax: bool = False, a_BGG: Tensor | None = None,
                                   gate_BGC: Tensor | None = None,
-                                  read_norm: Callable[[Tensor], Tensor] | None = None,
                                   exchange: Exchange | None = None) -> Tensor:
     """`reference.mixed_chunk_attention` with the ablations of both halves: `[B, G, C, E]`.
 
     w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" separates documents in
     both halves; "paper" is the mask of the listing. parts: "local" or "global" selects one half (the paper's LocalOnly
     and GlobalOnly). a_BGG: the learned chunk weights, or None. gate_BGC: the gates of the linear keys, which pooling
-    "written" divides by. read_norm: applied to the linear half, or None. exchange: see `reference.linear_attention`."""
+    "written" divides by. exchange: see `reference.linear_attention`."""
     if document_mask == "paper" or a_BGG is not None:
         segment_ids_BGC = ids_or_zeros(segment_ids_BGC, v_BGCE)
     # The quadratic half. The paper's mask keeps out padding alone: documents of a chunk see each other.
@@ -105,7 +103,6 @@ def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_li
         assert segment_ids_BGC is not None
         lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
                                           segment_ids_BGC=segment_ids_BGC)
-    lin_BGCE = lin_BGCE if read_norm is None else read_norm(lin_BGCE)
     return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
 
 

@@ -116,7 +116,7 @@ def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None
 
 def unsupported_variant() -> str:
     """The reason why no kernel runs a GAU that is not FLASH-Quad's, and does not attend as FLASH does in chunks."""
-    return "kernels do not run the paper's ablations or linear_norm; without chunks they need one head and no key_conv"
+    return "kernels do not run the paper's ablations; without chunks they need one head and no key_conv"
 
 
 def interpreted() -> bool:

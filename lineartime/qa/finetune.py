@@ -27,8 +27,8 @@ from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import WindowConfig, answer_questions, span_logits, span_losses, training_windows
-from lineartime.run import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.run_config import RunConfig
+from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
 from lineartime.weights.transfer import copy_weights, is_flash, with_context
 from lineartime.weights.transformers_files import tokenizer_files

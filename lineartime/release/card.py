@@ -135,7 +135,7 @@ def train_command(card: Card) -> str:
 
 
 def source_of(card: Card) -> str:
-    """What the run began with: a shipped model by its name; a folder is of one machine, and has its hash alone."""
+    """What the run began with: the name of a shipped model, else "WEIGHTS": a folder's name is of one machine."""
     return card.description["from"] if card.description["from"] in shipped_models() else "WEIGHTS"
 
 
@@ -166,6 +166,6 @@ def scores_text(card: Card) -> str:
 
 def made_by(made: dict[str, Any]) -> str:
     """The provenance of the export and its scores."""
-    return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine(made)}; "
-            f"load {made['load_average']:.1f}; commit {(made['commit'] or 'unknown')[:10]}; torch {made['torch']}; "
-            f"lineartime {made['lineartime']}.</sub>")
+    commit = made["commit"] or "unknown"  # 40 digits, and perhaps "+changes"
+    return (f"<sub>Made by `lineartime export` on {made['time'][:10]}: {machine(made)}; load {made['load_average']:.1f}"
+            f"; commit {commit[:10]}{commit[40:]}; torch {made['torch']}; lineartime {made['lineartime']}.</sub>")

@@ -25,8 +25,7 @@ from lineartime.load import is_exported, load_model
 from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
 from lineartime.release.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, Card, front_matter, model_card
 from lineartime.release.provenance import provenance
-from lineartime.run import CONFIG_FILE, METRICS_FILE, WEIGHTS_FILE, damaged, read_metrics, read_run
-from lineartime.run_config import RUN_FILE
+from lineartime.run_files import CONFIG_FILE, METRICS_FILE, RUN_FILE, WEIGHTS_FILE, damaged, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
 from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, sentence_files, tokenizer_files

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def provenance() -> dict[str, Any]:
     """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy the machine was."""
-    import torch  # a report of rows needs `machine` alone, and no torch
+    import torch  # here, because a report of rows needs `machine` alone, and no torch
 
     program = Path(sys.argv[0])
     begun = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
@@ -53,7 +53,7 @@ def cpu_model() -> str:
         return platform.processor()
     named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = named.get("model name", platform.machine())
-    return f"{name} (family {named.get('cpu family')}, model {named.get('model')})"
+    return f"{name} (family {named['cpu family']}, model {named['model']})" if "cpu family" in named else name
 
 
 def installed_version(package: str) -> str | None:

@@ -20,7 +20,8 @@ from lineartime.model import LanguageModel, number_of_parameters
 from lineartime.objectives import MaskedTokens, NextToken
 from lineartime.plot import PLOT_FILE, plot_run
 from lineartime.run import Run
-from lineartime.run_config import RunConfig, config_for_data, saved_run
+from lineartime.run_config import RunConfig, config_for_data
+from lineartime.run_files import saved_run
 from lineartime.runtime import available_bytes, peak_bytes
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal

@@ -31,8 +31,9 @@ from lineartime.distributed.shard import forget_shards
 from lineartime.errors import NumericsError, ResourceError
 from lineartime.model import LanguageModel
 from lineartime.objectives import Objective
-from lineartime.run import Run, Wanted, read_result
-from lineartime.run_config import RESULT_FILE, RunConfig
+from lineartime.run import Run, Wanted
+from lineartime.run_config import RunConfig
+from lineartime.run_files import RESULT_FILE, read_result
 from lineartime.runtime import pick_device
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient

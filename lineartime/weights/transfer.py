@@ -13,7 +13,7 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
-from lineartime.run import WEIGHTS
+from lineartime.run_files import WEIGHTS
 from lineartime.settings import replace_fields
 
 
@@ -36,13 +36,13 @@ def is_flash(config: ModelConfig) -> bool:
 
 @torch.no_grad()
 def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> None:
-    """Give a model a pretrained model's weights. head: how the names of weights begin that the pretrained model need
-    not have; these stay as they are.
+    """Give a model a pretrained model's weights. head: the beginning of the names of weights that the pretrained model
+    need not have. Those that it lacks stay as they are.
 
     Weights of the same name and shape are copied. A position table is cut to a shorter context. A position bias for
     another chunk size keeps its values by distance; greater distances get the value of the greatest. Queries are
-    scaled so that q k / n keeps its value. first_to_all adds heads. Raises CheckpointError with the names of weights
-    that do not fit."""
+    scaled so that q k / n keeps its value. The heads that first_to_all adds stay as they are. Raises CheckpointError
+    with the names of weights that do not fit."""
     old, old_modules = dict(pretrained.named_parameters()), dict(pretrained.named_modules())
     biases = {f"{name}.weight" for name, module in model.named_modules() if copy_bias(module, old_modules.get(name))}
     # The head is new, and a position bias has been copied already.
@@ -59,10 +59,10 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
 
 
 def copy_bias(new: nn.Module, old: nn.Module | None) -> bool:
-    """Copy a position bias by distance. Returns whether there was one."""
+    """Copy a position bias by distance into a table. Returns whether it did."""
     if not (isinstance(new, RelPosBias) and isinstance(old, RelPosBias) and hasattr(new, "weight")):
         return False
-    offset = torch.arange(1 - new.n, new.n)
+    offset = torch.arange(1 - new.n, new.n, device=next(old.parameters()).device)
     if hasattr(old, "weight"):  # a table; the form by RoPE has a value for every distance
         offset = offset.clamp(1 - old.n, old.n - 1)
     new.weight.copy_(old.at(offset))

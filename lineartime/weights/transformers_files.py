@@ -60,7 +60,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 def sentence_files(width: int) -> dict[str, str]:
     """The files by which `sentence-transformers` opens a folder that `transformers` opens: the mean of a text's last
-    hidden states, `width` numbers. Its texts are not cut: it would cut them in silence."""
+    hidden states, `width` numbers. With `LONGEST` it cuts no text, which it would do in silence."""
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
                {"idx": 1, "name": "1", "path": POOLING, "type": "sentence_transformers.models.Pooling"}]
     pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True,

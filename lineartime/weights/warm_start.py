@@ -18,8 +18,8 @@ from lineartime.errors import UsageError
 from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 from lineartime.model import empty_model
 from lineartime.model_names import named_folder
-from lineartime.run import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
 from lineartime.run_config import StartingWeights
+from lineartime.run_files import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
 from lineartime.settings import require
 
 VOCABULARY = ("embed.weight", "head_bias")
@@ -27,7 +27,7 @@ VOCABULARY = ("embed.weight", "head_bias")
 
 
 def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
-    """The folder that holds the weights, all of whose files match its manifest, and the facts of them in `run.json`.
+    """The folder of the weights, which match its manifest if it has one, and the facts that `run.json` has of them.
 
     Raises UsageError and CheckpointError as `load_model` does."""
     folder = named_folder(source.name).resolve()  # `latest` is a link
@@ -77,7 +77,7 @@ def first_weights(folder: Path, source: ModelConfig, tokenizer: Tokenizer,
         # The vocabulary has grown: read the old tensor whole, fill in the new rows, and cut out the wanted part.
         old_shape = (source.vocab_size, *shape[1:])
         old_part = {name: (old_shape, 0, math.prod(old_shape))}
-        rows = checkpoint.read_parts(folder, WEIGHTS, old_part)[name].view(old_shape).float()
+        rows = checkpoint.read_parts(folder, WEIGHTS, old_part)[name].view(old_shape)
         whole = torch.zeros(*shape)
         whole[: len(rows)] = rows
         for token, text in new.items():

@@ -123,7 +123,7 @@ REFUSED = [
     ({"chunk_parts": "local", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed c"),
     *(({"model": "flash-quad", name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
       for name, value in (("linear_scale_init", 1.0), ("linear_rope", False), ("linear_gate", True),
-                          ("linear_norm", True), ("linear_divisor", 2))),
+                          ("linear_divisor", 2))),
     ({"local_key_conv": True}, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_"),
     ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU mak"),
     *(({"qk_norm": True, **fields}, "qk_norm is for a Transformer's softmax attention without chunks: ffn = ")

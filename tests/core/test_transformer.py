@@ -62,14 +62,14 @@ def test_initial_values(preset: str, options: dict, task: str, init_std: float) 
 
 @pytest.mark.parametrize("preset", ["flash", "mc-tfm++", "flash-quad", "transformer++"])
 def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
-    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; a gain of 0.3; constant linear scales; a
+    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; constant linear scales; a
     Transformer's W_k equal to its W_q, and gains of 1 for both.
     The other weights of the first layer are those without the options."""
     gau, chunks = PRESETS[preset].ffn == "gau", PRESETS[preset].chunk_size is not None
     fields = {"n_layers": 1, "d_model": 256, "vocab_size": 500} | ({"query_key_dim": 256} if gau else {"n_heads": 4})
     options = {"key_conv": 3}
     if chunks:
-        options |= {"linear_scale_init": 0.7, "linear_gate": True, "linear_norm": True}
+        options |= {"linear_scale_init": 0.7, "linear_gate": True}
     if gau:
         options["local_scale_init"] = 0.6
     else:
@@ -87,7 +87,6 @@ def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
         assert abs(taps_KS.mean()) < 0.05 and abs(taps_KS.std() - 0.3) < 0.03
         if chunks:
             assert abs(new.pop("linear_gate.weight").std() - 0.1) < 0.02 and not new.pop("linear_gate.bias").any()
-            assert (new.pop("linear_norm.gain") == 0.3).all()
             assert (new["scale_offset.gamma"][2 if gau else 0 :] == 0.7).all()
         if gau:
             assert (new["scale_offset.gamma"][:2] == 0.6).all()

@@ -17,7 +17,7 @@ from lineartime.config import check_context_parallel
 from lineartime.distributed.ordered import require_fitting
 from lineartime.distributed.ranks import Ranks, in_rows
 from lineartime.errors import UsageError
-from lineartime.run import read_metrics
+from lineartime.run_files import read_metrics
 from lineartime.training import train
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS, prepare_text

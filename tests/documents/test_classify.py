@@ -27,8 +27,9 @@ from lineartime.errors import DataError, Stopped, UsageError, escaped
 from lineartime.finetune_config import Fields, FineTuning
 from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentClassifier
-from lineartime.run import Run, read_metrics
+from lineartime.run import Run
 from lineartime.run_config import RunConfig
+from lineartime.run_files import read_metrics
 from lineartime.training import StopSignal
 from made_documents import CONTEXT, made_rows, write_model, write_rows
 from marks import rest

@@ -18,7 +18,7 @@ from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, FineTuning
 from lineartime.finetuning import finetune
 from lineartime.model import DocumentEncoder
-from lineartime.run import read_metrics
+from lineartime.run_files import read_metrics
 from made_documents import CONTEXT, write_model, write_rows
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
 """The tokens with which documents begin in rows that are chosen: none, those with which the parts of 2, 3 or 4 ranks
 begin, and those before them."""
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
-          "flash global", "flash key conv", "flash write gate", "flash read norm", "flash fixed", "flash long memory",
+          "flash global", "flash key conv", "flash write gate", "flash rope base", "flash fixed", "flash long memory",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks",
           "performer, own grid"]
 """Of `BOTH_GRIDS`, the models whose rows ranks can share."""

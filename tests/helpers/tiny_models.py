@@ -15,7 +15,7 @@ SIZES = {"n_layers": 2, "d_model": 8, "vocab_size": 13, "context": CONTEXT}
 HEADS = {"n_heads": 2}
 GAU = {"query_key_dim": 4, "expansion_factor": 2}
 
-LONG_MEMORY = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "linear_norm": True,
+LONG_MEMORY = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True,
                "chunk_pooling": "written"}
 """Every option beyond the paper but the fixed divisor, which is an alternative to the written one."""
 
@@ -45,7 +45,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash key conv": replace(FLASH, key_conv=3),
     "flash local key conv": replace(FLASH, key_conv=3, local_key_conv=True, chunk_parts="local", overlap=True),
     "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
-    "flash read norm": replace(FLASH, linear_norm=True, rope_base=100.0),
+    "flash rope base": replace(FLASH, rope_base=100.0),
     "flash fixed": replace(FLASH, chunk_pooling="fixed", linear_divisor=5.0),
     "flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK),
 }

@@ -115,13 +115,6 @@ def linear(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: l
     return out_E
 
 
-def read(config: ModelConfig, w: Weights, x_E: Tensor, head: int) -> Tensor:
-    """What the linear half says: with its norm of length sqrt(E), times a gain."""
-    if not config.linear_norm or not x_E.any():
-        return x_E
-    return x_E / x_E.square().mean().sqrt() * w["linear_norm.gain"][head]
-
-
 def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor,
                               ids: list[int], t: int, gate_T: Tensor) -> Tensor:
     """Appendix A: chunk h has the weight relu(q_g k_h / G + b)^2, made from the means of z of two chunks, and enters
@@ -163,10 +156,10 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
             out_F = quadratic(config, w, made_TS[0], made_TS[1], v_TF, ids, t)
             gate_T = gates(config, w, near_TS, head)
             if config.chunk_size is not None and config.chunk_pooling == "attention":
-                out_F = out_F + read(config, w, linear_by_learned_weights(
-                    config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t, gate_T), head)
+                out_F = out_F + linear_by_learned_weights(
+                    config, w, z_TS, made_TS[2], made_TS[3], v_TF, ids, t, gate_T)
             elif config.chunk_size is not None:
-                out_F = out_F + read(config, w, linear(config, made_TS[2], made_TS[3], v_TF, ids, t, gate_T), head)
+                out_F = out_F + linear(config, made_TS[2], made_TS[3], v_TF, ids, t, gate_T)
             if config.first_to_all and t % config.chunk_size == 0 and ids[t] >= 0:
                 keys = mates(ids, t)
                 out_F = out_F + weights("softmax", made_TS[4][t], made_TS[5][keys], 0.0, 1) @ v_TF[keys]
@@ -218,7 +211,7 @@ def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) ->
             out_K = quadratic(config, w, q, k, v, ids, t)
             if config.chunk_size is not None:
                 gate_T = gates(config, w, near_TD, head)
-                out_K = out_K + read(config, w, linear(config, q_lin, k_lin, v, ids, t, gate_T), head)
+                out_K = out_K + linear(config, q_lin, k_lin, v, ids, t, gate_T)
             outs.append(out_K)
         rows.append(torch.cat(outs))
     attended_TD = torch.stack(rows)

@@ -28,8 +28,8 @@ from lineartime.qa.finetune import SpanObjective, span_config
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import WindowConfig, training_windows
-from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig
+from lineartime.run_files import read_metrics
 from made_questions import write_questions
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -29,9 +30,10 @@ from lineartime import checkpoint
 from lineartime.cli import verbs
 from lineartime.config import model_config, to_dict
 from lineartime.errors import CONTROL, CheckpointError, UsageError
-from lineartime.release.card import Card, train_command
-from lineartime.run import read_metrics, read_run
+from lineartime.release.card import Card, made_by, train_command
+from lineartime.release.provenance import cpu_model, provenance
 from lineartime.run_config import SIZES, parse_setting, run_config
+from lineartime.run_files import read_metrics, read_run
 from tiny_runs import STEPS, command, prepare_text
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +103,17 @@ assert trust == ("lineartime" in sys.modules)
 """
 
 
+def test_a_program_with_another_default_dtype_and_device_gets_the_same_model(run: Path, exported: Path) -> None:
+    expected = [lineartime.load_model(folder)[0].state_dict() for folder in (run, exported)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = [lineartime.load_model(folder)[0].state_dict() for folder in (run, exported)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) -> None:
     """With trust all of it; without, a plain tokenizer gives the same ids. What is saved again opens the same way."""
     ours = AutoTokenizer.from_pretrained(exported)
@@ -150,6 +163,14 @@ def test_the_card_says_what_was_trained(card: str, run: Path, exported: Path) ->
     assert f"| Parameters | {n_parameters:,} |" in card and f" {speed:,.0f} tokens a second (median)" in card
     assert read_run(run)["data_sha256"] in card and re.search(r"; commit ([0-9a-f]{10}|unknown)", card)
     assert str(run.parent) not in card
+
+
+def test_the_card_says_that_the_code_was_changed_and_what_is_known_of_a_processor(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {**provenance(), "device": "cpu", "threads": 1, "commit": "0123456789" * 4 + "+changes"}
+    assert "; commit 0123456789+changes; " in made_by(made)
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: "processor: 0\nCPU architecture: 8\n")  # of an ARM
+    assert cpu_model() == platform.machine()
 
 
 def test_the_cards_command_trains_the_same(card: str, run: Path) -> None:

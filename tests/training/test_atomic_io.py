@@ -62,6 +62,9 @@ def test_a_link_a_device_and_a_pipe_stay_what_they_are(tmp_path):
     write_atomically(path, "text")
     assert os.read(held, 10) == b"text" and path.is_fifo()
     os.close(held)
+    ends = os.pipe()  # as /dev/stdout is in front of a `|`
+    write_atomically(Path(f"/dev/fd/{ends[1]}"), "text")
+    assert os.read(ends[0], 10) == b"text"
     for name, why in (("folder", "Is a directory"), ("x" * 300, "File name too long")):
         with pytest.raises(ResourceError, match=rf"cannot write.*{why}"):
             write_atomically(tmp_path / name, "text")
@@ -89,17 +92,18 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d", "new"} and os.listdir(tmp_path / "new") == ["d"]
 
 
-def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "name"), [(fcntl, "flock"), (os, "fstat")])
+def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path, monkeypatch, module, name):
     """Else two processes that replace a file at once would write over what the first has just put there."""
-    path, lock, calls = tmp_path / "aside", fcntl.flock, []
+    path, real, calls = tmp_path / "aside", getattr(module, name), []
 
-    def flock(descriptor, how):
+    def call(descriptor, *how):
         calls.append(descriptor)
         if len(calls) == 1:  # who had the lock ends now
             os.replace(path, tmp_path / "file")
-        lock(descriptor, how)
+        return real(descriptor, *how)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(module, name, call)
     descriptor = locked(path, wait=True)
     assert len(calls) == 2 and os.path.samestat(os.fstat(descriptor), path.stat())
     os.close(descriptor)

@@ -23,8 +23,8 @@ from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.errors import Stopped, UsageError
 from lineartime.load import load_model
-from lineartime.run import read_metrics
 from lineartime.run_config import config_for_data, nearest_preset, run_config
+from lineartime.run_files import read_metrics
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.warm_start import check_shapes
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left

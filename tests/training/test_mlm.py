@@ -18,8 +18,8 @@ from lineartime.load import load_model
 from lineartime.masking import NO_TARGET, mask_tokens
 from lineartime.model import LanguageModel, masked_token_losses
 from lineartime.objectives import MaskedTokens
-from lineartime.run import read_metrics
 from lineartime.run_config import run_config
+from lineartime.run_files import read_metrics
 from lineartime.training import compute_gradient
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import EVAL_EVERY, SETTINGS, STEPS, command, prepare_text

@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lineartime
-from lineartime.config import ModelConfig, model_config, stored_train
+from lineartime.config import ModelConfig, TrainConfig, model_config, stored_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.errors import CheckpointError
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
-from lineartime.run import read_metrics
 from lineartime.run_config import RunConfig
-from lineartime.settings import replace_fields
+from lineartime.run_files import read_metrics
 from tiny_checkpoints import random_model, write_checkpoint
 from tiny_runs import prepare_text
 
@@ -33,8 +32,8 @@ def test_a_run_of_3e437fd_goes_on_to_the_losses_that_it_had_there(norm, tmp_path
     stored = json.loads((tmp_path / norm / "run.json").read_text())
     stored["train"] |= {"row_tiles": None if norm == "layer_norm" else 1}  # as later versions stored it
     (tmp_path / norm / "run.json").write_text(json.dumps(stored))
-    config = RunConfig(replace_fields(ModelConfig(), stored["model"]), stored_train(stored["train"]),
-                       stored["preset"], stored["task"], stored["data"], norm)
+    model, trained = stored_config(ModelConfig(), stored["model"]), stored_config(TrainConfig(), stored["train"])
+    config = RunConfig(model, trained, stored["preset"], stored["task"], stored["data"], norm)
     lineartime.train(config, device="cpu")
     assert json.loads((tmp_path / norm / "run.json").read_text()) == stored
     found = [{name: value for name, value in line.items() if name != "clock"} for line in read_metrics(Path(norm))]
@@ -44,9 +43,11 @@ def test_a_run_of_3e437fd_goes_on_to_the_losses_that_it_had_there(norm, tmp_path
 
 
 def test_a_setting_that_is_gone_is_named():
-    assert stored_train({"row_tiles": 2, "context_parallel": 2}).context_parallel == 2
-    with pytest.raises(CheckpointError, match="a setting that is gone: row_tiles = 4; go on with the version"):
-        stored_train({"row_tiles": 4, "context_parallel": 2})
+    assert stored_config(TrainConfig(), {"row_tiles": 2, "context_parallel": 2}).context_parallel == 2
+    assert stored_config(ModelConfig(), {"linear_norm": False}) == ModelConfig()
+    for config, gone in ((TrainConfig(), {"row_tiles": 4}), (ModelConfig(), {"linear_norm": True})):
+        with pytest.raises(CheckpointError, match=r"a setting that is gone: \w+ = (4|True); go on with the version"):
+            stored_config(config, gone)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])

@@ -23,8 +23,9 @@ from lineartime.distributed.ordered import parts_of
 from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model import LanguageModel
 from lineartime.objectives import NextToken
-from lineartime.run import Run, read_metrics
+from lineartime.run import Run
 from lineartime.run_config import run_config
+from lineartime.run_files import read_metrics
 from lineartime.training import Callbacks, Setup, StopSignal, compute_gradient, fit, make_optimizer, new_model
 from lineartime.training.optimizers import Muon
 from tiny_models import CONFIGS, case_of, random_ids, random_model
