@@ -1,21 +1,28 @@
 """Passages of books in which names that are no words stand with a digit, and are asked again later.
 
     python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT      DATA: prepared books; OUT: a train.jsonl
+    python -m studies.plant DATA TOKENS SHORTEST ROW OUT
 
-Its passages have SHORTEST to LONGEST tokens. A name is told every LEAST to MOST words, and LEAST is 1.2 or more; with 0
-and 0 there are no names. A model that learned from such passages is asked recall in text on other books and digits."""
+The first writes passages of SHORTEST to LONGEST tokens, names not counted. A name is told every LEAST to MOST words,
+and LEAST is 1.2 or more; with 0 and 0 there are no names. The second writes passages that fill rows of ROW tokens, so
+that no row cuts a name from its question. Each name of a passage is told once, and asked once at its end. A model that
+learned from such passages is asked recall in text on other books and digits."""
 
 import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.recall.tasks import N_QUESTIONS, article, invented
 from lineartime.atomic_io import write_atomically
-from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.data.tokens import open_split
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from lineartime.data.tokens import TokenStream, open_split
+
+NAMES = 4, 64
+"""The least and the most names of a passage."""
 
 
 def between(least: float, most: float, generator: torch.Generator) -> float:
@@ -23,32 +30,76 @@ def between(least: float, most: float, generator: torch.Generator) -> float:
     return least * (most / least) ** torch.rand((), generator=generator).item()
 
 
-def planted(text: str, least: float, most: float, generator: torch.Generator) -> str:
-    """The text with facts such as " Bav7" before random words, one for `least` to `most` of them, and 32 more at its
-    end. There are 4 to 64 different ones, so that most are repeated, near or far from where they stood before."""
+def facts(generator: torch.Generator) -> list[str]:
+    """Names with their digits, such as " Bav7"."""
+    names = invented(round(between(*NAMES, generator)), generator)
+    return [f" {name}{int(torch.randint(10, (), generator=generator))}" for name in names]
+
+
+def placed(text: str, told: Sequence[str], asked: Sequence[str], generator: torch.Generator) -> str:
+    """The text with each of `told` before a word, at random places in this order, and `asked` at its end."""
     words = [word.start() for word in re.finditer(r" (?=\w)", text)]
-    names = invented(round(between(4, 64, generator)), generator)
-    facts = [f" {name}{int(torch.randint(10, (), generator=generator))}" for name in names]
-    n = 1 + int(len(words) / between(least, most, generator))
-    told = [facts[i] for i in torch.randint(len(facts), (n,), generator=generator).tolist()]
-    asked = [told[i] for i in torch.randint(n, (N_QUESTIONS,), generator=generator).tolist()]
-    cuts = sorted(words[i] for i in torch.randperm(len(words), generator=generator)[:n].tolist())
+    cuts = sorted(words[i] for i in torch.randperm(len(words), generator=generator)[: len(told)].tolist())
     parts = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, None], strict=True)]
     return "".join([parts[0], *(fact + part for fact, part in zip(told, parts[1:], strict=True)), *asked])
 
 
-def main(data: Path, enough: int, shortest: int, longest: int, least: float, most: float, out: Path) -> None:
-    """Write passages of the training books, `enough` tokens in all; `shortest` and `longest` do not count names."""
+def planted(text: str, least: float, most: float, generator: torch.Generator) -> str:
+    """The text with a fact for `least` to `most` words, most of them repeated, near or far, and 32 more at its end."""
+    known, n_words = facts(generator), len(re.findall(r" (?=\w)", text))
+    n = 1 + int(n_words / between(least, most, generator))
+    told = [known[i] for i in torch.randint(len(known), (n,), generator=generator).tolist()]
+    asked = [told[i] for i in torch.randint(n, (N_QUESTIONS,), generator=generator).tolist()]
+    return placed(text, told, asked, generator)
+
+
+def filled(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, generator: torch.Generator) -> str:
+    """A passage of exactly so many tokens, in which each fact is told once and asked once."""
+    while True:
+        known = facts(generator)
+        asked = [known[i] for i in torch.randperm(len(known), generator=generator).tolist()]
+        n_text = n_tokens - 2 * sum(len(tokenizer.encode(fact)) for fact in known)
+        for _ in range(12):  # text may have other tokens around a name than without it
+            text = placed(plain(stream, tokenizer, n_text, generator).strip(), known, asked, generator)
+            n_more = n_tokens - len(tokenizer.encode(text))
+            if not n_more:
+                return text
+            n_text += n_more
+
+
+def plain(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, generator: torch.Generator) -> str:
+    """A passage of a book."""
+    return tokenizer.decode(article(stream, n_tokens, generator).tolist()).replace("\ufffd", "")
+
+
+def passages(stream: TokenStream, tokenizer: Tokenizer, numbers: Sequence[str],
+             generator: torch.Generator) -> Iterator[str]:
+    """Passages without end, for the NUMBERS of the command line."""
+    if len(numbers) == 2:
+        shortest, row = map(int, numbers)
+        while room := row:
+            while room:  # a passage ends with the token of a document's end
+                n = round(between(shortest, row, generator))
+                n = n if room - n >= shortest else room
+                yield filled(stream, tokenizer, n - 1, generator)
+                room -= n
+    (shortest, longest), (least, most) = map(int, numbers[:2]), map(float, numbers[2:])
+    while True:
+        text = plain(stream, tokenizer, round(between(shortest, longest, generator)), generator)
+        yield planted(text, least, most, generator) if most else text
+
+
+def main(data: Path, enough: int, numbers: Sequence[str], out: Path) -> None:
+    """Write passages of the training books, `enough` tokens in all."""
     stream, tokenizer = open_split(data, "train"), load_tokenizer(data / TOKENIZER_FILE)
-    generator, lines, n_tokens = torch.Generator().manual_seed(46), [], 0
-    while n_tokens < enough:
-        ids = article(stream, round(between(shortest, longest, generator)), generator)
-        plain = tokenizer.decode(ids.tolist()).replace("\ufffd", "")
-        text = planted(plain, least, most, generator) if most else plain
+    lines, n_tokens = [], 0
+    for text in passages(stream, tokenizer, numbers, torch.Generator().manual_seed(46)):
         lines.append(json.dumps({"text": text}) + "\n")
-        n_tokens += len(tokenizer.encode(text))
+        n_tokens += len(tokenizer.encode(text)) + 1
+        if n_tokens >= enough:
+            break
     write_atomically(out, "".join(lines))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *map(float, sys.argv[5:7]), Path(sys.argv[7]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:-1], Path(sys.argv[-1]))

@@ -1,6 +1,6 @@
 """The studies: what they draw, how they count, and their pages."""
 
-import random
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,34 +13,11 @@ import lineartime
 from benchmarks import ROOT, laws
 from benchmarks.append import rows_in
 from benchmarks.recall.study import training
-from studies import documents, labelled_texts, length, listops, plant, retrieval, rows_of, zoology
+from studies import documents, labelled_texts, length, plant, retrieval, rows_of, zoology
 
 pytestmark = pytest.mark.rest
 
 BOOK = (Path(lineartime.__file__).parent / "text" / "jane_eyre.txt").read_text(encoding="utf-8")
-
-
-def value_of(symbols: list[str]) -> int:
-    """An expression's value, by a stack: another way than that of the study."""
-    stack: list[list] = [[]]
-    for symbol in symbols:
-        if symbol.isdigit():
-            stack[-1].append(int(symbol))
-        elif symbol != "]":
-            stack.append([symbol])
-        else:
-            name, *values = stack.pop()
-            results = {"MIN": min(values), "MAX": max(values), "SM": sum(values) % 10, "MED": int(np.median(values))}
-            stack[-1].append(results[name])
-    (value,), = stack
-    return value
-
-
-def test_expressions_have_their_values() -> None:
-    draw = random.Random(0)
-    for _ in range(400):
-        symbols, value = listops.expression(draw)
-        assert value == value_of(symbols) and 0 <= value <= 9
 
 
 def test_a_place_counts_those_that_are_as_near_or_nearer() -> None:
@@ -87,6 +64,22 @@ def test_a_planted_name_has_the_same_digit_wherever_it_stands_and_the_text_is_ke
     assert 4 * len(facts) < len(re.findall(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", dense)) < len(BOOK)
 
 
+def test_passages_that_fill_rows_tell_and_ask_each_name_once(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(BOOK[:200_000], encoding="utf-8")
+    small = lineartime.model_folder("small")
+    data, tokenizer = tmp_path / "data", lineartime.load_model(small)[1]
+    lineartime.prepare(tmp_path / "book.txt", data, tokenizer=small, held_out=0.1)
+    plant.main(data, 4096, ["700", "2048"], tmp_path / "rows.jsonl")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    ends = np.cumsum([len(tokenizer.encode(text)) + 1 for text in texts]).tolist()
+    assert {2048, 4096} <= {*ends} and ends[-1] == 4096
+    for text in texts:
+        facts = re.findall(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", text)
+        half = len(facts) // 2
+        assert 4 <= half == len({*facts[:half]}) <= 64 and {*facts[:half]} == {*facts[half:]}
+        assert text.endswith("".join(facts[half:]))
+
+
 def test_an_exact_memory_finds_what_came_within_its_reach_and_nothing_else(monkeypatch) -> None:
     for name, value in {"N_TOKENS": 2048, "SCORED": 1024, "WINDOW": 256, "REACHES": (256, 1024)}.items():
         monkeypatch.setattr(length, name, value)
@@ -115,7 +108,7 @@ def test_a_step_of_zoology_has_one_set_as_often_as_its_tokens_are_many() -> None
 
 
 @pytest.mark.parametrize(("table", "name", "page"), [
-    (listops.table, "listops", "documents"), (retrieval.table, "retrieval", "documents"),
+    (retrieval.table, "retrieval", "documents"),
     (documents.tables, "documents", "documents"), (length.table, "length", "memory"),
     (zoology.table, "zoology", "memory"), (laws.table, "laws", "../../docs/laws")])
 def test_the_page_shows_the_rows(table, name, page) -> None:
