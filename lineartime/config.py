@@ -107,6 +107,8 @@ class ModelConfig:
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
                            "token and head; z is what the key is made from."] = False
     linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
+    full_attention_interval: Annotated[int, "Layers n, 2 n, ... of FLASH attend over the whole row, as those of "
+                                       "FLASH-Quad do. 0: none."] = 0
     keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
                                      "the queries."] = False
     qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
@@ -138,6 +140,15 @@ class ModelConfig:
             yield not self.overlap, "the paper's document mask does not go with overlap", "document_mask", EXACT_MASK
         yield (not self.overlap or self.chunk_parts != "global", "there is no local part to overlap", "chunk_parts",
                "leave overlap out")
+        if self.full_attention_interval:
+            yield (self.ffn == "gau" and self.attn_type == "mixed_chunk" and self.document_mask == "exact"
+                   and not (self.first_to_all or self.cls_softmax),
+                   "full_attention_interval is for GAUs in chunks", "ffn attn_type", "leave it out")
+            yield (2 <= self.full_attention_interval <= self.n_layers,
+                   "full_attention_interval is 0, or 2 to n_layers", "full_attention_interval n_layers", None)
+            yield (self.document_grid == "row" or self.kept_scale["attn_scale_len"] >= TOEPLITZ_BELOW,
+                   "n of layers over the whole row is too small for document_grid = own", "attn_scale_len context",
+                   f"set attn_scale_len = {TOEPLITZ_BELOW}")
         if self.chunk_pooling == "attention":
             yield (self.ffn == "gau" and self.n_heads == 1 and self.chunk_parts != "local",
                    "learned chunk weights are for GAU layers with one head and a linear part",
@@ -196,10 +207,9 @@ class ModelConfig:
                    "attn_type chunk_parts", "leave it out")
             yield (self.causal or self.key_conv % 2 == 1, "key_conv must be odd in a bidirectional model",
                    f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
-        is_own_grid = self.document_grid == "own"
-        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or is_own_grid),
+        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.document_grid == "own"),
                "the paper's document mask takes no options beyond the paper", "document_mask", EXACT_MASK)
-        yield (not is_own_grid or not (self.cls_softmax or self.chunk_pooling == "attention"),
+        yield (self.document_grid == "row" or not (self.cls_softmax or self.chunk_pooling == "attention"),
                "cls_softmax and learned chunk weights are for unpacked rows", "document_grid = own",
                "leave document_grid out")
 
@@ -215,6 +225,12 @@ class ModelConfig:
         if self.end_of_document is not None:
             yield (0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
                    f"{self.end_of_document} of {self.vocab_size}", "take a token of the vocabulary, or leave it out")
+
+    def layer(self, i: int) -> "ModelConfig":
+        """The configuration of block i: this one, or by `full_attention_interval` that of FLASH-Quad at this width."""
+        if self.full_attention_interval == 0 or (i + 1) % self.full_attention_interval:
+            return self
+        return replace(self, attn_type="quadratic", **{name: getattr(ModelConfig, name) for name in OF_CHUNKS})
 
     @property
     def d_inner(self) -> int:
@@ -242,9 +258,13 @@ class ModelConfig:
     @property
     def scale_len(self) -> int:
         """n of relu(q k / n + b)^2: the chunk size, or without chunks `attn_scale_len` or `context`."""
-        if self.chunk_size is not None:
-            return self.chunk_size
-        return self.attn_scale_len or self.context
+        return self.chunk_size or self.attn_scale_len or self.context
+
+    @property
+    def kept_scale(self) -> dict[str, int]:
+        """What keeps n of relu(q k / n + b)^2 in rows of another context: `attn_scale_len`, if a layer needs it."""
+        is_needed = self.has_bias and (self.chunk_size is None or self.full_attention_interval > 0)
+        return {"attn_scale_len": self.attn_scale_len or self.context} if is_needed else {}
 
     @property
     def bias_len(self) -> int:
@@ -297,8 +317,8 @@ class ModelConfig:
         """Longest row that the position tables allow, in tokens; None: no limit.
 
         A learned position table ends at `context`; a Toeplitz bias (n < 512) without chunks ends at n."""
-        is_table = self.has_bias and self.chunk_size is None and self.scale_len < TOEPLITZ_BELOW
-        end = self.scale_len if is_table else None
+        n = self.kept_scale.get("attn_scale_len", TOEPLITZ_BELOW)
+        end = n if n < TOEPLITZ_BELOW else None
         return min(self.context, end or self.context) if self.abs_pos == "learned" else end
 
 
@@ -471,10 +491,8 @@ class TrainConfig:
 
 
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
-    """`config` with the fields that the description of a run has, also of one that an earlier version began.
-
-    Raises UsageError for a field that is not known or wrong, CheckpointError for a setting that is gone, if it changed
-    what the run computes."""
+    """`config` with the fields in the description of a run, which an earlier version may have begun. Raises UsageError
+    for an unknown or wrong field, CheckpointError for a setting that is gone if it changed what the run computes."""
     fields = dict(fields)
     for name, unused in (("row_tiles", (None, fields.get("context_parallel", 1))), ("linear_norm", (False,))):
         value = fields.pop(name, unused[0])
@@ -496,6 +514,7 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
     for field, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
                          ("document_mask", config.document_mask == "paper"), ("first_to_all", config.first_to_all),
                          ("cls_softmax", config.cls_softmax),
+                         ("full_attention_interval", config.full_attention_interval > 0),
                          ("document_grid", config.document_grid == "own" and config.grid_size > 1)):
         require(not wrong, f"{name} does not go with {field}", f"{field} = {getattr(config, field)}",
                 f"{'set document_grid = row' if field == 'document_grid' else 'leave it out'}, or {off}")
@@ -509,6 +528,9 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
             "raise window_tokens" if name == "window_tokens" else "lower context_parallel")
 
 
+OF_CHUNKS = ("chunk_size", "chunk_parts", "chunk_pooling", "overlap", "local_key_conv", "linear_scale_init",
+             "linear_rope", "linear_gate", "linear_divisor", "full_attention_interval")
+"""Fields that a GAU without chunks does not have."""
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
 SOURCES = {

@@ -52,9 +52,9 @@ class LineartimeCache(Cache):
         require(self.batch_size == n_rows, "the cache holds another batch",
                 f"{self.batch_size} rows, the input has {n_rows}", "repeat it: batch_repeat_interleave")
         self.n_columns = self.n_columns + ids_BN.shape[1]
-        if torch.compiler.is_exporting() and ids_BN.shape[1] == 1 and collected is None and embeds_BND is None:
+        if torch.compiler.is_exporting() and ids_BN.shape[1] == 1:
             step = DecodeStep(model, self.state.reserve_in_graph(1))
-            x_BD, new = step.hidden(ids_BN[:, 0], step.tensors_of(self.state))
+            x_BD, new = step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)
             self.state.take(new)
             return x_BD[:, None]
         # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back to their columns.

@@ -122,16 +122,17 @@ def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str
 
 def count_parameters(model: LanguageModel) -> list[ModelPart]:
     """All parameters by part, each counted once; the head's matrix is the embedding."""
-    # The parameters of one block, added up by what they are for.
+    # The parameters of the blocks of a kind, added up by what they are for.
     kinds = (("norm", "norms"), ("scale_offset", "scale and offset"), ("bias", "position bias"),
              ("conv", "key convolution"), ("gate", "write gate"))
-    per_layer: dict[str, int] = {}
-    for layer in model.layers[: model.layers_per_block]:
+    config, of_blocks = model.config, dict[tuple[str, str], int]()
+    blocks = ["layer" if config.layer(i) is config else "full layer" for i in range(config.n_layers)]
+    for i, layer in enumerate(model.layers):
         of = "attention " if isinstance(layer, MultiHeadAttention) else "FFN " if isinstance(layer, FeedForward) else ""
         for name, parameter in layer.named_parameters():
-            owner = name.split(".")[0]
-            kind = next((kind for end, kind in kinds if owner.endswith(end)), f"{of}projections")
-            per_layer[kind] = per_layer.get(kind, 0) + parameter.numel()
+            kind = next((kind for end, kind in kinds if name.split(".")[0].endswith(end)), f"{of}projections")
+            part = blocks[i // model.layers_per_block], kind
+            of_blocks[part] = of_blocks.get(part, 0) + parameter.numel()
 
     def size(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
@@ -140,7 +141,8 @@ def count_parameters(model: LanguageModel) -> list[ModelPart]:
         ModelPart("embedding, and the head's matrix", size(model.embed)),
         ModelPart("ScaledSin scalar" if model.config.abs_pos == "scaled_sin" else "position table",
                   size(model.abs_pos)),
-        *(ModelPart(f"layer: {name}", each, model.config.n_layers) for name, each in per_layer.items()),
+        *(ModelPart(f"{block}: {kind}", n // blocks.count(block), blocks.count(block))
+          for (block, kind), n in of_blocks.items()),
         ModelPart("final norm", size(model.norm)),
         ModelPart("head bias", model.head_bias.numel()),
     ]

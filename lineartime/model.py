@@ -50,7 +50,7 @@ class LanguageModel(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"
                         else nn.Embedding(config.context, config.d_model))
-        self.layers = nn.ModuleList(layer for _ in range(config.n_layers) for layer in make_layers(config))
+        self.layers = nn.ModuleList(layer for i in range(config.n_layers) for layer in make_layers(config.layer(i)))
         self.norm = make_norm(config)
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
         init_weights(self)

@@ -159,8 +159,7 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
     # Where a field is given by more than one, the setting counts, then the weights' own model, then the size.
     if source is not None:
         preset, task = nearest_preset(source), "wiki40b"
-        kept = {"attn_scale_len": source.scale_len} if source.has_bias and source.chunk_size is None else {}
-        config = replace_fields(source, kept | model)
+        config = replace_fields(source, source.kept_scale | model)
         sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
         # A size's rates are for weights that are drawn: trained ones would first lose much of what they know.
         settings = {k: v for k, v in sized.items() if k != "optimizer" and not k.endswith("learning_rate")} | settings

@@ -12,8 +12,8 @@ from torch import Tensor
 from lineartime.config import TOEPLITZ_BELOW
 from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
-from lineartime.ops.dtypes import at_least_float32, float16_as_float32
-from lineartime.ops.reference import Past, entering_states, read_states, with_past
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import Past, entering_states, product, read_states, with_past
 
 
 class Cache:
@@ -22,9 +22,9 @@ class Cache:
     growing: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors whose second axis grows with T."""
     constant: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors that hold no state of the rows between calls."""
+    """Names of the tensors that say nothing of the rows, such as biases."""
     replayable: ClassVar[bool] = False
-    """Whether replaying a step of one token is idempotent: it overwrites slots and accumulates nothing."""
+    """Whether a step of one token that closes no chunk may be repeated: it overwrites slots and adds up nothing."""
     n_heads: int = 1
     """Adjacent entries of the batch that make up a row."""
     z_BKS: Tensor | None = None
@@ -63,7 +63,7 @@ class ChunkState(Cache):
     """Keys and values of the chunk before the open one, if local attention overlaps."""
     gate_BC: Tensor | None = None
     written_B: Tensor | None = None
-    """With chunk_pooling "written" the gates of the open chunk's tokens, and their sum as `kv_BSE` is one."""
+    """With chunk_pooling "written" the gates of the open chunk's tokens, and the gates' sum over those in `kv_BSE`."""
     bias_M: Tensor | None = None
     """The layer's position bias at key position minus query position: 1 - M, ..., 0."""
 
@@ -90,7 +90,7 @@ class ChunkState(Cache):
         if at.document_BC is not None:
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
         kv_BSE = torch.where(is_carried_B11, self.kv_BSE[at.full], 0.0)
-        self.kv_BSE[at.full] = kv_BSE.add_(torch.bmm(float16_as_float32(k_BCS).mT, float16_as_float32(v_BCE)))
+        self.kv_BSE[at.full] = kv_BSE.add_(product("bcs,bce->bse", k_BCS, v_BCE))
         if self.gate_BC is not None and self.written_B is not None:
             gate_BC = self.gate_BC[at.full]
             if at.document_BC is not None:
@@ -119,8 +119,8 @@ class ChunkState(Cache):
 
         gate_BGC: with pooling "written" the gates of tokens in their slots."""
         c = self.chunk_size
-        # The states at the boundaries of the chunks, as in training, from the past on. A query reads that at the
-        # beginning of its chunk, if it is of its document.
+        # The states at the boundaries of the chunks, as in training, from the past on. A query reads the state at the
+        # beginning of its chunk, if that is of the query's document.
         states = entering_states(k_lin_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=True)
         kv_BPSE, count_BP, document_BP = with_past(states, self.past(inputs))
         seen_BGC = (segment_ids_BGC == document_BP[:, :-1, None]) & (segment_ids_BGC >= 0)
@@ -176,8 +176,8 @@ class KeyValueCache(Cache):
 
     def bias(self, rel_pos_bias: RelPosBias, length: int) -> Tensor:
         """The position bias at key position minus query position: 1 - length, ..., 0."""
-        # A graph computes it each time: it may not depend on how long rows were before.
-        if self.bias_L is None or torch.compiler.is_exporting() or len(self.bias_L) < length:
+        # A graph computes it each time: it may not depend on how long rows were before. A gradient needs a new one too.
+        if self.bias_L is None or torch.compiler.is_exporting() or torch.is_grad_enabled() or len(self.bias_L) < length:
             self.bias_L = bias_table(rel_pos_bias, self.k_BL.shape[1])
         return self.bias_L[self.bias_L.shape[0] - length :]
 

@@ -55,7 +55,7 @@ def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: 
 
 def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None) -> Tensor:
-    """`extend_chunks` by one token per row, which closes the open chunk if it fills it."""
+    """`extend_chunks` by one token per row. Chunks that are full now are closed; in a graph the caller does that."""
     # Add the token to the open chunk, in place.
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
@@ -72,7 +72,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
         out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":  # the linear half reads the sum over closed chunks
-        linear_BNE = torch.bmm(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE)
+        linear_BNE = weigh_values(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE)
         out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
     assert out_BNE is not None
     if at.full is not None:
@@ -87,7 +87,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
 
     heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
     of the linear keys."""
-    if inputs.single_token:
+    if inputs.single_token and (inputs.window is not None or not v_BNE.requires_grad):  # it writes in place
         return extend_by_one(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c

@@ -73,9 +73,9 @@ class DecodeInputs:
         return self.folded
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
-        """Where to cut each row's new tokens so that one part is whole chunks. If a row has an open chunk, the cut is
-        behind the tokens that fill it. Otherwise it is behind the whole chunks, which may be all new tokens. Empty if
-        no row fills a chunk other than the open one."""
+        """Where to cut each row's new tokens, so that whole chunks can be computed together. If any row adds to an open
+        chunk, each row is cut behind what fills its own. Otherwise it is cut behind its whole chunks, which may be all
+        new tokens. Empty if no row fills a chunk other than the open one."""
         # The quick way out of every step of decoding, and of a graph, which knows no lengths.
         if not self.lengths or self.begins_BN.shape[1] < chunk_size:
             return ()
@@ -122,7 +122,7 @@ class DecodeInputs:
 
     @cached_property
     def bias_index(self) -> Tensor | None:
-        """Indices of `offset_BNL` into `KeyValueCache.bias`; None if all of it is the bias of one common query."""
+        """Where in `KeyValueCache.bias` that of each offset is; None where all rows have one query at one position."""
         if self.common_position is not None and self.single_token:
             return None
         return self.offset_BNL.clamp(1 - self.longest, 0) + self.longest - 1
@@ -153,10 +153,10 @@ class Cut:
         first_B1, index_N = torch.tensor(first, device=device)[:, None], torch.arange(n_tokens, device=device)
         # Row b's tokens first[b], first[b] + 1, ... move to the front of the second part.
         self.others_BN = (first_B1 + index_N[:n_others]).clamp(max=n_tokens - 1)
-        """Where the other tokens are; behind them anything."""
+        """Which of the new tokens are the second part's; any in the place of its padding."""
         joined_BN = torch.where(index_N < first_B1, index_N, index_N + self.n_first - first_B1)
         self.joined_BN = joined_BN.clamp(max=self.n_first + n_others - 1)
-        """Where each token is, if the parts are one behind the other."""
+        """Where each token is when the second part follows the first."""
         # The second part begins in the document of the first part's last token.
         first_B, begins_BN = first_B1[:, 0], inputs.begins_BN
         last_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]

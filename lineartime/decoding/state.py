@@ -31,7 +31,7 @@ class DecodingState:
     seq_lens_B: Tensor
     start_B: Tensor
     model: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The `LanguageModel` whose state this is, or None. A copy shares it, and a pickle does not have it."""
+    """The `LanguageModel` whose state this is, or None. `deepcopy` shares it; `copy.copy` and a pickle have None."""
     text: str = ""
     """The last word of a text that `read` has read: it is tokenised together with what follows it."""
     tokenizer_sha256: str = ""
@@ -74,11 +74,11 @@ class DecodingState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all caches; constant in T for FLASH."""
+        """Bytes of the rows' state in all caches, room for more tokens included; constant in T for FLASH."""
         return sum(tensor.nbytes for cache in self.caches for tensor in cache.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors with state by name, those of layer 3 as "3.kv_BSE"."""
+        """All tensors with state by name, those of cache 3 as "3.kv_BSE"."""
         longest = int(self.seq_lens_B.max()) if len(self.seq_lens_B) else 0  # a cache that grows has room for more
         of_caches = {f"{n}.{name}": (tensor[:, :longest] if name in cache.growing else tensor).contiguous()
                      for n, cache in enumerate(self.caches) for name, tensor in cache.tensors().items()}
@@ -140,15 +140,15 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
     try:
         open_regular(path).close()
         with safetensors.safe_open(path, "pt") as file:
+            sha256, content = json.loads(file.metadata()["state"])
             # Copies: views of the file lie at any byte, and matmuls of them round otherwise.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
-            sha256, content = json.loads(file.metadata()["state"])
         if sha256 != content_sha256(tensors, content):
             raise ValueError("its hash is not that of its content")
     except OSError as e:
         raise CheckpointError("cannot read the state", path, e.strerror or str(e)) from None
     except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
+        raise CheckpointError("no decoding state, or damaged", path, str(e)) from None
     of_model, text, tokenizer_sha256, facts = json.loads(content)
     if {*facts} != {*names}:
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")

@@ -62,8 +62,8 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
 
 def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
          progress: Callable[[int, int], None] | None = None) -> DecodingState:
-    """The state of one row that has read a text as the beginning of a document. The text comes in blocks of any length;
-    beside the state memory holds a part of it.
+    """The state of one row that has read a text as the beginning of a document. The text comes in blocks of any length,
+    and memory holds no more than the state and a part of it.
 
     Its last word waits in `DecodingState.text`, for the tokens at the end depend on what follows. So `generate` goes on
     from the state as from the whole text, if the tokenizer is byte-level (`Tokenizer.reads_pieces`); another one
@@ -146,19 +146,17 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
     position table, for a model whose step cannot be captured, and for texts without a tokenizer; NumericsError for
     logits that are not numbers."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
-    if not prompts:
+    if len(prompts) == 0:
         return []
     rows_of_ids = ids_of_prompts(prompts, tokenizer, state)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))
-    """Those of the state, of which some have ended."""
-    open_rows = set(rows)
+    rows, open_rows = list(range(len(prompts))), set(range(len(prompts)))  # those of the state, and those that go on
     with packed_weights(model):
         logits_BV, now = prefill(model, rows_of_ids, on_prompt, state and state.repeated(len(prompts)))
         step = CapturedStep(model, now) if capture else partial(decode_step, model, state=now)
         for n_done in range(1, max_new_tokens + 1):
-            if logits_BV.isnan().any():
+            if not (logits_BV < math.inf).all():
                 raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
                                     "the weights are damaged, or too large for float16: take float32 or bfloat16")
             ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,

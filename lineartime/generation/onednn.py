@@ -12,8 +12,8 @@ from lineartime.model import LanguageModel
 
 @contextmanager
 def packed_weights(model: LanguageModel) -> Iterator[bool]:
-    """Context manager: linear layers of a bfloat16 model on a CPU read weights packed in oneDNN's layout. Otherwise
-    every call packs them again, which takes longer than the matmul of one token. The results are the same.
+    """Inside it, linear layers of a bfloat16 model on a CPU read weights packed in oneDNN's layout. Without it every
+    call packs them again, which takes longer than the matmul of one token. The results are the same.
 
     For inference: no gradients. The packed weights are a copy, which doubles the memory and does not follow changes of
     the weights. Yields whether weights are packed: False for another dtype or device, or without oneDNN."""

@@ -16,14 +16,16 @@ from lineartime.model import LanguageModel
 from lineartime.settings import require
 
 
-def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int) -> tuple[Tensor, Tensor]:
+def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int,
+                   *more: Any) -> tuple[Tensor, Tensor]:
     """Append one token to every row without host synchronisation: the hidden states x_BD, and the start of each row's
     document. Of the state only the caches are updated, and full chunks are not closed: the caller does that.
 
-    window: the number of cached keys that are read, at least the tokens of the longest row with the new one."""
+    window: the number of cached keys that are read, at least the tokens of the longest row with the new one. more: see
+    `LanguageModel.extend_layers`."""
     ids_B1 = ids_B[:, None]
     inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
-    return model.extend_layers(ids_B1, inputs, state.caches)[:, 0], state.starts_B(inputs)
+    return model.extend_layers(ids_B1, inputs, state.caches, *more)[:, 0], state.starts_B(inputs)
 
 
 def last_tokens(config: ModelConfig, state: DecodingState, window: int | None = None) -> DecodeInputs:
@@ -37,9 +39,9 @@ class DecodeStep(nn.Module):
     """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is a dictionary of
     tensors; their first axis counts rows, or rows times heads.
 
-    window: for models with keys and values the most tokens of a row; FLASH needs none. Raises UsageError for a window
-    that is missing, not needed or past a position table's end, and for a combiner, whose cache grows by more than keys
-    and values."""
+    window: for models with keys and values the most tokens of a row; FLASH needs none. Position biases are computed
+    now, so load and move the model before. Raises UsageError for a window that is missing, not needed or past a
+    position table's end, and for a model that does not decode, or that is a combiner."""
 
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()
@@ -76,7 +78,7 @@ class DecodeStep(nn.Module):
                 for name, tensor in self.tensors_of(state).items()}
 
     def tensors_of(self, state: DecodingState) -> dict[str, Tensor]:
-        """The tensors of a state by name, those of layer 3 as "3.kv_BSE"."""
+        """The tensors of a state by name, those of cache 3 as "3.kv_BSE"."""
         of_caches = {f"{n}.{name}": getattr(state.caches[n], name) for n, names in enumerate(self.names)
                      for name in names}
         return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}
@@ -97,10 +99,10 @@ class DecodeStep(nn.Module):
         x_BD, new = self.hidden(ids_B, state)
         return self.model.logits(x_BD), new
 
-    def hidden(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """`forward` up to the hidden states x_BD."""
+    def hidden(self, ids_B: Tensor, state: dict[str, Tensor], *more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """`forward` up to the hidden states x_BD. more: see `LanguageModel.extend_layers`."""
         now = self.to_state(state)
-        x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window)
+        x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
         now.seq_lens_B = now.seq_lens_B + 1
         new = self.tensors_of(now)
         if any(isinstance(cache, ChunkState) for cache in now.caches):
@@ -109,11 +111,12 @@ class DecodeStep(nn.Module):
         return x_BD, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state that change when chunks are closed, after those that the last token filled were."""
+        """Close the chunks that the last token filled: the tensors of the state that this changes, as they are then."""
         config, now, changed = self.model.config, self.to_state(state), {}
         inputs = last_tokens(config, now, self.window)
         for n, cache in enumerate(now.caches):
-            assert isinstance(cache, ChunkState)
+            if not isinstance(cache, ChunkState):
+                continue
             at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
             is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
             at.full = slice(None)  # all rows, of which those that are full are taken: shapes stay

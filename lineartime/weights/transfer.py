@@ -22,10 +22,7 @@ def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) ->
     relu(q k / n + b)^2 keeps its value. Raises UsageError for a context longer than the position tables allow."""
     config = model.config
     model.check_length(context)
-    fields: dict[str, Any] = {"context": context}
-    if config.chunk_size is None and config.has_bias:
-        fields["attn_scale_len"] = config.scale_len
-    return replace_fields(config, fields | changes)
+    return replace_fields(config, {"context": context, **config.kept_scale, **changes})
 
 
 def is_flash(config: ModelConfig) -> bool:

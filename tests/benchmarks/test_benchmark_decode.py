@@ -51,22 +51,6 @@ def test_a_row_per_model_and_context():
         assert row["state_bytes"] == describe(config).decoding.at(row["context_tokens"])
 
 
-def test_every_cell_decodes_its_blocks_in_turn(monkeypatch):
-    """A few tokens first, then whole blocks, each after a token of another state that is not timed; the order is turned
-    round every time."""
-    order, step = [], decode_module.decode_step
-
-    def spy(model, ids_B, state):
-        order.append(int(state.seq_lens_B[0]))
-        return step(model, ids_B, state)
-
-    monkeypatch.setattr(decode_module, "decode_step", spy)
-    rows = decode({"flash": FLASH}, [32, 128])
-    assert order == [position for contexts, first, last in (([128, 32], 0, 3), ([32, 128], 3, 35), ([128, 32], 35, 67))
-                     for context in contexts for position in (0, *range(context + first, context + last))]
-    assert [row["block_tokens"] for row in rows] == [32, 32]
-
-
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "mc-tfm++", "performer", "combiner"])
 def test_a_filled_state_is_like_one_that_was_read(name):
     """Of the same shapes, types and lengths; and finite numbers follow from it."""

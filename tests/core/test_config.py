@@ -1,5 +1,6 @@
 """The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -84,6 +85,11 @@ def test_what_follows_from_the_fields():
     assert model_config("transformer+", context=1024).max_len is None
     assert model_config("flash-quad", context=511).max_len == 511
     assert model_config("flash-quad", context=32, abs_pos="learned", attn_scale_len=13).max_len == 13
+    hybrid = model_config("flash+", context=400, full_attention_interval=4)
+    assert [hybrid.layer(i).attn_type for i in (2, 3, 4, 7)] == ["mixed_chunk", "quadratic", "mixed_chunk", "quadratic"]
+    assert hybrid.max_len == 400 and hybrid.layer(2) is hybrid
+    quad = dataclasses.replace(hybrid, context=800, **hybrid.kept_scale).layer(3)
+    assert quad == model_config("flash-quad", context=800, attn_scale_len=400, key_conv=3)
     assert model_config("flash-quad", context=512).max_len is None
 
 
@@ -124,6 +130,9 @@ REFUSED = [
     *(({"model": "flash-quad", name: value}, f"{name} is for the linear half of mixed chunk attention: attn_type = ")
       for name, value in (("linear_scale_init", 1.0), ("linear_rope", False), ("linear_gate", True),
                           ("linear_divisor", 2))),
+    ({"full_attention_interval": 1}, "full_attention_interval is 0, or 2 to n_layers: full_attention_interval = 1, n_"),
+    ({"model": "mc-tfm++", "full_attention_interval": 2}, "full_attention_interval is for GAUs in chunks: ffn = glu"),
+    ({"full_attention_interval": 2, "document_grid": "own", "context": 256}, "n of layers over the whole row is too "),
     ({"local_key_conv": True}, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_"),
     ({"keys_start_as_queries": True}, "keys_start_as_queries is for a Transformer: ffn = gau; leave it out: a GAU mak"),
     *(({"qk_norm": True, **fields}, "qk_norm is for a Transformer's softmax attention without chunks: ffn = ")

@@ -281,6 +281,7 @@ def test_exported_for_generation(name, widths):
         **to_dict(dataclasses.replace(CONFIGS[name], n_layers=1)))
     torch.manual_seed(0)
     model, stop = AutoModelForCausalLM.from_config(config).double().eval(), 9
+    model.config.output_hidden_states = widths[0] == 1
     cache = transformers.DynamicCache(config=config) if name == "llama" else LineartimeCache()
     ids_BT, mask_BT = packed_ids()[[0, 1, 0], :23], torch.ones(3, 23, dtype=torch.long)
     mask_BT[1, :3] = 0

@@ -62,7 +62,7 @@ def test_a_longer_context_costs_flash_nothing_per_token():
 
 def test_every_parameter_is_counted_and_flops_of_any_option():
     options = ({"overlap": True}, {"document_mask": "paper"}, LONG_MEMORY, {"n_heads": 4},
-               {"document_grid": "own", "end_of_document": 0})
+               {"full_attention_interval": 2}, {"document_grid": "own", "end_of_document": 0})
     for config in (*(small("flash", **fields) for fields in options), *(small(preset, "c4") for preset in PRESETS)):
         assert describe(config).n_parameters == sum(p.numel() for p in LanguageModel(config).parameters())
         assert count_flops(config).attention > 0

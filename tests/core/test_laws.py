@@ -22,7 +22,7 @@ from lineartime.errors import UsageError
 from lineartime.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.model import LanguageModel
 from lineartime.ops import reference
-from lineartime.ops.reference import split_uvz, toeplitz
+from lineartime.ops.reference import toeplitz
 from marks import rest
 from tiny_models import (
     BIDIRECTIONAL,
@@ -116,21 +116,6 @@ def test_one_chunk_is_flash_quad(chunk_size: int) -> None:
     for length in {1, min(chunk_size, CONTEXT)}:
         ids_BT = random_ids(2, length, vocab_size=6)
         assert same(flash(ids_BT), quad(ids_BT))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("chunk_size", [None, CHUNK])
-def test_identity_for_attention_is_a_glu(chunk_size: int | None, causal: bool) -> None:
-    """No scores and a position bias of 1 at distance 0 are A = I; then the layer is Eq. 2's, its third input unused."""
-    config = replace(FLASH_QUAD if chunk_size is None else FLASH, causal=causal)
-    layer = random_model(config).layers[0]
-    x_BTD = torch.randn(2, 2 * CHUNK + 3, config.d_model, dtype=torch.float64)
-    with torch.no_grad():
-        layer.scale_offset.gamma.zero_()
-        layer.scale_offset.beta.zero_()
-        layer.rel_pos_bias.weight.zero_()[config.scale_len - 1] = 1.0
-    u_BTE, v_BTE, _ = split_uvz(layer.in_proj(layer.norm(x_BTD)), config.query_key_dim)
-    assert same(layer(x_BTD), x_BTD + F.linear(u_BTE * v_BTE, layer.out_proj.weight, layer.out_proj.bias))
 
 
 @st.composite

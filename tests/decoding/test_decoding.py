@@ -47,12 +47,25 @@ def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor
     return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state)
 
 
-@pytest.mark.parametrize("name", ["flash", "flash+"])
-def test_what_is_read_into_a_state_has_gradients(name: str) -> None:
+@pytest.mark.parametrize(("name", "width"), [("flash", 99), ("flash+", 99), ("flash+", 1), ("mc-tfm++", 1)])
+def test_what_is_read_into_a_state_has_gradients(name: str, width: int) -> None:
     model, ids_BT = random_model(with_documents(name)), random_ids(2, 3 * CHUNK + 2) % 12 + 1
+    state = model.decoding_state(2)
+    read_BTD = torch.cat([extend(model, part_BN, state) for part_BN in ids_BT.split(width, 1)], 1)
     found, wanted = (torch.autograd.grad(x_BTD.square().sum(), [*model.layers.parameters()])
-                     for x_BTD in (extend(model, ids_BT, model.decoding_state(2)), model.hidden(ids_BT)))
+                     for x_BTD in (read_BTD, model.hidden(ids_BT)))
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("name", "n_new"), [("flash", 1), ("flash-quad", 3)])
+def test_the_position_bias_has_a_gradient_after_a_prompt_without(name: str, n_new: int) -> None:
+    model, ids_BT = random_model(with_documents(name)), random_ids(2, 16)
+    with torch.no_grad():  # the last token makes room for more
+        state = model.decoding_state(2)
+        extend(model, ids_BT[:, :12], state)
+        extend(model, ids_BT[:, 12:13], state)
+    x_BND = extend(model, ids_BT[:, 13 : 13 + n_new], state)
+    assert torch.autograd.grad(x_BND.square().sum(), [*model.layers[0].rel_pos_bias.parameters()])[0].any()
 
 
 @EVERY_MODEL
@@ -195,26 +208,25 @@ def test_what_of_a_state_grows(name: str) -> None:
     config = with_documents(name)
     model = random_model(config)
     state = model.decoding_state(2)
-    kind, growing = {"linear": (PrefixState, set()), "rowmajor_axial": (RowCache, {"ks_BLCHK", "vs_BLCHK"}),
-                     "quadratic": (KeyValueCache, {"k_BL", "v_BL"}), "mixed_chunk": (ChunkState, set())}[
-        config.attn_type]
-    assert type(state.caches[0]) is kind and set(state.caches[0].growing) >= growing
+    kinds = {"linear": PrefixState, "rowmajor_axial": RowCache, "quadratic": KeyValueCache, "mixed_chunk": ChunkState}
+    growing = {RowCache: {"ks_BLCHK", "vs_BLCHK"}, KeyValueCache: {"k_BL", "v_BL"}}
+    for i, cache in enumerate(state.caches):
+        assert type(cache) is kinds[config.layer(i).attn_type] and {*cache.growing} >= growing.get(type(cache), set())
     at_first, n_bytes, n_tokens = [cache.tensors() for cache in state.caches], state.n_bytes, 0
     for n_new in (1, 7, 10) if config.max_len else (1, 7, 100, 1, 1, 1100):
         model.extend(random_ids(2, n_new, vocab_size=12) + 1, torch.tensor([n_new, n_new // 2]), state)
         n_tokens += n_new
-        n_kept = n_tokens // config.chunk_size if config.chunk_size else n_tokens
         for cache, before in zip(state.caches, at_first, strict=True):
-            now = cache.tensors()
+            now, n_kept = cache.tensors(), n_tokens // (config.chunk_size or 1 if isinstance(cache, RowCache) else 1)
             assert now.keys() == before.keys() and len(cache.growing) <= 2
             for part, tensor in now.items():
                 assert tensor.dtype == before[part].dtype
-                if part in growing:
+                if part in growing.get(type(cache), ()):
                     assert n_kept <= tensor.shape[1] <= max(2 * n_kept, 7), part
                 else:
                     assert tensor.shape == before[part].shape, part
         assert state.n_bytes == sum(t.nbytes for cache in state.caches for t in cache.tensors().values()) > 0
-    assert (state.n_bytes > n_bytes) == bool(growing)
+    assert (state.n_bytes > n_bytes) == any(type(cache) in growing for cache in state.caches)
 
 
 @pytest.mark.parametrize(("name", "kept"), [("flash", "kv_BSE"), ("performer", "kv_BHMK")])
@@ -245,6 +257,19 @@ def test_rows_of_any_lengths_under_autocast(name: str) -> None:
         for t in range(5):  # one at a time, which closes the rows' chunks at different times
             x_BD = extend(model, ids_BT[[0, 1], [15 + t, 14 + t]][:, None], state)[:, 0]
             assert difference(x_BD, x_BTD[[0, 1], [15 + t, 14 + t]]) < 0.1
+
+
+@torch.no_grad()
+def test_sums_under_autocast_may_exceed_float16() -> None:
+    """As in training: keys of 10^4, of which queries read little."""
+    model, ids_BT = random_model(FLASH).float(), random_ids(1, 3 * CHUNK)
+    for layer in model.layers:
+        layer.scale_offset.beta[2:].copy_(torch.tensor([[1e-5], [3e4]]))
+        layer.scale_offset.gamma[2:].zero_()
+    state, x_BTD = model.decoding_state(1), model.hidden(ids_BT)
+    with torch.autocast("cpu", torch.float16):
+        read_BTD = torch.cat([extend(model, id_B1, state) for id_B1 in ids_BT.split(1, 1)], 1)
+    assert state.caches[0].kv_BSE.abs().max() > 65_504 and difference(read_BTD, x_BTD) < 0.1
 
 
 LONG = {

@@ -63,7 +63,8 @@ def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: Lang
     together = generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=3)
     assert together == generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=3)
     assert together != generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=4)
-    assert together[0] == generate(model, prompts[:1], max_new_tokens=25, temperature=0.9, seed=3)[0]
+    alone = torch.tensor(prompts[:1])
+    assert together[0] == generate(model, alone, max_new_tokens=25, temperature=0.9, seed=3)[0]  # type: ignore
 
 
 def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: LanguageModel,
@@ -108,9 +109,10 @@ def test_what_means_nothing_is_refused(model: LanguageModel) -> None:
         with pytest.raises(UsageError):
             generate(model, **{"prompts": [[1]], "max_new_tokens": 3, **wrong})  # type: ignore[arg-type]
     broken = copy.deepcopy(model)
-    torch.nn.init.constant_(broken.norm.weight, math.nan)
-    with pytest.raises(NumericsError, match="the logits are not numbers"):
-        generate(broken, [[1]], max_new_tokens=3)
+    for bad in (math.nan, math.inf):
+        torch.nn.init.constant_(broken.head_bias, bad)
+        with pytest.raises(NumericsError, match="the logits are not numbers"):
+            generate(broken, [[1]], max_new_tokens=3, temperature=1.0)
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:

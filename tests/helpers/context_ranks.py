@@ -41,7 +41,7 @@ ON_PUSH = ["flash", "flash key conv", "flash fixed", "flash long memory", "mc-tf
 OFTEN = ["flash", "flash long memory"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
-           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash, own grid"]
+           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "flash, own grid"]
 SHARDED = {"shard": True, "clip_scope": "global"}
 
 

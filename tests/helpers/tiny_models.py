@@ -67,6 +67,8 @@ COMBINED: dict[str, ModelConfig] = {
     "mc-tfm++ near and long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY,
                                                   local_key_conv=True),
     "flash-quad key conv": replace(FLASH_QUAD, key_conv=3),
+    "flash-quad in flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK, full_attention_interval=2,
+                                         attn_scale_len=512),
     "transformer++ key conv": model_config("transformer++", **SIZES, **HEADS, key_conv=3, rope_base=100.0),
     "transformer++ key conv qk norm": model_config("transformer++", **SIZES, **HEADS, key_conv=3, qk_norm=True),
     "transformer++ relu2 key conv": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2", key_conv=3),
@@ -76,7 +78,7 @@ CONFIGS |= COMBINED
 
 OWN_GRID = {f"{name}, own grid": replace(CONFIGS[name], document_grid="own") for name in (
     "flash", "flash+", "transformer++", "flash-quad", "mc-tfm++", "performer", "combiner", "flash overlap",
-    "flash near and long memory", "flash-quad key conv")}
+    "flash near and long memory", "flash-quad key conv", "flash-quad in flash+")}
 """Models whose documents have positions and chunks of their own in a packed row."""
 BOTH_GRIDS = CONFIGS | OWN_GRID
 OWN_ON_PUSH = ("flash, own grid", "flash+, own grid", "transformer++, own grid")
