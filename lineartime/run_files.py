@@ -32,9 +32,9 @@ def read_run(out: Path) -> dict[str, Any]:
     with damaged(out / RUN_FILE):
         if not all(isinstance(run[name], str) for name in ("id", "preset", "task", "data")):
             raise ValueError("its id, preset, task or data is no text")
-        stored_config(ModelConfig(), run["from_model"] if "from" in run else {})
-        return run | {"model": to_dict(stored_config(ModelConfig(), run["model"])),
-                      "train": to_dict(stored_config(TrainConfig(), run["train"]))}
+        models = ("model", "from_model") if "from" in run else ("model",)
+        return run | {name: to_dict(stored_config(ModelConfig(), run[name])) for name in models} | {
+            "train": to_dict(stored_config(TrainConfig(), run["train"]))}
 
 
 def saved_run(out: Path) -> dict[str, Any]:

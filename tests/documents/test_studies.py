@@ -66,9 +66,8 @@ def test_a_planted_name_has_the_same_digit_wherever_it_stands_and_the_text_is_ke
 
 def test_passages_that_fill_rows_tell_and_ask_each_name_once(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(BOOK[:200_000], encoding="utf-8")
-    small = lineartime.model_folder("small")
-    data, tokenizer = tmp_path / "data", lineartime.load_model(small)[1]
-    lineartime.prepare(tmp_path / "book.txt", data, tokenizer=small, held_out=0.1)
+    data, tokenizer = tmp_path / "data", lineartime.load_model("small")[1]
+    lineartime.prepare(tmp_path / "book.txt", data, tokenizer=lineartime.model_folder("small"), held_out=0.1)
     plant.main(data, 4096, ["700", "2048"], tmp_path / "rows.jsonl")
     texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ends = np.cumsum([len(tokenizer.encode(text)) + 1 for text in texts]).tolist()

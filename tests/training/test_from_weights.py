@@ -24,7 +24,7 @@ from lineartime.data.tokens import batch_rows, open_data, open_split
 from lineartime.errors import Stopped, UsageError
 from lineartime.load import load_model
 from lineartime.run_config import config_for_data, nearest_preset, run_config
-from lineartime.run_files import read_metrics
+from lineartime.run_files import read_metrics, read_run
 from lineartime.training import StopSignal, learning_rate_at
 from lineartime.weights.warm_start import check_shapes
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left
@@ -82,6 +82,9 @@ def test_the_first_loss_is_that_of_the_weights_and_the_rest_begins_anew(root: Pa
     assert stored["from"] == str(root / "run") and stored["preset"] == "flash"
     assert stored["from_sha256"] == hash_of(Path(facts["checkpoint"]) / "model.safetensors")["sha256"]
     assert stored["from_model"]["context"] == 32 and stored["model"]["context"] == 64
+    older = stored | {name: stored[name] | {"linear_norm": False} for name in ("from_model", "model")}
+    (tmp_path / "new/run.json").write_text(json.dumps(older))  # a field that is gone, in what it was off
+    assert read_run(tmp_path / "new") == stored
 
 
 def test_it_goes_on_to_the_same_bytes_without_the_weights(root: Path, tmp_path: Path) -> None:
