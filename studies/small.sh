@@ -50,7 +50,7 @@ two --from "$out/sixth" --data "$out/data:0.7,$out/long-data:0.2,$out/plain-data
   --set warmup_steps=50 "${constant[@]}" --set local_key_conv=true
 two --from "$out/seventh" --data "$out/last-data" --out "$out/eighth" --steps 350
 # The eighth part found .58 of the names in 4,096 tokens, where the sixth had .72. Rows had cut most of the long passages, so that a question
-# stood in another row than its answer. Passages that fill whole rows brought .71 in 150 steps, and .76 in all. (The ninth part of the shipped
+# stood in another row than its name. Passages that fill whole rows brought .69 in 150 steps, and .75 in all. (The ninth part of the shipped
 # weights read half as many of them, from other draws, in one process.)
 two --from "$out/eighth" --data "$out/data:0.5,$out/once-data:0.4,$out/plain-data:0.1" --out "$out/ninth" --steps 650 \
   --set warmup_steps=50 "${constant[@]}"
