@@ -61,12 +61,12 @@ class WithoutCopyOfCode:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: a class that is registered is copied."""
+        """Does nothing: transformers would copy a class that is registered."""
 
 
 class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
-    """The fields of `ModelConfig` and of transformers; bos and eos are the end-of-document token by default, and pad
-    the id behind the vocabulary, in a masked model the end-of-document token: see `padding_token`.
+    """The fields of `ModelConfig` and of transformers. By default bos and eos are the end-of-document token; so is pad
+    in a masked model, in a causal one it is the id behind the vocabulary, see `padding_token`.
 
     Raises UsageError as `ModelConfig` does."""
 
@@ -87,7 +87,7 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
         self.pad_token_id, self.auto_map = pad, AUTO_MAP
 
     def validate(self) -> None:
-        """The checks of transformers, which would warn of padding outside the vocabulary."""
+        """The checks of transformers, without those of pad: they would warn that it is outside the vocabulary."""
         pad, self.pad_token_id = self.pad_token_id, None
         try:
             super().validate()
@@ -99,7 +99,7 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
         """Load as `PreTrainedConfig` does. Raises CheckpointError for a config.json of a local folder that a manifest
         does not match, and names the file where `ModelConfig` refuses a value."""
         place = Path(kwargs.get("name_or_path") or "", CONFIG_FILE)
-        if place.is_file():
+        if kwargs.get("name_or_path") and place.is_file():
             check_shared(place.parent, [CONFIG_FILE])
         try:
             return super().from_dict(config_dict, **kwargs)
@@ -111,7 +111,7 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """The longest row, which is not that of training: where a position table ends, or more than any text has."""
+        """Most tokens of a row, which may be more than in training: a position table's length, else `LONGEST`."""
         return self.model_config().max_len or LONGEST
 
 
@@ -119,8 +119,8 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
     """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding goes left.
 
     A text that spells a special token is text (`split_special_tokens`), as in `Tokenizer`, but for an end-of-document
-    token at its end, which trainers write there. Unlike in `Tokenizer`, special tokens are read from chats, from all
-    texts once a special token is added, and "[MASK]" is the mask token if the checkpoint has one."""
+    token at its end, which trainers write there. Special tokens are read from chats, and from all texts if the
+    checkpoint has "[MASK]", the mask token, or once a special token is added."""
 
     padding_side = "left"
 
@@ -144,7 +144,7 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
             has_gaps = len({*vocabulary.values()}) <= max(vocabulary.values())
             pad = padding_token(tokenizer.mask_token is not None, has_gaps, PAD in vocabulary)
             tokenizer.add_special_tokens({} if pad is None else {"pad_token": pad})
-        # As it was saved; `_add_tokens` has had all of the vocabulary's.
+        # Set as it was saved: `_add_tokens` may have changed it while the vocabulary was loaded.
         is_text = tokenizer.init_kwargs.get("split_special_tokens", there.keys() <= {END_OF_DOCUMENT, PAD})
         tokenizer.split_special_tokens = is_text
         for name in ("padding_side", "split_special_tokens"):
@@ -173,17 +173,17 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
             return super()._encode_plus(text, text_pair, **how)
         if not any(token in each.removesuffix(end) for each in texts for token in self.all_special_tokens):
             return super()._encode_plus(text, **how | {"split_special_tokens": False})
-        # Other special tokens in them are text. Ids alone are made for such texts.
+        # Special tokens elsewhere in them are text. For such texts only ids are made.
         asked = [name for name in how if name.startswith("return_") and how[name] and name not in (
             "return_tensors", "return_attention_mask")]
-        require(not asked, "a text with a special token inside has ids alone where it ends with the end token",
+        require(not asked, "a text that spells a special token and ends with the end token has ids alone",
                 ", ".join(asked), f"take {end} from its end")
         encode = partial(super()._encode_plus, add_special_tokens=how.get("add_special_tokens", True),
                          split_special_tokens=True)
         rows = [encode(each.removesuffix(end)).input_ids + [self.eos_token_id] * each.endswith(end) for each in texts]
         if how.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE:
             n = how["max_length"]
-            kept = n if self.truncation_side == "right" else int(how.get("add_special_tokens", True))
+            kept = n if self.truncation_side == "right" else len(encode("").input_ids)
             rows = [row if len(row) <= n else row[:kept] + row[len(row) - n + kept:] for row in rows]
         return self.pad({"input_ids": rows[0] if isinstance(text, str) and not how.get("return_tensors") else rows},
                         padding=how.get("padding_strategy", False), **{name: how.get(name) for name in (
@@ -226,7 +226,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         if isinstance(module, LanguageModel):
-            # A weight that was loaded stays. transformers sees to it in torch.nn.init alone.
+            # Weights that were loaded stay: transformers guards them only in the functions of torch.nn.init.
             loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
             init_weights(module)
             with torch.no_grad():
@@ -242,7 +242,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                 inputs_embeds: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
-        attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the padding token is
+        attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the token `padding` is
         padding. With a cache it covers the new tokens, or all. position_ids: the positions that the mask gives, or
         positions that begin at 0 with each document of a packed row, which only say where documents begin.
         inputs_embeds: vectors `[B, T, D]` instead of input_ids, in all classes; no vector begins a document.
@@ -262,8 +262,8 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
                 "use a LineartimeCache")
-        require((input_ids is None) != (inputs_embeds is None), "tokens or vectors", "input_ids, inputs_embeds",
-                "give one of them")
+        require((input_ids is None) != (inputs_embeds is None), "this model takes either tokens or vectors",
+                "input_ids, inputs_embeds", "give one of them")
         if input_ids is None:  # -2 stands for a vector: it is no token, and no padding either
             assert inputs_embeds is not None
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
@@ -274,7 +274,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                 f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
                 "one number per row and token")
         valid_BT = input_ids != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
-        # Padding may have any id. Where the mask calls it a token, as in rows that `generate` has ended, it is an end.
+        # Padding may have any id. A padding token that the mask counts, as where `generate` ended a row, is an end.
         ids_BT = input_ids.masked_fill((input_ids == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
         known = SAID_AGAIN if position_ids is None else SAID_AGAIN | SAID_BY_POSITIONS
@@ -358,9 +358,9 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
                       for name, stored, own in sorted(found["mismatched_keys"])]
         if wrong:
             raise CheckpointError("the checkpoint's tensors are not this model's", f"{place}: {first_five(wrong)}")
-        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-        require(len(places) < 2 and "disk" not in places, "a model is whole on one device",
-                f"device_map has {', '.join(sorted(places))}", 'name a device, such as device_map="cuda"')
+        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+        require(len(devices) < 2 and "disk" not in devices, "a model is whole on one device",
+                f"device_map has {', '.join(sorted(devices))}", 'name a device, such as device_map="cuda"')
         readable = {name: p for name, p in model.named_parameters() if type(p.data) is Tensor}
         check_finite(readable, place)  # quantised weights are not
         return (model, found) if output_loading_info else model
@@ -451,7 +451,7 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         return trunk
 
     def get_encoder(self, modality: str | None = None) -> Any:
-        """This model, which says that there is none; the search of transformers finds `base_model`."""
+        """This model, which tells transformers that it has no encoder; its own search would give `base_model`."""
         return self
 
     def get_output_embeddings(self) -> Any:
@@ -543,7 +543,7 @@ class LineartimeForQuestionAnswering(LineartimeModel):
 
 
 class LineartimeForSequenceClassification(LineartimeModel):
-    """A class, classes or a number for each row: a linear layer, `score`, on the mean over the row's tokens.
+    """A class, several, or numbers for each row: a linear layer, `score`, on the mean over the row's tokens.
 
     `config.problem_type` is that of transformers: by default a number for one label, else by the labels. A number that
     `lineartime finetune` has learned is the output times `config.label_std`, plus `config.label_mean`."""
@@ -560,11 +560,11 @@ class LineartimeForSequenceClassification(LineartimeModel):
                 **kwargs: Any) -> SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: classes or numbers `[B]`, or `[B, num_labels]`, 1.0 for each class of several, or numbers. Without
-        `problem_type` whole numbers are classes, and others several. The loss is that of transformers: the mean in
-        nats, or of the squared error."""
+        labels: a class or a number for each row, `[B]`, or `[B, num_labels]`: 1.0 for each of several classes, or
+        numbers. Without `problem_type`, and with several labels, integers are classes and floats say which of several.
+        The loss is that of transformers: the mean in nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
-        mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1)[:, 0]
+        mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, 1)[:, 0]
         scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
         logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
         if labels is not None:

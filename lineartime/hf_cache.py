@@ -20,8 +20,7 @@ from lineartime.settings import require
 class LineartimeCache(Cache):
     """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the batch size."""
 
-    layer_class_to_replicate, offloading = None, False
-    layers: list[Any] = []  # noqa: RUF012  # of the library's own kind there are none: the state is one
+    layers: list[Any] = []  # noqa: RUF012  # the library's own, of which there are none: `state` holds everything
 
     # Not that of the base class, which wants layers.
     def __init__(self) -> None:
@@ -44,8 +43,8 @@ class LineartimeCache(Cache):
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
                embeds_BND: Tensor | None = None) -> Tensor:
-        """`LanguageModel.extend` by the next columns of a batch, without tokens that are not valid; returns x_BND. An
-        exported program of one column takes all its tokens for valid."""
+        """`LanguageModel.extend` by the next columns of a batch, without padding, for which valid_BN is False; returns
+        x_BND. An exported program of one column takes all its tokens for valid."""
         n_rows = ids_BN.shape[0]  # `len` would fix it in a graph
         if self.state is None:
             self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)

@@ -1,8 +1,8 @@
 """The bits of a text as it comes: of each line, of each token or of the whole. A model whose decoding state has a
 constant size reads an endless text in constant memory.
 
-All is one document, and every token is scored given all before it. The text is tokenised in parts, each from the last
-word of a line to the last word of the next, so that a line is scored as soon as its end has come. Byte-level tokenizers
+All is one document, and every token is scored given all before it. The text is tokenised in parts, each from the end
+of one line's last word to that of the next, so that a line is scored as soon as its end has come. Byte-level tokenizers
 cut there too (`Tokenizer.reads_pieces`), so the tokens are those of the whole text; others tokenise each part alone.
 Line ends and other white space before a line's first word count to that line, and a blank line has 0 bits."""
 
@@ -75,7 +75,7 @@ def saved_names(state: ScoringState) -> list[str]:
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
-    """The state in a file; without a file that before the first token. Raises UsageError for a model that does not
+    """The state in a file, or without one the state before the first token. Raises UsageError for a model that cannot
     score a text as it comes, CheckpointError for a file that is damaged or of another model or tokenizer."""
     require(type(model) is LanguageModel and model.config.causal, "only a causal language model scores a text as it "
             "comes", "score", "see evaluate for masked models")
@@ -91,17 +91,17 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
 
 
 def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str, tuple[int, str] | None]]:
-    """The parts of a text that are tokenised, as far as they are known, each with the number and the first characters
-    of the line that it ends, if it ends one."""
+    """The next parts of a text to tokenise, as far as they are known, each with the number and the first characters of
+    the line that it ends, if it ends one. Moves the state on."""
     *lines, rest = new.split("\n")
     for line, ended in [*((line, True) for line in lines), (rest, False)]:
         state.shown = (state.shown + line)[:SHOWN]
-        # A long line is cut where it is also cut if it comes in small blocks.
+        # Where a long line is cut does not depend on the blocks in which it comes.
         *pieces, (state.text, _) = cut([state.text + line + "\n" * ended])
         yield from ((piece.text, None) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)
-            if ended or state.text.isspace():  # up to its last word, sought for long in many blank lines
+            if ended or state.text.isspace():  # up to its last word; in blank lines the search would be slow
                 found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
                 end = found.end() if found else 0
             state.n_lines += 1
@@ -138,7 +138,7 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
 
     per: "document" gives one row at the end. state: goes on from there, and is moved on; it may be saved whenever a
     block is asked for. keep: leave a last line without its end in the state, for more to come; else it is scored.
-    name: for messages. Raises DataError, behind the rows before it, for text that is not UTF-8, NumericsError for bits
+    name: for messages. Raises DataError for text that is not UTF-8, after the rows before it, NumericsError for bits
     that are not finite, UsageError for another `per`, and as `open_state` does."""
     require_precision(precision)
     require_name("row", per, ("line", "token", "document"))
@@ -151,7 +151,7 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
         return np.frombuffer(tokenizer.pack(text), tokenizer.dtype), np.empty((0, 2), np.int64)
 
     for block in itertools.chain(blocks, () if keep else (None,)):
-        data = block.encode() if isinstance(block, str) else block
+        data = block.encode("utf-8", "surrogatepass") if isinstance(block, str) else block
         text, state.tail, error = decode_next(data, state.tail, state.n_read, name)
         state.n_read += len(data or b"")
         parts, number = list(parts_of(state, text, block is None)), state.n_tokens

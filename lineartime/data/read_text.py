@@ -49,9 +49,9 @@ EXPANSION = 4
 BYTE_ORDER_MARK = "\ufeff"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
 """In UTF-8, a space or line feed before what is no white space: byte-level tokenizers cut there, see `cut`."""
-LAST_WORD = re.compile(r"(?s:.*)\S(?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
+LAST_WORD = re.compile(r"(?s:.*)[\S\x1c-\x1f](?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
 """All up to the last character that white space follows. Byte-level tokenizers cut between the two. Unlike Python they
-do not count \\x1c to \\x1f as white space, so these are taken for neither."""
+do not count \\x1c to \\x1f as white space."""
 
 
 class Piece(NamedTuple):

@@ -105,13 +105,13 @@ def window_size(config: ModelConfig) -> int:
     return config.context // chunk * chunk or config.context if carries_state(config) else config.context
 
 
-def document_means(x_BTD: Tensor, segment_ids_BT: Tensor) -> Tensor:
-    """The mean of each document's vectors, `[B, N, D]`, N the largest number of documents in a row; 0 for a document
-    without tokens. segment_ids_BT: the document of each token, -1 for padding. Sums are in float32 at least, also under
-    autocast: a bfloat16 sum of a thousand tokens would lose the next one.
+def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) -> Tensor:
+    """The mean of each document's vectors, `[B, N, D]`; 0 for a document without tokens. segment_ids_BT: the document
+    of each token, -1 for padding. n: N, by default the largest number of documents in a row. Sums are in float32 at
+    least, also under autocast: a bfloat16 sum of a thousand tokens would lose the next one.
 
     With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
-    n = max(int(segment_ids_BT.max()) + 1, 1)
+    n = max(int(segment_ids_BT.max()) + 1, 1) if n is None else n
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
     # A matrix of zeros and ones sums the tokens of each document.
@@ -142,7 +142,7 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
     """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
     of the sums and the means, by default float32 at least."""
     x_BTD, valid_BT = row_states(model, ids_BT)
-    return document_means(x_BTD.to(dtype or x_BTD.dtype), valid_BT.long() - 1)[:, 0]
+    return document_means(x_BTD.to(dtype or x_BTD.dtype), valid_BT.long() - 1, 1)[:, 0]
 
 
 @torch.inference_mode()

@@ -1,5 +1,5 @@
 """Files by which `transformers` opens a folder of ours: one that imports the classes, for `trust_remote_code=True`, and
-the tokenizer with its settings. And those that `sentence-transformers` reads."""
+the tokenizer with its settings. Also the files that `sentence-transformers` reads."""
 
 import json
 from typing import Any
@@ -39,9 +39,9 @@ def config_with_code(config_json: str) -> str:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """`tokenizer.json` and `tokenizer_config.json`, with which any tokenizer class of `transformers` gives the ids of
-    `LineartimeTokenizer`: texts begin with the end-of-document token, padding goes left. A tokenizer that adds
-    something of its own is for that class alone, which then needs trust or an import."""
+    """`tokenizer.json` and `tokenizer_config.json`. Any tokenizer class of `transformers` gives texts that spell no
+    special token the ids of `LineartimeTokenizer`: they begin with the end-of-document token, padding goes left. A
+    tokenizer that adds something of its own is for that class alone, which then needs trust or an import."""
     json_text = tokenizer.json_with_beginning()
     settings: dict[str, Any] = {"tokenizer_class": "LineartimeTokenizer", "padding_side": "left",
                                 "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,

@@ -1,6 +1,5 @@
 """The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.atomic_io import read_toml
-from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config, to_dict
+from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config, replace, to_dict
 from lineartime.config_json import model_config_from_json, model_config_json
 from lineartime.errors import UsageError
 from lineartime.run_config import RUN_FIELDS, parse_setting, run_config
@@ -88,7 +87,7 @@ def test_what_follows_from_the_fields():
     hybrid = model_config("flash+", context=400, full_attention_interval=4)
     assert [hybrid.layer(i).attn_type for i in (2, 3, 4, 7)] == ["mixed_chunk", "quadratic", "mixed_chunk", "quadratic"]
     assert hybrid.max_len == 400 and hybrid.layer(2) is hybrid
-    quad = dataclasses.replace(hybrid, context=800, **hybrid.kept_scale).layer(3)
+    quad = replace(hybrid, context=800, **hybrid.kept_scale).layer(3)
     assert quad == model_config("flash-quad", context=800, attn_scale_len=400, key_conv=3)
     assert model_config("flash-quad", context=512).max_len is None
 

@@ -373,7 +373,11 @@ def test_activation_checkpointing(hf):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(folder, tmp_path):
+def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(folder, tmp_path, monkeypatch):
+    (tmp_path / "MANIFEST.json").write_text("damaged")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)  # whose files are not read
+    assert LineartimeConfig.from_dict({"n_layers": 3}).n_layers == 3
     config = AutoConfig.from_pretrained(folder)
     assert config.model_config() == model_config_from_json((folder / "config.json").read_text())
     assert config == AutoConfig.from_pretrained(folder)
@@ -653,6 +657,8 @@ def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
     for other in (END_OF_DOCUMENT, texts[1] + END_OF_DOCUMENT):
         cut = tokenizer(["abcd", other], truncation=True, max_length=3)["input_ids"]
         assert cut[0] == [EOD, *b"cd"] and cut[1][-1] == EOD
+    harness = AutoTokenizer.from_pretrained(folder, add_bos_token=False, truncation_side="left")
+    assert harness(texts[1] + END_OF_DOCUMENT, truncation=True, max_length=3)["input_ids"] == [*b" c", EOD]
     tokenizer.truncation_side = "right"
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -74,6 +74,13 @@ def test_the_class_of_a_row_does_not_depend_on_its_batch(ours, folder, tmp_path)
         hf(**batch, labels_of="x")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_classifier_is_exported(folder):
+    hf, batch = AutoModelForSequenceClassification.from_pretrained(folder), tuple(padded(TEXTS, True).values())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.export(hf, batch).module()(*batch).logits, hf(*batch).logits)
+
+
 @pytest.mark.parametrize("kind, labels, loss", [
     (None, [2, 0, 1], F.cross_entropy),
     ("multi_label_classification", [[1, 0, 1], [0, 0, 0], [1, 1, 1]], F.binary_cross_entropy_with_logits),

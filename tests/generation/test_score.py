@@ -16,7 +16,7 @@ import torch
 
 from command_line import Call, assert_refused
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
-from lineartime.errors import UsageError
+from lineartime.errors import DataError, UsageError
 from lineartime.model import LanguageModel
 from lineartime.runtime import rss_bytes
 from lineartime.scoring import open_state, score
@@ -63,6 +63,9 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
     (whole,) = score(model, tokenizer, [text], per="document")
     assert (whole.bits, whole.n_bytes, end) == (pytest.approx(math.fsum(expected)), len(text.encode()), end)
     assert [row.bits > 0 for row in score(model, tokenizer, ["word\n  \n  "])] == [True, False, False]
+    assert [row.n_bytes for row in score(model, tokenizer, ["word\x1c\n\nend\n"])] == [5, 0, 5]
+    with pytest.raises(DataError, match="not valid UTF-8: the text, byte 1"):
+        list(score(model, tokenizer, ["a\ud800"]))
     with pytest.raises(UsageError, match="unknown row: lines; did you mean line"):
         list(score(model, tokenizer, [text], per="lines"))  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from lineartime import ops
 from lineartime.config import model_config
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
-from lineartime.ops import dispatch, reference, windows
+from lineartime.ops import reference, windows
 from tiny_models import random_ids
 
 LAYOUTS = {"one document": None,
@@ -94,32 +94,17 @@ def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: t
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager models on a processor; all else takes the reference."""
-    ran = []
-    for name in ("gated_chunk_attention", "gated_head_attention"):
-        plain = getattr(windows, name)
-        monkeypatch.setattr(windows, name, lambda *args, plain=plain, **how: ran.append(1) or plain(*args, **how))
-
-    def runs(task: str = "wiki40b", preset: str = "flash", impl: str | None = None, dtype: torch.dtype | None = None,
-             grad: bool = True, compiled: bool = False) -> bool:
-        ran.clear()
-        fields = {"query_key_dim": 16, "n_layers": 1, "d_model": 16, "vocab_size": 20, "context": 32}
-        chunks = {} if preset == "flash-quad" else {"chunk_size": 8}
-        model = LanguageModel(model_config(preset, task, **fields, **chunks))
-        if dtype is not None:
-            model = model.to(dtype)
-        model.set_impl(impl)
-        call = torch.compile(model, backend="eager") if compiled else model
-        with torch.set_grad_enabled(grad):
-            call(torch.ones(1, 20, dtype=torch.long))
-        return bool(ran)
-
-    assert runs() and runs(preset="flash+") and runs(dtype=torch.bfloat16) and runs("c4") and runs(grad=False)
-    assert not runs(impl="reference") and not runs(compiled=True)
-    assert not runs(dtype=torch.float16) and not runs(preset="flash-quad")
-    assert not dispatch.use_windows(None, False, torch.empty(0, 5, 3, requires_grad=True))
+    """Eager models on a processor; those that are compiled or of float16 take the reference."""
+    ran, plain, ids_BT = [], windows.gated_chunk_attention, torch.ones(1, 20, dtype=torch.long)
+    monkeypatch.setattr(windows, "gated_chunk_attention", lambda *args, **how: ran.append(1) or plain(*args, **how))
+    model = LanguageModel(model_config("flash", query_key_dim=16, n_layers=1, d_model=16, vocab_size=20, chunk_size=8))
+    for made in (lambda: model, lambda: torch.compile(model, backend="eager"), model.bfloat16, model.half):
+        made()(ids_BT)
+        ran.append(0)
+    assert ran == [1, 0, 0, 1, 0, 0]
+    model.set_impl("windows")
     with pytest.raises(UsageError, match="it is reference or triton"):
-        runs(impl="windows")
+        model(ids_BT)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
