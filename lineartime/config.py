@@ -35,6 +35,8 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 allows it."""
 
 EXACT_MASK = 'set document_mask = "exact"'
+OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
+OF_LINEAR_HALF = ("linear_scale_init", "linear_rope", "linear_gate", "linear_divisor")  # fields of these two alone
 TOEPLITZ_BELOW = 512
 """The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
 
@@ -131,7 +133,7 @@ class ModelConfig:
         else:
             yield self.chunk_size is None, "chunk_size is for attention in chunks", "attn_type", "leave it out"
         if self.attn_type != "mixed_chunk":
-            for name in ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all"):
+            for name in OF_MIXED_CHUNK:
                 yield (getattr(self, name) == getattr(ModelConfig, name), f"{name} is for mixed chunk attention",
                        f"{name} attn_type", "leave it out")
         if self.document_mask == "paper":
@@ -180,7 +182,7 @@ class ModelConfig:
         """What must hold for options beyond the paper, so that the model has a place for them."""
         yield (self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
                f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
-        for name in ("linear_scale_init", "linear_rope", "linear_gate", "linear_divisor"):
+        for name in OF_LINEAR_HALF:
             yield (getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
                    f"{name} is for the linear half of mixed chunk attention", "attn_type chunk_parts", "leave it out")
         yield (self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out", "rel_pos",
@@ -230,7 +232,8 @@ class ModelConfig:
         """The configuration of block i: this one, or by `full_attention_interval` that of FLASH-Quad at this width."""
         if self.full_attention_interval == 0 or (i + 1) % self.full_attention_interval:
             return self
-        return replace(self, attn_type="quadratic", **{name: getattr(ModelConfig, name) for name in OF_CHUNKS})
+        off = ("chunk_size", "local_key_conv", "full_attention_interval", *OF_MIXED_CHUNK, *OF_LINEAR_HALF)
+        return replace(self, attn_type="quadratic", **{name: getattr(ModelConfig, name) for name in off})
 
     @property
     def d_inner(self) -> int:
@@ -528,9 +531,6 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
             "raise window_tokens" if name == "window_tokens" else "lower context_parallel")
 
 
-OF_CHUNKS = ("chunk_size", "chunk_parts", "chunk_pooling", "overlap", "local_key_conv", "linear_scale_init",
-             "linear_rope", "linear_gate", "linear_divisor", "full_attention_interval")
-"""Fields that a GAU without chunks does not have."""
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
 TRAIN_FIELDS = tuple(f.name for f in dataclasses.fields(TrainConfig))
 SOURCES = {

@@ -564,7 +564,7 @@ class LineartimeForSequenceClassification(LineartimeModel):
         numbers. Without `problem_type`, and with several labels, integers are classes and floats say which of several.
         The loss is that of transformers: the mean in nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
-        mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, 1)[:, 0]
+        mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, n=1)[:, 0]
         scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
         logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
         if labels is not None:

@@ -76,13 +76,13 @@ def passages(stream: TokenStream, tokenizer: Tokenizer, numbers: Sequence[str],
              generator: torch.Generator) -> Iterator[str]:
     """Passages without end, for the NUMBERS of the command line."""
     if len(numbers) == 2:
-        shortest, row = map(int, numbers)
-        while room := row:
-            while room:  # a passage ends with the token of a document's end
-                n = round(between(shortest, row, generator))
-                n = n if room - n >= shortest else room
-                yield filled(stream, tokenizer, n - 1, generator)
-                room -= n
+        shortest, room = map(int, numbers)
+        row = room
+        while True:  # a passage ends with the token of a document's end
+            n = round(between(shortest, row, generator))
+            n = n if room - n >= shortest else room
+            yield filled(stream, tokenizer, n - 1, generator)
+            room = room - n or row
     (shortest, longest), (least, most) = map(int, numbers[:2]), map(float, numbers[2:])
     while True:
         text = plain(stream, tokenizer, round(between(shortest, longest, generator)), generator)

@@ -142,7 +142,7 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
     """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
     of the sums and the means, by default float32 at least."""
     x_BTD, valid_BT = row_states(model, ids_BT)
-    return document_means(x_BTD.to(dtype or x_BTD.dtype), valid_BT.long() - 1, 1)[:, 0]
+    return document_means(x_BTD.to(dtype or x_BTD.dtype), valid_BT.long() - 1, n=1)[:, 0]
 
 
 @torch.inference_mode()

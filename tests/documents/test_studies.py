@@ -73,8 +73,7 @@ def test_passages_that_fill_rows_tell_and_ask_each_name_once(tmp_path: Path) -> 
     ends = np.cumsum([len(tokenizer.encode(text)) + 1 for text in texts]).tolist()
     assert {2048, 4096} <= {*ends} and ends[-1] == 4096
     for text in texts:
-        facts = re.findall(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", text)
-        half = len(facts) // 2
+        half = len(facts := re.findall(r" [BDFGKLMNPRSTVZ][aeiou][bdfgklmnprstvz][0-9]", text)) // 2
         assert 4 <= half == len({*facts[:half]}) <= 64 and {*facts[:half]} == {*facts[half:]}
         assert text.endswith("".join(facts[half:]))
 

@@ -109,10 +109,10 @@ def test_what_means_nothing_is_refused(model: LanguageModel) -> None:
         with pytest.raises(UsageError):
             generate(model, **{"prompts": [[1]], "max_new_tokens": 3, **wrong})  # type: ignore[arg-type]
     broken = copy.deepcopy(model)
-    for bad in (math.nan, math.inf):
+    for bad, temperature in ((math.nan, 0.0), (math.inf, 1.0)):
         torch.nn.init.constant_(broken.head_bias, bad)
         with pytest.raises(NumericsError, match="the logits are not numbers"):
-            generate(broken, [[1]], max_new_tokens=3, temperature=1.0)
+            generate(broken, [[1]], max_new_tokens=3, temperature=temperature)
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:
