@@ -268,8 +268,9 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             assert inputs_embeds is not None
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
         # The mask covers the new tokens, or those that the cache has seen too.
-        (n_rows, n_new), n_past, mask = input_ids.shape, 0 if cache is None else cache.n_columns, attention_mask
-        require(mask is None or torch.compiler.is_exporting()  # a graph cannot refuse numbers
+        (n_rows, n_new), mask, exports = input_ids.shape, attention_mask, torch.compiler.is_exporting()
+        n_past = 0 if cache is None or exports else cache.get_seq_length()
+        require(mask is None or exports  # a graph cannot refuse numbers
                 or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                 f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
                 "one number per row and token")

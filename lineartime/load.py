@@ -42,7 +42,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`, a `DocumentClassifier` or a
     `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
     CheckpointError for a checkpoint that is damaged, of another run or not finite, DataError for a bad tokenizer."""
-    # The texts and the weights: of an exported folder, or of a checkpoint, of a run the newest.
+    # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's newest checkpoint.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -54,7 +54,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
         folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
     files = {name: read_text(folder / name) for name in (CONFIG_FILE, TOKENIZER_FILE)}
     facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
-    # What model it is, by its config.json.
+    # config.json says what model it is.
     try:
         config = model_config_from_json(files[CONFIG_FILE])
         kind = architecture_of(files[CONFIG_FILE])
@@ -77,8 +77,8 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
 
 
 def end_tokens(folder: Path) -> set[int]:
-    """The tokens that end a text for transformers: those of generation_config.json, without it of config.json. Raises
-    CheckpointError for a file that is damaged."""
+    """The tokens that end a text for transformers: those of generation_config.json, or where there is none those of
+    config.json. Raises CheckpointError for a file that is damaged."""
     place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
     found = read_json(place).get("eos_token_id")
     with damaged(place):

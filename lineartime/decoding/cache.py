@@ -79,12 +79,10 @@ class ChunkState(Cache):
         return self.bias_M
 
     def close(self, at: TokenPosition) -> None:
-        """Add the open chunk to `kv_BSE`, its tokens of the current document only, in the rows `at.full`. With overlap
-        it becomes the chunk before the open one."""
+        """In the rows `at.full`, add the open chunk's tokens of the current document to `kv_BSE`. With overlap the
+        chunk becomes the one before the open one."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
-            # Under autocast one may be of a shorter type than the other.
-            self.k_before_BCS[at.full] = self.k_quad_BCS[at.full].to(self.k_before_BCS.dtype)
-            self.v_before_BCE[at.full] = self.v_BCE[at.full].to(self.v_before_BCE.dtype)
+            self.k_before_BCS[at.full], self.v_before_BCE[at.full] = self.k_quad_BCS[at.full], self.v_BCE[at.full]
         # Tokens of earlier documents count 0, and so does the sum, if the document has no closed chunk yet.
         k_BCS, v_BCE, is_carried_B11 = self.k_lin_BCS[at.full], self.v_BCE[at.full], at.weight_B11[at.full] > 0
         if at.document_BC is not None:
@@ -99,7 +97,7 @@ class ChunkState(Cache):
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
     def past(self, inputs: DecodeInputs) -> Past:
-        """The past of the open chunk, see `reference.Past`: of the document that each row is in before the new
+        """What precedes the open chunk, see `reference.Past`: of each row's current document, that before the new
         tokens."""
         n_carried_B = inputs.n_carried_B(self.chunk_size).to(self.kv_BSE.dtype)
         # What divides the sum: the tokens in it, or with chunk_pooling "written" the sum of their gates.
@@ -155,7 +153,7 @@ class KeyValueCache(Cache):
         """Append each row's new keys and values; returns all keys and values, `[B, inputs.longest, ...]`."""
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
-        k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # under autocast they are shorter
+        k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # autocast makes a shorter type
         # Rows of one length take a slice. Otherwise tokens are written by index; only the last case leaves out padding.
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)

@@ -21,10 +21,10 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v to the cache."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
-    bias = cache.bias(rel_pos_bias, inputs.longest)
-    if inputs.bias_index is not None:
-        bias = bias[inputs.bias_index]
-    a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), inputs.visible, config.attn_kernel)
+    bias, (visible_BNL, bias_index) = cache.bias(rel_pos_bias, inputs.longest), inputs.visible_and_bias()
+    if bias_index is not None:
+        bias = bias[bias_index]
+    a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), visible_BNL, config.attn_kernel)
     return weigh_values(a_BNL, v_BLE)
 
 
@@ -60,7 +60,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
-        buffer[at.place] = new_BN[:, 0]
+        buffer[at.place] = new_BN[:, 0].to(buffer.dtype)  # autocast makes a shorter type
 
     out_BNE = None  # the local half: the open chunk up to the token, and with overlap the chunk before it
     if config.chunk_parts != "global":
@@ -120,11 +120,11 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         q_quad, k_quad, v, ids = to_slots(q_quad_BNS), k_quad_BGCS, v_BGCE, segment_ids_BGC
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
             # Prepend the chunk before the open one, for its keys and values; its own output is dropped.
-            behind_BC = (slot_C - c >= first_B[:, None]) & (open_start_B[:, None] >= c)
+            before_BC = (slot_C - c >= first_B[:, None]) & (open_start_B[:, None] >= c)
             q_quad = F.pad(q_quad, [0, 0, 0, 0, 1, 0])
             k_quad = torch.cat([cache.k_before_BCS[:, None], k_quad], dim=1)
             v = torch.cat([cache.v_before_BCE[:, None], v], dim=1)
-            ids = torch.cat([torch.where(behind_BC, 0, -1)[:, None], ids], dim=1)
+            ids = torch.cat([torch.where(before_BC, 0, -1)[:, None], ids], dim=1)
         w = None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n)
         quad_BGCE = ablated_quadratic_attention(q_quad, k_quad, v, w, scale_len=c, causal=True, segment_ids_BGC=ids,
                                                 kernel=config.attn_kernel, overlap=config.overlap)
@@ -141,5 +141,6 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     if gate_BGC is not None:
         cache.gate_BC = F.pad(gate_BGC, [0, 0, 0, 1])[rows, n_closed_B]
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
-        setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B])
+        open_BC = F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B]
+        setattr(cache, name, open_BC.to(getattr(cache, name).dtype))
     return out_BGCE.flatten(1, 2).gather(1, slot_BN.clamp(min=0)[..., None].expand_as(v_BNE))

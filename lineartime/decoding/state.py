@@ -35,7 +35,7 @@ class DecodingState:
     text: str = ""
     """The last word of a text that `read` has read: it is tokenised together with what follows it."""
     tokenizer_sha256: str = ""
-    """Of the tokenizer of that text."""
+    """The hash of that text's tokenizer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         return self.repeated(len(self.seq_lens_B))
@@ -54,14 +54,14 @@ class DecodingState:
         return load_state(Path(path), model)[0]
 
     def in_grid_B(self, config: ModelConfig) -> Tensor:
-        """Tokens of each row so far, from where its positions and chunks count: with `document_grid` "own" those of its
-        current document."""
+        """Tokens of each row so far, from where its positions and chunks are counted: with `document_grid` "own" those
+        of its current document."""
         return self.seq_lens_B - self.start_B if config.document_grid == "own" else self.seq_lens_B
 
     def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
                window: int | None = None) -> DecodeInputs:
-        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" a row is its document: one that
-        begins does so with an empty row, and only the first of the tokens may begin one."""
+        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" each document counts as a row
+        of its own, so only the first of the tokens may begin one."""
         if config.document_grid == "row":
             return DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN, window)
         before_B = torch.where(begins_BN[:, 0] & (n_new_B > 0), 0, self.in_grid_B(config))
@@ -97,8 +97,8 @@ class DecodingState:
                 cache.reserve(n_tokens)
 
     def reserve_in_graph(self, n_new: int) -> int | None:
-        """Allocate room for `n_new` more tokens in all key-value caches, which grow by as many: the length that
-        `DecodeInputs.window` wants, or None without such caches. Nothing is read from the device."""
+        """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be `DecodeInputs.window`,
+        or None without such caches. Nothing is read from the device."""
         lengths = [cache.k_BL.shape[1] for cache in self.caches if isinstance(cache, KeyValueCache)]
         if not lengths:
             return None

@@ -10,12 +10,12 @@ from lineartime.model import LanguageModel
 from lineartime.settings import require
 
 WINDOW = 1024
-"""The captured KV window is rounded up to a multiple of this; the graph is captured again when the window grows."""
+"""The window of keys grows to multiples of this, at most to a position table's end; the graph is then made anew."""
 
 
 class CapturedStep:
     """`generate.decode_step` for one state, which no other code may update meanwhile. Raises UsageError for a model
-    whose step is not idempotent, see `Cache.replayable`.
+    whose step may not be repeated, see `Cache.replayable`.
 
     On CUDA the step is captured and replayed; on other devices the same code runs without a graph. Whole chunks and
     whole windows of keys are read, with masks, so that no shape depends on the position. A full chunk is closed outside
@@ -63,7 +63,7 @@ class CapturedStep:
         return self.model.logits(x_BD)
 
     def capture(self) -> None:
-        """Record the step as a graph, after a warm-up run on a side stream, whose update of the positions is undone."""
+        """Record the step as a graph. A run on a side stream warms up before; its new positions are put back."""
         seq_lens_B, start_B = self.state.seq_lens_B.clone(), self.state.start_B.clone()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())

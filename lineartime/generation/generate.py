@@ -33,7 +33,7 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
 
     progress is called with the number of tokens read of the longest prompt. state: of as many rows, which go on with
     the prompts; it is updated. Raises UsageError for an empty prompt, a token outside the vocabulary, a state of
-    another number of rows, and past the end of a position table."""
+    another model or number of rows, and past the end of a position table."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
@@ -42,6 +42,8 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
     state = model.decoding_state(len(prompts)) if state is None else state
     require(len(state.seq_lens_B) == len(prompts), "the state has another number of rows",
             f"{len(state.seq_lens_B)} rows for {len(prompts)} prompts", "see DecodingState.repeated")
+    require(state.model is None or state.model.embed is model.embed, "the state of another model", "prefill",
+            "give the model that has read it")
     last_BD = torch.zeros(len(prompts), model.config.d_model, device=device, dtype=dtype)
     for start in range(0, max((len(prompt) for prompt in prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]
@@ -95,9 +97,9 @@ def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Te
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
            generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row: `[B]`. temperature 0 takes the most likely token. top_k keeps the k most likely tokens, top_p
-    the most likely ones that together reach probability p. Each row draws from its own generator, so a row's text does
-    not depend on the others."""
+    """One token per row: `[B]`. temperature 0 takes the most likely token. top_k keeps the k most likely tokens and all
+    that are as likely as the last of these, top_p the most likely ones that together reach probability p. A row's text
+    does not depend on the others: each draws from its own generator."""
     if temperature == 0:
         return logits_BV.argmax(-1)
     logits_BV = logits_BV.float() / temperature
@@ -115,7 +117,7 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
 
 
 LEAST_TEMPERATURE = 1e-6
-"""A smaller one would divide logits to infinity."""
+"""A far smaller one would divide logits to infinity."""
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -191,7 +193,8 @@ def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | No
     for what a state's text does not go on with: ids, and texts of another tokenizer."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    if isinstance(prompts, str) or (texts and ids) or any(isinstance(row, int) for row in ids):
+    no_rows = any(isinstance(row, int | bytes) or getattr(row, "ndim", 1) != 1 for row in ids)
+    if isinstance(prompts, str) or (texts and ids) or no_rows:
         raise UsageError("prompts are a list of texts, or a list of lists of token ids", "generate", 'such as ["Hi"]')
     if texts and tokenizer is None:
         raise UsageError("texts need the model's tokenizer", "generate",

@@ -16,11 +16,12 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
     call packs them again, which takes longer than the matmul of one token. The results are the same.
 
     For inference: no gradients. The packed weights are a copy, which doubles the memory and does not follow changes of
-    the weights. Yields whether weights are packed: False for another dtype or device, or without oneDNN."""
+    the weights. Yields whether it has packed any: not for another dtype or device, nor without oneDNN."""
     packed: list[tuple[nn.Module, str]] = []
 
     def replace(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> None:
-        if name not in vars(module):  # another thread may have packed it, and a library may have replaced it
+        # Another thread may have packed it, and a library or a subclass may have its own.
+        if name not in vars(module) and getattr(type(module), name) in (nn.Linear.forward, LanguageModel.logits):
             multiply = partial(multiply_packed, pack(weight), None if bias is None else bias.detach())
             setattr(module, name, multiply)
             packed.append((module, name))

@@ -58,7 +58,7 @@ class DecodeStep(nn.Module):
         with torch.no_grad():
             step_in_window(model, state.seq_lens_B, state, self.window)  # computes what is constant, such as biases
         self.caches = state.caches
-        # torch.compile of 2.11 reads neither copy.copy nor vars of what it made itself, so the names are known before.
+        # In a graph torch.compile of 2.11 takes neither copy.copy nor vars, so the names are listed here.
         self.names = [[*cache.tensors()] for cache in self.caches]
         self.others = [{name: value for name, value in vars(cache).items() if name not in names}
                        for cache, names in zip(self.caches, self.names, strict=True)]
@@ -119,7 +119,7 @@ class DecodeStep(nn.Module):
                 continue
             at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
             is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
-            at.full = slice(None)  # all rows, of which those that are full are taken: shapes stay
+            at.full = slice(None)  # close all rows, so that shapes stay; below only the full ones are taken
             cache.close(at)
             for name in cache.closing():
                 after, before = getattr(cache, name), state[f"{n}.{name}"]

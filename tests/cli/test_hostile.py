@@ -47,7 +47,6 @@ def tokenizer_with(change: Callable[[dict[str, Any]], None]) -> str:
 
 
 TOKENIZERS: dict[str, str] = {
-    "deep": '{"a":' * 100_000,
     "an id of 2^32 - 1": tokenizer_with(lambda made: made["model"]["vocab"].update(zzz=2**32 - 1)),
     "a panic": tokenizer_with(lambda made: made.update(
         normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}))}

@@ -249,6 +249,8 @@ def test_generation_goes_on_from_a_returned_cache(hf64, ours):
     # Another turn from the same place: the cache that went on has not touched its copy.
     said_BT = torch.cat([first.sequences, torch.tensor([[65, 66], [67, 68], [EOD, 69]])], dim=1)
     options |= {"attention_mask": torch.nn.functional.pad(mask_BT, [0, 2], value=1), "max_new_tokens": 9}
+    with torch.no_grad(), pytest.raises(UsageError, match="no such argument"):  # the rest takes long to compile
+        torch.compile(hf64.forward, backend="eager")(said_BT[:, -3:], options["attention_mask"], fork, unknown=1)
     turn = hf64.generate(said_BT, past_key_values=fork, **options)
     assert torch.equal(turn.sequences, hf64.generate(said_BT, **options).sequences)
 

@@ -257,6 +257,10 @@ def test_rows_of_any_lengths_under_autocast(name: str) -> None:
         for t in range(5):  # one at a time, which closes the rows' chunks at different times
             x_BD = extend(model, ids_BT[[0, 1], [15 + t, 14 + t]][:, None], state)[:, 0]
             assert difference(x_BD, x_BTD[[0, 1], [15 + t, 14 + t]]) < 0.1
+        model.extend(ids_BT[:, :7], torch.tensor([7, 6]), state)
+        model.extend(ids_BT[:, : 2 * CHUNK], torch.tensor([CHUNK, 2 * CHUNK]), whole := model.decoding_state(2))
+        extend(model, ids_BT[:, :1], whole)
+    extend(model, ids_BT[:, :1], state)  # the state has the model's own dtype
 
 
 @torch.no_grad()

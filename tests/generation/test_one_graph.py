@@ -67,9 +67,10 @@ def test_it_is_one_graph(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["flash", "flash-quad"])
 @torch.no_grad()
-def test_it_compiles_without_a_break():
-    step, state = begun("flash")
+def test_it_compiles_without_a_break(name):
+    step, state = begun(name)
     assert_same_tokens(torch.compile(step, fullgraph=True, backend="aot_eager"), step, state)
 
 

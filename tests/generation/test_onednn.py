@@ -71,5 +71,8 @@ def test_generate_packs(monkeypatch: pytest.MonkeyPatch) -> None:
                         lambda *args, **kwargs: seen.append("logits" in vars(model)) or decode_step(*args, **kwargs))
     generate(model, [[1, 2]], max_new_tokens=3)
     assert seen == [PACKS, PACKS] and "logits" not in vars(model)
+    model.layers[0].out_proj.__class__ = type("Adapted", (torch.nn.Linear,), {"forward": lambda self, x: 2 * x})
+    with packed_weights(model):  # a subclass with a forward of its own keeps it
+        assert "forward" not in vars(model.layers[0].out_proj)
     with packed_weights(model.float()) as packed:  # other types are left alone
         assert not packed and all("forward" not in vars(module) for module in model.modules())

@@ -49,6 +49,8 @@ def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before:
                  lambda state: prefill(model, prompts[:2], state=state)):
         with pytest.raises(UsageError, match="another number of rows: 3 rows for 2 prompts"):
             call(state.repeated(3))
+    with pytest.raises(UsageError, match="the state of another model"):
+        generate(random_model(with_end(CONFIGS[name]), seed=1), prompts, max_new_tokens=1, state=state)
 
 
 def record(told: list[int], *now: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.op import MODEL_OF, OPS, gradients, outputs, typed
 from context_ranks import Tokens
+from kernel_law import documents
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.distributed.ordered import parts_of
 from lineartime.generation.cuda_graph import CapturedStep
@@ -156,15 +157,6 @@ def op_config(name: str, chunk: int | None, causal: bool, n_tokens: int) -> Mode
                         context=n_tokens, **fields)
 
 
-def documents(n_rows: int, n_tokens: int) -> Tensor:
-    """Segment ids: a row of one document, rows of many of all lengths, and the last with padding behind them."""
-    generator = torch.Generator().manual_seed(n_tokens)
-    begins_BT = torch.rand(n_rows, n_tokens, generator=generator) < torch.linspace(0, 0.05, n_rows)[:, None]
-    ids_BT = begins_BT.cumsum(1)
-    ids_BT[-1, -n_tokens // 5 :] = -1
-    return ids_BT.to(DEVICE)
-
-
 def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) -> list[Callable[..., Tensor]]:
     """A gated attention of an op's inputs, by its kernel and by its reference."""
     from lineartime.ops import mixed_chunk, quadratic, reference
@@ -210,7 +202,7 @@ def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool,
     (see conftest)."""
     for n_tokens in (*LENGTHS, 2048):
         config = op_config(name, chunk, causal, n_tokens)
-        ids_BT = None if n_tokens == 2048 else documents(3, n_tokens)
+        ids_BT = None if n_tokens == 2048 else documents(3, n_tokens).to(DEVICE)
         functions, inputs = attentions(name, config, ids_BT), op_inputs(name, config, 3, dtype)
         assert too_far(name, *functions, inputs, dtype) == {}
 
@@ -218,7 +210,7 @@ def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool,
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> None:
     config = op_config(name, chunk, False, LENGTHS[0])
-    kernel, _ = attentions(name, config, documents(2, LENGTHS[0]))
+    kernel, _ = attentions(name, config, documents(2, LENGTHS[0]).to(DEVICE))
     inputs = op_inputs(name, config, 2, torch.bfloat16)
     cotangents = [torch.randn_like(x) for x in outputs(kernel, inputs)]
     first, second = (value_and_gradients(kernel, inputs, cotangents) for _ in range(2))
@@ -268,7 +260,7 @@ def test_long_rows(n_rows: int, n_tokens: int) -> None:
     """Chunk states in two levels, which few rows of many chunks get, and in one."""
     name = "gated_chunk_attention"
     config = op_config(name, 256, True, n_tokens)
-    ids_BT = documents(n_rows, n_tokens) if n_rows > 1 else documents(2, n_tokens)[1:]
+    ids_BT = documents(max(n_rows, 2), n_tokens)[-n_rows:].to(DEVICE)
     inputs = op_inputs(name, config, n_rows, torch.bfloat16)
     assert too_far(name, *attentions(name, config, ids_BT), inputs, torch.bfloat16) == {}
 

@@ -11,7 +11,7 @@ from lineartime import ops
 from lineartime.config import model_config
 from lineartime.errors import UsageError
 from lineartime.model import LanguageModel
-from lineartime.ops import reference, windows
+from lineartime.ops import dispatch, reference, windows
 from tiny_models import random_ids
 
 LAYOUTS = {"one document": None,
@@ -94,14 +94,26 @@ def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: t
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager models on a processor; those that are compiled or of float16 take the reference."""
-    ran, plain, ids_BT = [], windows.gated_chunk_attention, torch.ones(1, 20, dtype=torch.long)
-    monkeypatch.setattr(windows, "gated_chunk_attention", lambda *args, **how: ran.append(1) or plain(*args, **how))
-    model = LanguageModel(model_config("flash", query_key_dim=16, n_layers=1, d_model=16, vocab_size=20, chunk_size=8))
-    for made in (lambda: model, lambda: torch.compile(model, backend="eager"), model.bfloat16, model.half):
-        made()(ids_BT)
-        ran.append(0)
-    assert ran == [1, 0, 0, 1, 0, 0]
+    """Eager models on a processor, masked ones and without gradients too; all else takes the reference."""
+    ran, ids_BT = [], torch.ones(1, 20, dtype=torch.long)
+    for name in ("gated_chunk_attention", "gated_head_attention"):
+        plain = getattr(windows, name)
+        monkeypatch.setattr(windows, name, lambda *args, plain=plain, **how: ran.append(1) or plain(*args, **how))
+    for preset, task, made, wanted in (
+            ("flash", "wiki40b", lambda model: model, 1), ("flash+", "wiki40b", lambda model: model, 1),
+            ("flash", "c4", torch.no_grad(), 1), ("flash-quad", "wiki40b", lambda model: model, 0),
+            ("flash", "wiki40b", LanguageModel.bfloat16, 1), ("flash+", "wiki40b", LanguageModel.half, 0),
+            ("flash", "wiki40b", lambda model: torch.compile(model, backend="eager"), 0)):
+        chunk = {} if preset == "flash-quad" else {"chunk_size": 8}
+        model = LanguageModel(model_config(preset, task, n_layers=1, d_model=16, query_key_dim=16, vocab_size=20,
+                                           context=32, **chunk))
+        made(model)(ids_BT)
+        assert bool(ran) == wanted, (preset, task, made)
+        model.set_impl("reference")
+        model(ids_BT)
+        assert len(ran) == wanted
+        ran.clear()
+    assert not dispatch.use_windows(None, False, torch.empty(0, 5, 3, requires_grad=True))
     model.set_impl("windows")
     with pytest.raises(UsageError, match="it is reference or triton"):
         model(ids_BT)

@@ -116,7 +116,6 @@ def test_any_weights_begin_a_run(root: Path, tmp_path: Path, call: Call) -> None
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    (["--from", "smal"], "no weights here: smal; give a run, a checkpoint, an exported folder, or a shipped model: "),
     (["--from", "RUN", "--set", "d_model=32"], "the weights have other shapes: d_model = 32, the weights have 16; "),
     (["--from", "RUN", "--set", "chunk_size=4", "--set", "key_conv=2"],
      "chunk_size = 4, the weights have 8, key_conv = 2, the weights have 0"),
