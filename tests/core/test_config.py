@@ -84,7 +84,7 @@ def test_what_follows_from_the_fields():
     assert model_config("transformer+", context=1024).max_len is None
     assert model_config("flash-quad", context=511).max_len == 511
     assert model_config("flash-quad", context=32, abs_pos="learned", attn_scale_len=13).max_len == 13
-    hybrid = model_config("flash+", context=400, full_attention_interval=4)
+    hybrid = model_config("flash+", context=400, full_attention_interval=4, local_key_conv=True)
     assert [hybrid.layer(i).attn_type for i in (2, 3, 4, 7)] == ["mixed_chunk", "quadratic", "mixed_chunk", "quadratic"]
     assert hybrid.max_len == 400 and hybrid.layer(2) is hybrid
     quad = replace(hybrid, context=800, **hybrid.kept_scale).layer(3)
