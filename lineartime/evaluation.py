@@ -76,9 +76,10 @@ class Evaluation:
         if self.n_read is not None:  # masked tokens are no text, so there is no score per byte or per word
             return {"masked": True, "loss": self.loss, "perplexity": self.perplexity, "n_tokens": self.n_tokens,
                     "n_read": self.n_read, "loss_by_position": by_position}
-        return {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
-                "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
-                "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
+        scores = {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
+                  "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
+                  "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
+        return {name: None if value == math.inf else value for name, value in scores.items()}  # JSON has no infinity
 
 
 def load_with_split(run: Path, data: Name,
@@ -165,7 +166,7 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
                 progress(before + n_read)
 
         each.append(evaluate(model, stream, max_tokens=most, progress=counted, **options))
-        before += stream.n_tokens
+        before += each[-1].n_read or each[-1].n_tokens
     return (mixed(each, held_out.weights),
             {str(stream.folder): of_text for stream, of_text in zip(held_out.streams, each, strict=True)})
 

@@ -22,12 +22,12 @@ class Objective(Protocol):
     micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """This rank's share of one training step's rows, whole ones: a pure function of the run's seed, the step and
-        the rank."""
+        """This rank's rows of one training step, each whole: a pure function of the run's seed, the step and the rank.
+        """
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
-        """The number of targets of these rows, of which each has a loss: the weight of a micro-batch in the mean."""
+        """The number of targets in these rows, each of which has a loss. It weighs a micro-batch in the mean."""
         ...
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "loss.png"
 UNITS = {"questions": "nats per window", "classify": "loss per label", "embed": "nats per text of a pair"}
-"""Of the losses of fine-tuned runs, by task."""
+"""The unit of the loss of a fine-tuned run, by task."""
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
-"""Told apart by people with any colour vision (Okabe and Ito, and a red of Tol's)."""
+"""People with any colour vision can tell them apart (Okabe and Ito, and a red of Tol's)."""
 STYLE: dict[Any, Any] = {
     "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e8e8e8", "legend.frameon": False}
+    "grid.color": "#e8e8e8", "legend.frameon": False, "text.usetex": False}
 """Settings of matplotlib for all pictures."""
 
 
@@ -37,7 +37,7 @@ class Curves(NamedTuple):
 
     title: str
     unit: str
-    """Of the losses, such as nats per token."""
+    """The unit of the losses, such as nats per token."""
     tokens: np.ndarray
     """Millions of tokens that were trained on at each line of the metrics."""
     loss: np.ndarray
@@ -63,7 +63,7 @@ def read_curves(run_dir: Path) -> Curves:
             final = read_result(run_dir)
             held_out = final.get("held_out", final)  # of questions the scores lie beside the steps
             by_position = held_out.get("loss_by_position", [])
-            if not scores or scores[-1][0] < final["steps"]:  # else it would be a second point, of other tokens
+            if not scores or scores[-1][0] < final.get("best_step", final["steps"]):  # else it is drawn already
                 scores.append((final["steps"], held_out["loss"]))
         config, millions_per_step = ModelConfig(**run["model"]), run["train"]["tokens_per_step"] / 1e6
         return Curves(
@@ -84,8 +84,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
-    """Draw runs in one picture: training loss and held-out loss over tokens, and held-out loss by position in the
-    context.
+    """Draw runs in one picture: their losses over tokens, and the last held-out loss by position in the context.
 
     run_dirs: label to run. Losses compare where the tokenizer is the same. Raises UsageError where nothing has been
     trained, CheckpointError for a damaged run, ResourceError."""
@@ -122,6 +121,7 @@ def draw_curve(axes: "Axes", x: Sequence[float] | np.ndarray, y: Sequence[float]
                **style: Any) -> None:
     """A line, which is not in the legend if its label is "". A single point is a dot, or nobody would see it."""
     dot = {"marker": "o", "markersize": 6} if len(x) == 1 else {}
+    label = (" " * label.startswith("_") + label).replace("$", r"\$")  # "_" would leave it out, "$" begin a formula
     axes.plot(x, y, label=label, **({"linewidth": 1.5, "markersize": 4, "zorder": 2} | style | dot))
 
 

@@ -46,7 +46,7 @@ class Run:
     a checkpoint."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
-        """Open or create the folder. facts: hashes of the data and the tokenizer.
+        """Open or create the folder. facts: what the numbers depend on beside the settings, such as the data's hash.
 
         A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the folder holds another
         run; CheckpointError if the run there has lost its description."""
@@ -90,11 +90,11 @@ class Run:
         return stored["id"]
 
     def lengthen(self, train: TrainConfig, steps: int) -> None:
-        """Give the run more steps, if its steps so far are those that it would have made with the new number from the
-        start. The result of its old end is removed. Raises UsageError if the learning rate has fallen already."""
+        """Give the run more steps, if a run of the new length would have made the same steps so far. The result of its
+        old end is removed. Raises UsageError if the learning rate has fallen already, and without a checkpoint."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
-        if train.schedule in ("linear", "cosine") or (train.schedule == "wsd" and done - 1 > train.decay_from):
+        if done > {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps):
             why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "
                    f"begin anew with --from {self.out}")
         if why is not None:
@@ -131,7 +131,7 @@ class Run:
         if newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
         put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
-        # AdamW's state, as its first step would make it. Muon keeps its momentum there too, and counts no steps.
+        # AdamW's state, in the form that its first step makes. Muon's momentum is there too; its "step" is not used.
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
             f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop)
             for part in parts for kind in part.moments})
@@ -150,12 +150,10 @@ class Run:
     def save(self, step: int, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
-        by file name. Every rank calls it, and writes the moments of its parts."""
-        # The moments of what this rank updates; 0 before the first step, as the optimizers begin.
+        by file name. Every rank calls it, and writes its parts of the moments and, if sharded, of the weights."""
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
         tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.own][kind])
-                               if part.own in optimizer.state else torch.zeros_like(held_by(part, part.own))
                                for part in own for kind in part.moments}}
         if self.is_sharded:
             tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}

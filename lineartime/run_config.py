@@ -111,7 +111,7 @@ DEFAULT_SIZE = "tiny"
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a size sets for a preset, without what is `given`, and made to fit it. A pair of attention and FFN counts as
     two GAUs and has the values of `PAIRS`. Heads are at least 64 wide if the model is. The warm-up is a twentieth of
-    the steps, with pairs a fifth. Muon's rate is a multiple of the common one. "paper" sets nothing.
+    the steps, with pairs a fifth. Muon's rate is a multiple of `learning_rate`. "paper" sets nothing.
 
     Raises UsageError for an unknown size or model."""
     require_name("size", size, SIZES)
@@ -172,8 +172,8 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
 
 
 def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
-    """The hyperparameters among the settings of a run. Where they name none, the vanilla Transformer is not clipped, as
-    in its table, and a warm-up is at most a fifth of the steps."""
+    """The hyperparameters among the settings of a run. Unless they say otherwise, the vanilla Transformer is not
+    clipped, as in its table, and a warm-up is at most a fifth of the steps."""
     defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     steps = settings.get("steps", TrainConfig.steps)
     if isinstance(steps, int):

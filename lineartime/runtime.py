@@ -12,7 +12,7 @@ from lineartime.distributed.ranks import launched
 from lineartime.settings import require
 
 LARGEST_KEPT = 32 * 2**20
-"""Bytes from which on a block of memory goes back to the system when it is freed, see `choose_allocator`."""
+"""A freed block of so many bytes or more goes back to the system, see `choose_allocator`."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
 
 
@@ -29,8 +29,8 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
 
 
 def pick_device(device: torch.device | str | None = None, *, give_back: bool = False) -> torch.device:
-    """The device `device` ("cpu" or "cuda"), by default cuda if available; also sets the process up for it, see
-    `choose_settings`, also for give_back. Each process that `torchrun` starts on a machine has a GPU of its own. Raises
+    """The device `device` ("cpu" or "cuda"), by default cuda if available. The process is set up for it, see
+    `choose_settings`, which takes give_back. Each process that `torchrun` starts on a machine has its own GPU. Raises
     UsageError for an unknown or missing device, and for more processes than GPUs."""
     name = device.type if isinstance(device, torch.device) else device
     require(name in (None, "cpu", "cuda"), "unknown device", str(name), "one of cpu, cuda")

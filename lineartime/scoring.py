@@ -25,7 +25,7 @@ from lineartime.model import LanguageModel
 from lineartime.settings import require, require_name, require_precision
 
 SHOWN, WINDOW = 80, 2048
-"""Most characters of a line that its row shows, and tokens that the model reads at once, in whole chunks."""
+"""A row shows at most so many characters of its line; the model reads about so many tokens at once, in whole chunks."""
 
 
 class Row(NamedTuple):
@@ -58,9 +58,9 @@ class ScoringState:
     n_tokens: int = 0
     n_bytes: int = 0
     bits: float = 0.0
-    """Bytes that were read, and the sums of all that is scored."""
+    """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
     of_model: str = ""
-    """The hash of the model, once the state was saved: it takes seconds for a large one."""
+    """The hash of the model, from the first save on: computing it takes seconds for a large model."""
 
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""

@@ -1,7 +1,6 @@
 """`lineartime evaluate`: scores of a split of prepared text, at one context or several, or of answers to questions."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,8 +106,7 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
     """Write scores into the file if there is one, and print them as JSON or for a person."""
     from lineartime.atomic_io import write_atomically
 
-    # A text without words has an infinite perplexity per word, and JSON has no number for that.
-    text = json.dumps({name: None if value == math.inf else value for name, value in scores.items()})
+    text = json.dumps(scores)
     if out is not None and launched().is_first:
         write_atomically(out, text + "\n")
     for line in [text] if as_json else lines:

@@ -185,6 +185,7 @@ def counted(n: int, what: str = "document") -> str:
 
 def summary(name: str, scores: dict[str, Any]) -> str:
     """A line of the scores of `Evaluation.to_dict`."""
+    scores = {name: float("inf") if value is None else value for name, value in scores.items()}
     if "masked" in scores:
         return (f"{name:<8} masked {scores['loss']:.3f} nats per masked token, perplexity {scores['perplexity']:.1f} "
                 f"({scores['n_tokens']:,} of {scores['n_read']:,} tokens masked)")

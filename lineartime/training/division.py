@@ -59,7 +59,7 @@ class Division:
         return exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
     def mean_norm(self, norms: Sequence[Tensor]) -> Tensor:
-        """The mean norm of the micro-batches of all ranks, `[]`, on the CPU. norms: those of this rank's."""
+        """The mean norm of the micro-batches of all ranks, `[]`, on the CPU. norms: those of this rank."""
         return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:

@@ -57,7 +57,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
             scale_to(gradient, norms[-1], config.clip)
         division.scale(gradient, share)
         push(sums, gradient)
-    # From here on each rank has the gradient of those parts alone that it updates.
+    # From here on a rank has the gradient of only the parts that it updates.
     gradient = division.add_ranks(merge_all(sums))
     norm = division.mean_norm(norms) if clip_each else norm_of(gradient, division.parts, division.ranks)
     if not clip_each:

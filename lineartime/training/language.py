@@ -124,7 +124,7 @@ def finish(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
     """Score the held-out split (at most `TrainConfig.last_eval_tokens` of it) and, if the model is causal and not
     sharded, write a sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process
     in training; if the run was resumed, earlier processes do not count."""
-    # Before the scores, which need other memory than training.
+    # The peak is read before the scores, which need other memory than training.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(config.data, "validation")
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 SAVED = "the last step is saved; the same command evaluates"
 
 First = Callable[[Wanted], dict[str, Tensor]]
-"""Gives the weights that a run begins with, of those that this rank holds."""
+"""Gives the weights that a run begins with, as far as this rank holds them."""
 
 
 class Setup(NamedTuple):
@@ -69,7 +69,7 @@ class Callbacks:
 
     stop: StopSignal = field(default_factory=StopSignal)
     on_step: Callable[[dict[str, Any]], None] | None = None
-    """Called with each line of the metrics and the number of "steps"."""
+    """Called with each line of the metrics, to which the number of all steps is added as "steps"."""
     on_micro_batch: Callable[[int, int], None] | None = None
     """Called before each micro-batch of this rank, with the steps done and its number in the step, from 0."""
 
@@ -79,8 +79,8 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
 
     Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
     `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
-    steps `Objective.evaluate` scores the model. Raises Stopped after saving, NumericsError for a loss, gradient or
-    weight that is not finite, ResourceError for memory, disk or a failed compilation, and as `Run.resume` does."""
+    steps `Objective.evaluate` scores the model. Raises Stopped after saving, NumericsError for what is not finite,
+    ResourceError for the disk and, in a step, for memory or a failed compilation, and as `Run.resume` does."""
     config, loop = run.config.train, Loop(run, setup, device, callbacks)
     for step in range(loop.saved, config.steps + 1):  # so many steps are done
         is_last, is_due = step == config.steps, step > 0 and step % config.eval_every == 0
@@ -113,7 +113,7 @@ class Loop:
         self.division = divide(self.model, self.config, self.ranks, device)
         self.optimizer = make_optimizer(self.division.parts, self.config)
         self.muon = Muon(self.model, self.division.parts, self.config, self.optimizer.state)
-        # The parts that this rank updates are loaded; those of a sharded model are copies, see `write_back`.
+        # Of a sharded model the optimizer's parameters are loaded, some of which are copies: see `write_back`.
         self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
         if self.config.shard:
             self.division.share_updates()
@@ -207,8 +207,8 @@ class Loop:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that memory ran out; PyTorch's CPU allocator raises a plain RuntimeError."""
-    texts = ("not enough memory", "can't allocate memory", "bad_alloc")
+    """Whether an exception means that memory ran out; PyTorch's CPU allocator, CUDA and Triton raise RuntimeErrors."""
+    texts = ("not enough memory", "can't allocate memory", "bad_alloc", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
@@ -218,7 +218,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
     result file, and whether it was complete before; if so, nothing is trained.
 
-    All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: hashes of the data and the tokenizer.
+    All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: see `Run`.
     begin returns what is trained; score the content of the result file but for "run". Raises as `pick_device`,
     `in_rows`, `connected`, `require_same`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
     out, stop = Path(config.out), callbacks.stop

@@ -1,5 +1,6 @@
 """Evaluation: every token scored once, whatever the batch; the measures that follow from the sum."""
 
+import json
 import math
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 from lineartime.config import model_config
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import TokenStream, eval_rows, open_split
+from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
 from lineartime.errors import NumericsError
-from lineartime.evaluation import Evaluation, by_position, evaluate, mixed
+from lineartime.evaluation import Evaluation, by_position, evaluate, evaluate_data, mixed
 from lineartime.model import LanguageModel
 
 TEXTS = ["It was a dark night. " * 9, "The rain fell in torrents, " * 12 + "except at intervals.", "Short."]
@@ -50,8 +51,7 @@ def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_row
 
     result = evaluate(Spy(tiny_flash(stream, 8).config).double(), stream, context=context, batch_rows=batch_rows)
     assert given_ids == stream.read(0, stream.n_tokens).tolist()
-    assert result.n_tokens == stream.n_tokens
-    assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)
+    assert [result.n_tokens, result.nll / np.log(stream.vocab_size)] == pytest.approx([stream.n_tokens] * 2, rel=1e-12)
 
 
 def test_training_can_use_what_a_model_keeps_from_scoring(stream: TokenStream) -> None:
@@ -84,19 +84,20 @@ def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens
     assert result.bits_per_byte == result.nll / math.log(2) / len(scored.encode())
 
 
-def test_a_mixture_has_its_words_and_bytes_by_weight() -> None:
-    """A token of the first has 4 bytes and 2 / 5 words, of the second 2 bytes and 1 / 3; three of four are the first's.
-    """
+def test_a_mixture_has_its_words_and_bytes_by_weight(stream: TokenStream) -> None:
+    """Of four tokens three are the first's, with 4 bytes and 2 / 5 words each; one of the second has 2 and 1 / 3."""
     both = mixed([Evaluation(10, 20.0, 4, 40, []), Evaluation(30, 90.0, 10, 60, [])], (3, 1))
     assert both == Evaluation(40, pytest.approx(40 * 2.25), round(40 * (0.3 + 1 / 12)), 40 * 3.5, [])
     assert both.bits_per_byte == pytest.approx(2.25 / math.log(2) / 3.5)
+    model, twice, told = tiny_flash(stream, 32), Mixture((stream, stream), (1, 1)), []
+    evaluate_data(model, twice, max_tokens=256, batch_rows=1, progress=told.append)
+    assert told == [*range(32, 257, 32)]
 
 
 def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
     """Against a loop over rows that knows nothing of batches; for any number of rows in a batch."""
     model, nll = tiny_flash(stream, 32), 0.0
-    for row in eval_rows(stream, 32):
-        ids = torch.from_numpy(row)
+    for ids in map(torch.from_numpy, eval_rows(stream, 32)):
         log_p = model(ids[None, :-1])[0].log_softmax(-1)
         nll -= log_p[torch.arange(len(ids) - 1), ids[1:]].sum().item()
     for batch_rows in (1, 3, 10**400):
@@ -104,15 +105,14 @@ def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
 
 
 def test_loss_by_position_covers_the_context_once() -> None:
-    nll_T, count_T = np.arange(100.0), np.ones(100, dtype=np.int64)
-    blocks = by_position(nll_T, count_T)
+    blocks = by_position(np.arange(100.0), np.ones(100, dtype=np.int64))
     assert [(a, b) for a, b, _ in blocks] == [(1, 32), (33, 64), (65, 100)]
-    assert sum(x * (b - a + 1) for a, b, x in blocks) == pytest.approx(nll_T.sum())
+    assert sum(x * (b - a + 1) for a, b, x in blocks) == pytest.approx(99 * 50)
+    json.loads(json.dumps(Evaluation(1, 1e4, 1, 9, []).to_dict()), parse_constant=pytest.fail)  # one long word
 
 
 def test_a_loss_that_is_not_finite_is_refused(stream: TokenStream) -> None:
     model = tiny_flash(stream, 32)
-    with torch.no_grad():
-        model.head_bias[0] = math.nan
+    model.head_bias.data[0] = math.nan
     with pytest.raises(NumericsError):
         evaluate(model, stream, context=32)

@@ -191,10 +191,11 @@ def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, call: Call, tex
 # More steps
 
 
-def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(root: Path, tmp_path: Path) -> None:
-    common = {"warmup_steps": 1, "save_every": 1, "eval_every": 2, "schedule": "wsd", "decay_share": 0.5}
+@pytest.mark.parametrize("how", [{"warmup_steps": 1, "schedule": "wsd", "decay_share": 0.5}, {"warmup_steps": 2}])
+def test_more_steps_are_those_of_a_run_that_had_them(root: Path, tmp_path: Path, how: dict[str, object]) -> None:
+    common = {**how, "save_every": 1, "eval_every": 2}
     begun(root, tmp_path / "whole", steps=8, **common)
-    with pytest.raises(Stopped):  # where the decay of 4 steps begins
+    with pytest.raises(Stopped):  # where the decay of 4 steps begins, or the warm-up ends
         begun(root, tmp_path / "longer", steps=4, stop_at=2, **common)
     del common["warmup_steps"]  # a run keeps its own
     (tmp_path / "longer/step-00000050.bak").mkdir()  # somebody's copy is no checkpoint
@@ -290,8 +291,7 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     scores, each = done.scores["held_out"], done.scores["by_source"]
     alone = {}
     for name in "ab":
-        model, _, _ = load_model(tmp_path / "whole")
-        folder = root / name / "prepared"
+        model, folder = load_model(tmp_path / "whole")[0], root / name / "prepared"
         alone[str(folder)] = lineartime.evaluate(model, open_split(folder, "validation"))
     assert {name: scored["loss"] for name, scored in each.items()} == pytest.approx(
         {name: scored.loss for name, scored in alone.items()}, rel=1e-6)

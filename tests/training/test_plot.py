@@ -12,7 +12,6 @@ from lineartime.errors import ResourceError, UsageError
 from lineartime.plot import plot_run, plot_side_by_side, read_curves
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
-
 CLOCK = {"time": 1.0, "tokens_per_s": 100.0, "cpu_s": 0.1}
 
 
@@ -25,11 +24,9 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     (folder / "run.json").write_text(json.dumps(described))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, n_steps + 1):
-            line = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1e-3 / step, "clock": CLOCK}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"step": step, "loss": 4 + 3 / step, "learning_rate": 1, "clock": CLOCK}) + "\n")
             if held_out and step % 20 == 0 and (last or step < n_steps):
-                scores = {"loss": 4.2 + 3 / step, "bits_per_byte": (4.2 + 3 / step) * 0.5}
-                file.write(json.dumps({"step": step, "held_out": scores, "clock": CLOCK}) + "\n")
+                file.write(json.dumps({"step": step, "held_out": {"loss": 4.2 + 3 / step}, "clock": CLOCK}) + "\n")
     if result:
         scores = {"loss": 4.25, "bits_per_byte": 2.125, "loss_by_position": POSITIONS}
         (folder / "result.json").write_text(json.dumps({"steps": n_steps, "held_out": scores}))
@@ -43,7 +40,7 @@ def coloured(path, colour, part=np.s_[:]):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_curves_are_those_of_the_run(last, tmp_path):
-    """A last step that was scored has one point, and the label is that of all text; a line that was cut off is none."""
+    """A last step that was scored has one point, one that was not reached none; a line that was cut off is none."""
     run = make_run(tmp_path / "run", last=last)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 61, "lo')
@@ -53,11 +50,12 @@ def test_curves_are_those_of_the_run(last, tmp_path):
     assert curves.held_out == [pytest.approx((4096e-6 * step, loss))
                                for step, loss in ((20, 4.35), (40, 4.275), (60, 4.25))]
     assert curves.by_position == POSITIONS and curves.title == "flash, 17,475 parameters, context 64"
+    (run / "result.json").write_text('{"steps": 60, "best_step": 20, "held_out": {"loss": 4.35}}')
+    assert [loss for _, loss in read_curves(run).held_out] == pytest.approx([4.35, 4.275, 4.25][: 2 + last])
 
 
 def test_plot_run_draws_training_and_held_out_loss(tmp_path):
-    run = make_run(tmp_path / "run")
-    before = dict(matplotlib.rcParams)
+    run, before = make_run(tmp_path / "run"), dict(matplotlib.rcParams)
     path = plot_run(run)
     assert path == run / "loss.png" and coloured(path, "#0072B2") > 500
     assert sorted(p.name for p in run.iterdir()) == ["loss.png", "metrics.jsonl", "result.json", "run.json"]
@@ -69,12 +67,14 @@ def test_a_run_at_any_stage_can_be_drawn(tmp_path, options):
     assert coloured(plot_run(make_run(tmp_path / "run", **options)), "#0072B2") > 0
 
 
+@matplotlib.rc_context({"text.usetex": True})
 def test_plot_side_by_side_draws_every_run_in_both_panels(tmp_path):
-    runs = {f"model {i}": make_run(tmp_path / f"{i}", result=i != 2) for i in range(3)}
+    runs = {rf"_{i} $\x$": make_run(tmp_path / f"{i}", result=i != 2) for i in range(3)}
     picture = plot_side_by_side(runs, tmp_path / "out.png")
     # A third colour is nowhere in the right panel, above the legend: that run has no result.
     half = imread(picture).shape[1] // 2
     assert coloured(picture, "#009E73") > 100 == 100 + coloured(picture, "#009E73", np.s_[:-100, half:])
+    assert coloured(picture, "#009E73", np.s_[-100:, half:]) > 10
 
 
 def test_nothing_to_draw_is_a_usage_error(tmp_path):

@@ -425,6 +425,7 @@ def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, call):
 
 @pytest.mark.parametrize(("error", "kind", "words"), [
     (torch.OutOfMemoryError("CUDA out of memory."), ResourceError, "batch_tokens = 64, context = 32; lower micro"),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), ResourceError, "out of memory: micro_batch_tokens = 64"),
     (RuntimeError("shapes cannot be multiplied"), RuntimeError, "^shapes")])
 def test_when_memory_runs_out_the_settings_that_take_it_are_named(error, kind, words, data, tmp_path, monkeypatch):
     def losses(model, rows, ranks):
@@ -495,8 +496,7 @@ def test_a_damaged_newest_checkpoint_costs_a_warning_and_damage_of_all_ends_the_
 def test_a_checkpoint_of_another_run_is_refused(data, tmp_path):
     for name in "ab":
         run_fit(data, tmp_path / name, steps=2, warmup_steps=1)
-    shutil.rmtree(tmp_path / "a" / "step-00000002")
-    shutil.copytree(tmp_path / "b" / "step-00000002", tmp_path / "a" / "step-00000002")
+    shutil.copytree(tmp_path / "b" / "step-00000002", tmp_path / "a" / "step-00000002", dirs_exist_ok=True)
     with pytest.raises(CheckpointError, match="a checkpoint of another run"):
         run_fit(data, tmp_path / "a", steps=2, warmup_steps=1)
 
