@@ -109,7 +109,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
 
     def heads_of_rows(self, z_BTS: Tensor, info: SequenceInfo) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """`make_heads` of rows, and segment_ids_BT. In all B counts rows times attention heads."""
+        """`make_heads` of rows, and segment_ids_BT. In all of them B counts rows times attention heads."""
         ids_BT = info.segment_ids_BT
         conv_BTS = z_BTS if self.key_conv is None else self.key_conv(z_BTS, ids_BT, info.ranks)
         heads, gate_BT = self.make_heads(z_BTS, conv_BTS, info)

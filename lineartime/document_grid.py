@@ -36,8 +36,8 @@ def padding_last(valid_BT: Tensor) -> Tensor:
 
 def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None,
               order_BT: Tensor | None = None) -> Places:
-    """The places of rows of `n_tokens`. segment_ids_BT: see `layers.SequenceInfo`. order_BT: the order in which the
-    tokens have these ids, see `layers.tokens_first`."""
+    """The places of rows of `n_tokens`. segment_ids_BT: see `layers.SequenceInfo`. order_BT: if given, the
+    ids are those of the tokens in this order, see `layers.tokens_first`."""
     index_1T = torch.arange(n_tokens, device=device)[None]
     back_BT = None if order_BT is None else order_BT.argsort(1)
     if config.document_grid == "row" or segment_ids_BT is None or segment_ids_BT.numel() == 0:
@@ -63,11 +63,11 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
 
 
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
-    """At each document's first token: by how many places it moves on, and all behind it: `[B, T]`. A document begins
-    the next chunk if it does not fit into what is free of the last one.
+    """By how many places each document's first token moves on, and with it all tokens behind it: `[B, T]`, 0 for other
+    tokens. A document that does not fit into the rest of a chunk begins the next one.
 
-    share: whether one that fits stays there. It is computed as it would be alone: it reads no state, and its id keeps
-    it from its neighbours in the chunk."""
+    share: whether a document that fits stays there. It is computed as it would be alone: it reads no state, and its id
+    keeps it from its neighbours in the chunk."""
     moved_BT, n_tokens_B = np.zeros(begins_BT.shape, np.int64), (segment_ids_BT >= 0).sum(1).tolist()
     for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.cpu().numpy(), n_tokens_B, strict=True):
         end = 0  # the place behind the documents so far

@@ -108,7 +108,7 @@ class GatedAttentionUnit(ResidualLayer):
         # A new token per row is one launch of a kernel on a GPU.
         if self.can_step_in_kernel(uvz_BNF, inputs, cache):
             return self.step_in_kernel(uvz_BNF, info, inputs, cache)
-        # Otherwise this is a prompt. Chunks that it fills from the first to the last token run as in training.
+        # Chunks that the new tokens fill from the first slot to the last run as in training.
         n_first = inputs.whole_chunks(cache.chunk_size)
         if not n_first:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)

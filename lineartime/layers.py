@@ -65,9 +65,8 @@ class RelPosBias(nn.Module):
         if self.n < TOEPLITZ_BELOW:
             return self.weight[offset + self.n - 1]
         # rope(a, i) . rope(b, j) written as a sum over frequencies, which needs the difference of i and j alone.
-        a1, a2 = self.a.chunk(2)
-        b1, b2 = self.b.chunk(2)
-        sin, cos = rotary(-offset, BIAS_WIDTH, self.a.dtype)
+        (a1, a2), (b1, b2) = (at_least_float32(x).chunk(2) for x in (self.a, self.b))
+        sin, cos = rotary(-offset, BIAS_WIDTH, a1.dtype)
         # Not two matmuls: autocast would take them in bfloat16, and the terms nearly cancel.
         return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
 
@@ -135,7 +134,7 @@ class SequenceInfo:
 
 
 def check_segment_ids(segment_ids_BT: Tensor) -> None:
-    """Raise UsageError unless segment ids are as `SequenceInfo` has them.
+    """Raise UsageError unless segment ids are as `SequenceInfo` describes them.
 
     A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
     check."""
@@ -176,7 +175,7 @@ def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tupl
     """The order that moves each row's tokens to its front, and the segment ids in this order, -1 for padding: `[B, T]`
     each. Padding then shifts neither positions nor chunk boundaries."""
     order_BT = padding_last(padding_mask_BT.bool())
-    ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.gather(1, order_BT)
+    ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.long().gather(1, order_BT)
     return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
 
 
@@ -274,7 +273,7 @@ class ResidualLayer(nn.Module):
         if padding_mask is not None:
             order_BT, segment_ids = tokens_first(padding_mask, segment_ids)
         if segment_ids is not None:
-            check_segment_ids(segment_ids)
+            check_segment_ids(segment_ids := segment_ids.long())
         places = places_of(self.config, x_BTD.shape[1], x_BTD.device, segment_ids, order_BT)
         if places.order_BL is not None:
             x_BTD = in_order(x_BTD, places.order_BL)

@@ -74,7 +74,7 @@ class MultiHeadAttention(ResidualLayer):
             self.summary_proj, self.summary_key = nn.Linear(d, d), nn.Linear(d, d)
             self.summary_norm = make_norm(config)
         self.rel_pos_bias = RelPosBias(config.bias_len) if config.attn_kernel == "relu2" else None
-        # Their gains are shared by the heads, as in Qwen3, and start as 1.
+        # The norms' gains are shared by the heads, as in Qwen3, and start as 1.
         self.query_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
         self.key_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
         self.key_conv = KeyConv(config) if config.key_conv else None

@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
         if padding_mask_BT is not None:
             order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
         if are_given and segment_ids_BT is not None:
-            check_segment_ids(segment_ids_BT)
+            check_segment_ids(segment_ids_BT := segment_ids_BT.long())
         places = places_of(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, order_BT)
         # Ranks that share the rows take a part each, whose positions are those in the whole row.
         if ranks.size > 1:

@@ -137,13 +137,9 @@ class Combiner:
         """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         h, k, c = self.config.n_heads, self.config.qk_width, self.config.chunk_size
         assert c is not None
-
-        def zeros(*shape: int) -> Tensor:
-            return weight.new_zeros(n_rows, *shape)
-
         none_B = torch.zeros(n_rows, dtype=torch.long, device=weight.device)
-        return RowCache(none_B, none_B.clone(), zeros(c, h * k), zeros(c, h, k), zeros(c, h, k), zeros(c, h, k),
-                        zeros(0, c, h, k), zeros(0, c, h, k))
+        shapes = (c, h * k), *[(c, h, k)] * 3, *[(0, c, h, k)] * 2
+        return RowCache(none_B, none_B.clone(), *(weight.new_zeros(n_rows, *shape) for shape in shapes))
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:

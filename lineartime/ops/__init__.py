@@ -70,7 +70,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, si
     | impl | | see the table of this module |
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on inputs that the kernels
-    do not support, and a state that is carried over other than whole chunks of causal rows."""
+    do not support, and a `CarriedState` for rows that are not causal or not whole chunks."""
     check_carried(exchange, uvz_BTF.shape[1], chunk_size, causal)
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_chunks, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
@@ -144,7 +144,7 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
     | impl | | see the table of this module |
 
     A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise RuntimeError if one is
-    required, ValueError for another dtype or layout of heads or buffers. Raises UsageError as `use_kernels` does."""
+    required, ValueError for heads or buffers of another dtype, or gaps in buffers. UsageError: see `use_kernels`."""
     in_kernels = use_kernels(impl, uvz_BF.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,

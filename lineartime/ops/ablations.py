@@ -5,7 +5,6 @@ The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section
 of mixed chunk attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
 """
 
-
 import torch
 from torch import Tensor
 

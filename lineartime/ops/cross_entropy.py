@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops.dispatch import is_transformed
-from lineartime.ops.dtypes import at_least_float32, matmul_dtype
+from lineartime.ops.dtypes import at_least_float32, autocast_off, matmul_dtype
 from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 BLOCK_LOGITS = 2**18
@@ -25,7 +25,7 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
     logarithms, sums and the gradients of W and b are in float32 at least.
 
     targets_N: integers below V. chunk_tokens: by default 1024 on a CPU, whatever the vocabulary (fewer under-use the
-    matmul, more overflow the cache), and on a GPU 2^27 logits, to limit kernel launches and gradient accumulations.
+    matmul, more overflow the cache), and on a GPU 2^27 / V but at least 1024, to limit launches and accumulations.
 
     Losses are nearly always summed or averaged. So the forward pass also computes the gradients of the plain sum, and a
     backward pass with equal weights of all losses only scales them. A backward pass with other weights, or a second
@@ -46,7 +46,7 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
 
 def all_at_once(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype) -> Tensor:
     """The reference of `linear_cross_entropy`, with matmuls in `dtype`."""
-    with torch.autocast(x_ND.device.type, enabled=False):
+    with autocast_off(x_ND):
         logits_NV = F.linear(x_ND.to(dtype), weight_VD.to(dtype), bias_V.to(dtype))
         return F.cross_entropy(at_least_float32(logits_NV), targets_N, reduction="none")
 
@@ -100,7 +100,7 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
     dweight_VD = like.new_zeros(weight_VD.shape) if wanted[1] else None
     dbias_V = like.new_zeros(vocab_size) if wanted[2] else None
     part_VD = torch.empty_like(weight_VD) if wanted[1] and wide_RV is not None else None
-    with torch.autocast(x_ND.device.type, enabled=False):
+    with autocast_off(x_ND):
         for start in range(0, n_tokens, chunk_tokens):
             at = slice(start, start + chunk_tokens)
             x_CD, logits_CV = x_ND[at].to(dtype), narrow_CV[: len(x_ND[at])]

@@ -130,12 +130,12 @@ def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_
 
     uvz_BF, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
     float16. kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a
-    gradient or has a forward-mode tangent, and ValueError for heads or buffers of another dtype or layout."""
+    gradient or has a forward-mode tangent, ValueError for heads or buffers of another dtype, or gaps in buffers."""
     given: tuple[Tensor, ...] = (heads,) if isinstance(heads, Tensor) else heads
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
     check_step((uvz_BF, *given, bias_C, kv_BSE, weight_B), buffers)
     if isinstance(heads, Tensor) and heads.dtype != uvz_BF.dtype:
-        raise ValueError("heads must be of uv's type")
+        raise ValueError("heads must have the dtype of uv")
     given = tuple(x.contiguous() for x in given)
     made_or_by = (*given, None, None, None, None) if isinstance(heads, Tensor) else (None, *given)
     return decode_op(uvz_BF.contiguous(), *made_or_by, bias_C.contiguous(), *buffers,
@@ -148,4 +148,4 @@ def check_step(inputs: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
         raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
     refuse_forward_mode(*inputs, *buffers)
     if any(buffer.dtype != inputs[0].dtype or not buffer.is_contiguous() for buffer in buffers):
-        raise ValueError("buffers must be contiguous and of uvz's type")
+        raise ValueError("buffers must be contiguous and have the dtype of uvz")

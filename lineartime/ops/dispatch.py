@@ -146,7 +146,7 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
 def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
     """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor, for whole rows, but
     not in float16 or under an autocast that changes x's dtype. `torch.func` and forward mode take the reference."""
-    if impl is not None or shared or torch.compiler.is_compiling() or x.device.type != "cpu":
+    if impl is not None or shared or torch.compiler.is_compiling() or torch._C._is_tracing() or x.device.type != "cpu":
         return False
     if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype:
         return False
@@ -174,7 +174,7 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
     """Raise RuntimeError in forward-mode differentiation (`torch.func.jvp`, `jacfwd`): a custom op would silently drop
     the tangent, and the derivative would be zero. For `torch.func.grad` torch itself raises."""
     if not torch.compiler.is_compiling() and have_tangent(*inputs):
-        raise RuntimeError("a kernel has no forward-mode derivative: use the function of this name in ops.reference")
+        raise RuntimeError('a kernel has no forward-mode derivative: take impl = "reference"')
 
 
 def tile_class(device: torch.device) -> TileClass:

@@ -5,7 +5,7 @@ enter each chunk (`sum_states`), and the reading of states by queries (`read_sta
 `segment_ids`; -1 marks padding, which contributes nothing. The paper's ablations are in `ops/ablations.py`.
 
 Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums of k v can exceed 65,504, and the share
-of one token in a long row is below the smallest float16. A result beyond 65,504 is inf.
+of one token among more than 16,384 is below the smallest normal float16. A result beyond 65,504 is inf.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
+from lineartime.ops.dtypes import at_least_float32, autocast_off, float16_as_float32, matmul_dtype
 
 SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
 NORM_EPS = 1e-5
-"""What every norm adds to the mean square or variance (Code 5)."""
+"""What LayerNorm and ScaleNorm add to the variance or mean square (Code 5)."""
 
 
 def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def product(formula: str, a: Tensor, b: Tensor) -> Tensor:
     """`torch.einsum(formula, a, b)`; in float32, with a result of float32, where it would be in float16."""
     if torch.float16 not in (matmul_dtype(a), matmul_dtype(b)):
         return torch.einsum(formula, a, b)
-    with torch.autocast(a.device.type, enabled=False):
+    with autocast_off(a):
         return torch.einsum(formula, a.float(), b.float())
 
 
@@ -164,13 +164,12 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
     blocks, so that the work is linear in G."""
     # One matmul adds up the states of the chunks that are kept: row p of the matrix says which those are.
     def add_up(kept_BPG: Tensor, kv_BGSE: Tensor) -> Tensor:
-        with torch.autocast(kv_BGSE.device.type, enabled=False):
+        with autocast_off(kv_BGSE):
             return torch.bmm(kept_BPG.to(kv_BGSE.dtype), kv_BGSE.flatten(2)).unflatten(2, kv_BGSE.shape[2:])
 
     def add_up_earlier(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
-        size = (entering_BP.shape[1], last_BG.shape[1])
-        earlier_PG = torch.ones(size, dtype=torch.bool, device=kv_BGSE.device).tril(-1)
-        return add_up((entering_BP[..., None] == last_BG[:, None]) & earlier_PG, kv_BGSE)
+        before_PG = torch.ones(entering_BP.shape[1], last_BG.shape[1], dtype=torch.bool, device=last_BG.device).tril(-1)
+        return add_up((entering_BP[..., None] == last_BG[:, None]) & before_PG, kv_BGSE)
 
     n_places, n_chunks = entering_BP.shape[1], last_BG.shape[1]
     if torch.compiler.is_exporting() or n_places <= SCAN_BLOCK:
@@ -195,7 +194,7 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
 
 
 def last_documents(segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor]:
-    """The last document of each chunk, last_BG, and whether a token is one of it, tail_BGC."""
+    """The last document of each chunk, last_BG, and whether each token belongs to it, tail_BGC."""
     last_BG = segment_ids_BGC.amax(-1)
     return last_BG, (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
 
@@ -242,9 +241,9 @@ class CarriedState:
 
 def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
                     leaving: bool = False) -> States:
-    """The sum of k v over the tokens in earlier chunks of the last document before each chunk, their number, and that
-    document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`. leaving: also
-    behind the last chunk, kv_BPSE and so on."""
+    """What enters each chunk: the sum of k v over the tokens so far of the last document before it, their number, and
+    that document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`. leaving:
+    also what leaves the last chunk, kv_BPSE and so on."""
     # What enters a chunk is of the document that ended the chunk before it; before the first chunk that is document 0.
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     entering_BG = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
@@ -254,7 +253,7 @@ def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gat
 
 
 def with_past(states: States, past: Past) -> States:
-    """Add a past to the states of document 0, which it belongs to."""
+    """The states, with the past added to those of document 0, to which it belongs."""
     (kv_BPSE, count_BP, document_BP), (kv_BSE, count_B) = states, past
     still_BP = document_BP == 0
     kv_BPSE = kv_BPSE + torch.where(still_BP[..., None, None], kv_BSE[:, None], 0.0)

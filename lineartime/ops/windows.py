@@ -3,11 +3,11 @@
 The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
 layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the
 gate, the states that each chunk reads, and heads where the caller gives them. The backward pass goes through the
-windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Scores
-that the causal mask hides are not computed. A backward pass that is itself differentiated is the reference's.
+windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Where
+the causal mask hides whole blocks of scores, these are not computed. A second derivative is taken by the reference.
 
-States of causal rows go through the windows with the passes. Those of other rows go both ways, so all states of a row
-are made before its first window is read.
+The states of causal rows are carried from window to window. Those of other rows come from both sides, so all states of
+a row are made before its first window is read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,8 +52,7 @@ class DocumentWeights(NamedTuple):
 
     def part(self, rows: slice, window: slice) -> "DocumentWeights":
         """Those of some rows and chunks."""
-        parts = [x[rows, window] if isinstance(x, Tensor) else x for x in self]
-        return DocumentWeights._make(parts)
+        return DocumentWeights._make([x[rows, window] if isinstance(x, Tensor) else x for x in self])
 
 
 def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str,

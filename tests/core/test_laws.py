@@ -197,16 +197,17 @@ def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
     """Documents of such ids would see each other, or not see themselves. A mask may call any id padding."""
     model, ids_BT = random_model(CONFIGS[name]), random_ids(2, 6)
     layer, first = model.layers[0], [0, 0, 0, 1, 1, -1]
-    for wrong in ([0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [-1, 0, 0, 0, 0, 0],
-                  [0, 0, 0, 0, -2, -2]):
+    for wrong in ([0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [-1] + [0] * 5, [0, 0, 0, 0, -2, -2]):
         wrong_BT = torch.tensor([first, wrong])
         with pytest.raises(UsageError, match=r"wrong segment_ids: row 1: .* at token \d; number"):
             model(ids_BT, wrong_BT)
         with pytest.raises(UsageError, match="wrong segment_ids"):
             layer(model.embed(ids_BT), wrong_BT)
         valid_BT = torch.tensor([[True] * 5 + [False], [False] * 5 + [True]]) & (wrong_BT >= 0)
-        model(ids_BT, wrong_BT, padding_mask_BT=valid_BT)
-    model(ids_BT, torch.tensor([first, [3] * 6]))
+        model(ids_BT, wrong_BT.to(torch.uint16), padding_mask_BT=valid_BT)
+    for right_BT in (torch.tensor([first, [3] * 6]), torch.tensor([[0] * 6, [3] * 6], dtype=torch.uint8)):
+        assert torch.equal(model(ids_BT, right_BT), model(ids_BT, right_BT.long()))
+        layer(model.embed(ids_BT), right_BT)
     ids_BT = ids_BT[:1, :2]
     for wrong in ({"targets": ids_BT.T}, {"targets": ids_BT[0]}, {"segment_ids_BT": torch.zeros_like(ids_BT.T)},
                   {"padding_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
@@ -239,6 +240,8 @@ def test_no_rows_and_no_tokens(name: str, causal: bool) -> None:
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         assert loss == 0 and [g is None for g in found] == [g is None for g in used]
         assert all((g == 0).all() for g in found if g is not None)
+    no_numbers = torch.zeros(1, 9, dtype=torch.long, device="meta")
+    assert model.to("meta")(no_numbers, targets=no_numbers).shape == (1, 9)
 
 
 @EVERY_MODEL
@@ -350,9 +353,8 @@ def test_angles_far_out(width: int) -> None:
 def test_bias_far_out() -> None:
     """The bias between two positions around 10^6 is the one between the same positions moved to the start."""
     bias = RelPosBias(512)
-    with torch.no_grad():
-        for vector in bias.parameters():
-            vector.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
+    for vector in bias.parameters():
+        torch.nn.init.normal_(vector, 0, 0.5, torch.Generator().manual_seed(0))
     far = torch.tensor([999_999, -1_048_575])
     sin, cos = (torch.tensor([[exact_sin_cos(int(-p), i, 64)[k] for i in range(64)] for p in far]) for k in (0, 1))
     (a1, a2), (b1, b2) = bias.a.double().chunk(2), bias.b.double().chunk(2)
@@ -365,12 +367,10 @@ def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: s
     """b[i, j] = w[j - i + n - 1] below 512, rope(a, i) . rope(b, j) from there on, where a row may be longer than n."""
     length = min(length, n) if n < 512 else length
     bias = RelPosBias(n).double()
-    with torch.no_grad():
-        for parameter in bias.parameters():
-            parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
+    for parameter in bias.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5, torch.Generator().manual_seed(seed))
     square = toeplitz(bias(length), length)
     assert square.shape == (length, length)
-
     for i, j in data.draw(st.lists(st.tuples(*[st.integers(0, length - 1)] * 2), min_size=1, max_size=5)):
         expected = bias.weight[j - i + n - 1] if n < 512 else turned(bias.a, i) @ turned(bias.b, j)
         assert (square[i, j] - expected).abs() < 1e-11
@@ -381,15 +381,15 @@ def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: s
 def test_position_bias_is_not_rounded_under_autocast(n: int) -> None:
     """Nor its gradients: the rotated form is a sum of terms that nearly cancel."""
     bias = RelPosBias(n)
-    with torch.no_grad():
-        for parameter in bias.parameters():
-            parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+    for parameter in bias.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5, torch.Generator().manual_seed(1))
     found = []
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             w = bias(n)
         found.append([w, *torch.autograd.grad((w * torch.linspace(-1, 1, len(w))).sum(), list(bias.parameters()))])
     assert found[1][0].dtype == torch.float32 and all(map(torch.equal, *found))
+    assert (bias.bfloat16()(n) == bias.float()(n)).all()
 
 
 @pytest.mark.rest

@@ -18,6 +18,7 @@ LAYOUTS = {"one document": None,
            "documents and padding": [[0] * 50 + [1] + [2] * 200 + [3] * 49, [0] * 128 + [1] * 100 + [-1] * 72,
                                      [0] * 300],
            "begins at chunks": [[0] * 64 + [1] * 64 + [2] * 172, [0] * 299 + [1], [-1] * 300]}
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")  # TensorBoard traces
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
@@ -103,6 +104,7 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
             ("flash", "wiki40b", lambda model: model, 1), ("flash+", "wiki40b", lambda model: model, 1),
             ("flash", "c4", torch.no_grad(), 1), ("flash-quad", "wiki40b", lambda model: model, 0),
             ("flash", "wiki40b", LanguageModel.bfloat16, 1), ("flash+", "wiki40b", LanguageModel.half, 0),
+            ("flash", "wiki40b", lambda model: torch.jit.trace(model, ids_BT, check_trace=False), 0),
             ("flash", "wiki40b", lambda model: torch.compile(model, backend="eager"), 0)):
         chunk = {} if preset == "flash-quad" else {"chunk_size": 8}
         model = LanguageModel(model_config(preset, task, n_layers=1, d_model=16, query_key_dim=16, vocab_size=20,
@@ -119,10 +121,8 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
         model(ids_BT)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
 def test_other_derivatives() -> None:
-    """Transforms of `torch.func` and forward mode take the reference. Second derivatives: test_second_derivatives.py.
-    """
+    """Transforms of `torch.func` and forward mode take the reference. Second ones: test_second_derivatives.py."""
     inputs = make_inputs(2, 70, torch.float64, chunk=32, parameters=None)
     uvz, *rest = inputs.values()
 
