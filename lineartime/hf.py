@@ -268,12 +268,11 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             assert inputs_embeds is not None
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
         # The mask covers the new tokens, or those that the cache has seen too.
-        (n_rows, n_new), mask, exports = input_ids.shape, attention_mask, torch.compiler.is_exporting()
-        n_past = 0 if cache is None or exports else cache.get_seq_length()
-        require(mask is None or exports  # a graph cannot refuse numbers
-                or mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
-                f"{[] if mask is None else list(mask.shape)} for {n_rows} rows of {n_new} tokens",
-                "one number per row and token")
+        (n_rows, n_new), mask = input_ids.shape, attention_mask
+        if mask is not None and not torch.compiler.is_exporting():  # a graph cannot refuse numbers
+            n_past = 0 if cache is None else cache.get_seq_length()
+            require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
+                    f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
         valid_BT = input_ids != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
         # Padding may have any id. A padding token that the mask counts, as where `generate` ended a row, is an end.
         ids_BT = input_ids.masked_fill((input_ids == self.padding) | ~valid_BT, self.config.end_of_document or 0)

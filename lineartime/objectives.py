@@ -22,8 +22,7 @@ class Objective(Protocol):
     micro-batch is a slice along it."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """This rank's rows of one training step, each whole: a pure function of the run's seed, the step and the rank.
-        """
+        """This rank's rows of one training step, each whole: a pure function of the seed, the step and the rank."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:

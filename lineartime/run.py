@@ -94,7 +94,8 @@ class Run:
         old end is removed. Raises UsageError if the learning rate has fallen already, and without a checkpoint."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
-        if done > {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps):
+        last_at_peak = {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps)
+        if done > last_at_peak:
             why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "
                    f"begin anew with --from {self.out}")
         if why is not None:

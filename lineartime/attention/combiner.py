@@ -138,8 +138,9 @@ class Combiner:
         h, k, c = self.config.n_heads, self.config.qk_width, self.config.chunk_size
         assert c is not None
         none_B = torch.zeros(n_rows, dtype=torch.long, device=weight.device)
-        shapes = (c, h * k), *[(c, h, k)] * 3, *[(0, c, h, k)] * 2
-        return RowCache(none_B, none_B.clone(), *(weight.new_zeros(n_rows, *shape) for shape in shapes))
+        zeros, chunk, chunks = weight.new_zeros, (n_rows, c, h, k), (n_rows, 0, c, h, k)
+        return RowCache(none_B, none_B.clone(), zeros(n_rows, c, h * k), zeros(chunk), zeros(chunk), zeros(chunk),
+                        zeros(chunks), zeros(chunks))
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:

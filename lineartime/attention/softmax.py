@@ -59,7 +59,7 @@ class Softmax:
         # The new keys and values join those of the cache; a mask hides what a row does not have, or later tokens.
         k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
-        visible_BNL, _ = inputs.visible_and_bias()
+        visible_BNL = inputs.visible()
         mask_B1NL = None if visible_BNL is None else visible_BNL[:, None]
         return unfold_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1), h)
 

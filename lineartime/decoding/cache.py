@@ -97,7 +97,7 @@ class ChunkState(Cache):
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
     def past(self, inputs: DecodeInputs) -> Past:
-        """What precedes the open chunk, see `reference.Past`: of each row's current document, that before the new
+        """What precedes the open chunk, see `reference.Past`, in the document that each row was in before the new
         tokens."""
         n_carried_B = inputs.n_carried_B(self.chunk_size).to(self.kv_BSE.dtype)
         # What divides the sum: the tokens in it, or with chunk_pooling "written" the sum of their gates.

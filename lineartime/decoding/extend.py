@@ -21,10 +21,10 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v to the cache."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
-    bias, (visible_BNL, bias_index) = cache.bias(rel_pos_bias, inputs.longest), inputs.visible_and_bias()
-    if bias_index is not None:
-        bias = bias[bias_index]
-    a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), visible_BNL, config.attn_kernel)
+    bias, index_BNL = cache.bias(rel_pos_bias, inputs.longest), inputs.bias_index()
+    if index_BNL is not None:
+        bias = bias[index_BNL]
+    a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), inputs.visible(), config.attn_kernel)
     return weigh_values(a_BNL, v_BLE)
 
 
@@ -141,6 +141,5 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     if gate_BGC is not None:
         cache.gate_BC = F.pad(gate_BGC, [0, 0, 0, 1])[rows, n_closed_B]
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
-        open_BC = F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B]
-        setattr(cache, name, open_BC.to(getattr(cache, name).dtype))
+        setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B].to(getattr(cache, name).dtype))
     return out_BGCE.flatten(1, 2).gather(1, slot_BN.clamp(min=0)[..., None].expand_as(v_BNE))

@@ -58,7 +58,8 @@ class DecodeInputs:
             if len({*self.lengths}) == 1 and min(self.n_new) == len(index_N):
                 self.common_position = self.lengths[0]
         self.folded: DecodeInputs | None = None
-        self.of_keys: tuple[Tensor | None, Tensor | None] | None = None
+        self.visible_BNL: Tensor | None = None  # this and what follows is computed once for all layers
+        self.index_BNL: Tensor | None = None
         self.cuts: dict[tuple[int, ...], Cut] = {}
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
@@ -103,21 +104,30 @@ class DecodeInputs:
         bounds = [0, *starts, n_new]
         return [(a, b, bool(self.begins_BN[row, a])) for a, b in itertools.pairwise(bounds) if b > a]
 
-    def visible_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
-        """For keys at positions 0 to L = `longest`, `[B or 1, N, L]`, computed once for all layers: True where a query
-        may see the key, of its document and not later (None: every key), and where in `KeyValueCache.bias` that of each
-        offset is (None where all rows have one query at one position)."""
-        is_common = self.common_position is not None
-        has_one_query, all_follow = is_common and self.single_token, is_common and self.one_document
-        if has_one_query and all_follow:
-            return None, None
-        if self.of_keys is None:
-            key_L = torch.arange(self.longest, device=self.position_BN.device)
-            offset_BNL = key_L - (self.position_BN[:1] if is_common else self.position_BN)[..., None]
-            visible_BNL = offset_BNL <= 0 if all_follow else (offset_BNL <= 0) & (key_L >= self.start_BN[..., None])
-            index_BNL = None if has_one_query else offset_BNL.clamp(1 - self.longest, 0) + self.longest - 1
-            self.of_keys = visible_BNL, index_BNL
-        return self.of_keys
+    def visible(self) -> Tensor | None:
+        """True where a query may see the key at position l: of its document, and not later. `[B or 1, N, L]`, L =
+        `longest`; None where every key is visible."""
+        if self.common_position is not None and self.one_document and self.single_token:
+            return None
+        if self.visible_BNL is None:
+            self.visible_BNL = self.offset_BNL() <= 0
+            if self.common_position is None or not self.one_document:
+                key_L = torch.arange(self.longest, device=self.position_BN.device)
+                self.visible_BNL = self.visible_BNL & (key_L >= self.start_BN[..., None])
+        return self.visible_BNL
+
+    def bias_index(self) -> Tensor | None:
+        """Where in `KeyValueCache.bias` that of each offset is; None where all rows have one query at one position."""
+        if self.common_position is not None and self.single_token:
+            return None
+        if self.index_BNL is None:
+            self.index_BNL = self.offset_BNL().clamp(1 - self.longest, 0) + self.longest - 1
+        return self.index_BNL
+
+    def offset_BNL(self) -> Tensor:
+        """Key position minus query position: `[B, N, L]`, or `[1, N, L]` with a common position."""
+        position_BN = self.position_BN if self.common_position is None else self.position_BN[:1]
+        return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
 
     def n_carried_B(self, chunk_size: int) -> Tensor:
         """Tokens of each row's current document in closed chunks."""

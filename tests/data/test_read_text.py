@@ -283,7 +283,10 @@ def test_what_one_folder_holds_out_is_not_trained_on_with_another(tmp_path):
 @pytest.mark.parametrize("names, inputs, held_out, message", [
     ("train.parquet train.jsonl.gz", ".", "", "has .jsonl.gz and .parquet; name the files of one kind"),
     ("a.txt b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
+    ("a.txt.gz b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
+    ("a.csv b.tsv", ".", "", "has .csv and .tsv; name the files of one kind"),
     ("en/train/a.txt en/test/b.txt", ".", "", "the splits lie deeper in this folder"),
+    ("en/train.txt en/test.txt", ".", "", "the splits lie deeper in this folder"),
     ("a.doc", "a.doc", "", r"unknown kind of file: .*a\.doc; it takes \.txt, \.md, \.csv"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out, rename"),
     ("held/test.txt a.txt", "held a.txt", "", "a.txt; .*give the others with --validation and --test"),

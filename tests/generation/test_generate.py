@@ -127,5 +127,6 @@ def test_texts_give_texts_and_ids_give_ids() -> None:
     assert generate(model, [], tokenizer=tokenizer, max_new_tokens=4) == []
     assert generate(model, [[1]], max_new_tokens=0) == [[]]
     for wrong in (texts, "It was", ["It was", [1, 2]], [1, 2], torch.tensor([1, 2]), [b"It was"]):
-        with pytest.raises(UsageError, match="texts need the model's" if wrong is texts else "prompts are a list of"):
+        message = "texts need the model's tokenizer" if wrong is texts else "prompts are a list of texts, or"
+        with pytest.raises(UsageError, match=message):
             generate(model, wrong, tokenizer=None if wrong is texts else tokenizer, max_new_tokens=1)

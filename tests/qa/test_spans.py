@@ -335,9 +335,6 @@ def test_auto_model_for_question_answering(tmp_path):
     mask = torch.ones_like(ids)
     mask[1, 12:] = 0
 
-    def loss_of(starts, ends, **more):
-        return theirs(ids, start_positions=torch.tensor(starts), end_positions=torch.tensor(ends), **more).loss
-
     with torch.no_grad():
         logits, out = ours(ids, padding_mask_BT=mask.bool()), theirs(ids, attention_mask=mask)
     assert torch.allclose(out.start_logits[0], logits[0, :, 0], atol=1e-6)
@@ -346,7 +343,8 @@ def test_auto_model_for_question_answering(tmp_path):
     start = -logits[0, :, 0].log_softmax(0)[3]
     end = -(logits[0, :, 1].log_softmax(0)[5] + logits[1, :12, 1].log_softmax(0)[7]) / 2
     # The second start lies outside its row, and does not count.
-    assert loss_of([3, 40], [5, 7], attention_mask=mask).item() == pytest.approx((start + end).item() / 2, rel=1e-5)
+    at = {"start_positions": torch.tensor([3, 40]), "end_positions": torch.tensor([5, 7])}
+    assert theirs(ids, mask, **at).loss.item() == pytest.approx((start + end).item() / 2, rel=1e-5)
     theirs.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == [QUESTION_ANSWERING]
 

@@ -424,6 +424,7 @@ def test_weights_that_the_optimizer_spoils_are_not_saved(data, tmp_path, call):
 
 
 @pytest.mark.parametrize(("error", "kind", "words"), [
+    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to"), ResourceError, "out of memory: micro_batch"),
     (torch.OutOfMemoryError("CUDA out of memory."), ResourceError, "batch_tokens = 64, context = 32; lower micro"),
     (RuntimeError("Triton Error [CUDA]: out of memory"), ResourceError, "out of memory: micro_batch_tokens = 64"),
     (RuntimeError("shapes cannot be multiplied"), RuntimeError, "^shapes")])
