@@ -25,7 +25,7 @@ from benchmarks import Row
 from benchmarks.append import append_json_lines, rows_in
 from lineartime.errors import LineartimeError
 from lineartime.release.provenance import provenance
-from lineartime.runtime import available_bytes, choose_settings, peak_bytes
+from lineartime.runtime import available_bytes, bytes_of, choose_settings, peak_bytes
 from lineartime.settings import require, require_precision
 from lineartime.training import out_of_memory
 
@@ -35,10 +35,6 @@ Job = Callable[..., Generator[Row, Row, None]]
 """A generator that runs in a process of its own: it yields answers, and each after the first is for an order."""
 
 
-def ignore(_: object) -> None:
-    """Do nothing: for callers who want no progress."""
-
-
 @dataclass(frozen=True)
 class Setup:
     """How often is measured, on which device, with how many threads, and who is told of progress."""
@@ -46,7 +42,7 @@ class Setup:
     repeats: int = 5
     threads: int = 1
     device: str = "cpu"
-    progress: Progress = ignore
+    progress: Progress = lambda _: None
 
     @property
     def place(self) -> Row:
@@ -130,6 +126,11 @@ def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
         require_precision(precision)
     require(min(counts.values()) >= 1, "nothing to measure",
             ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
+
+
+def rss_bytes() -> int | None:
+    """The memory of this process. None on other systems than Linux."""
+    return bytes_of("/proc/self/status", "VmRSS")
 
 
 def peak_since(before: int, device: torch.device) -> Row:

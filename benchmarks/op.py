@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import Row, measure
-from benchmarks.measure import Case, Setup, Times
+from benchmarks.measure import Case, Setup, Times, rss_bytes
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
 from lineartime.ops.reference import rotary
-from lineartime.runtime import peak_rss_bytes, rss_bytes
+from lineartime.runtime import peak_rss_bytes
 from lineartime.settings import require_name
 
 VARIANTS = ("reference", "compiled", "triton")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks import Row, measure, peers
-from benchmarks.measure import Case, Setup, Times
+from benchmarks.measure import Case, Setup, Times, rss_bytes
 from benchmarks.peers import Label
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.distributed.ordered import parts_of
@@ -25,7 +25,6 @@ from lineartime.errors import NumericsError
 from lineartime.masking import NO_TARGET
 from lineartime.model import LanguageModel, number_of_parameters
 from lineartime.objectives import MaskedTokens, NextToken, Objective
-from lineartime.runtime import rss_bytes
 from lineartime.training import compute_gradient, make_optimizer
 
 Precision = Literal["float32", "bfloat16"]

@@ -35,7 +35,6 @@ from lineartime.ops.ablations import (
 from lineartime.ops.dispatch import unsupported_variant, use_kernels
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import CarriedState, Exchange, chunk_ids, from_chunks, rope, to_chunks
-from lineartime.settings import require
 
 CHUNK_BIAS_LEN = 512
 """n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
@@ -191,10 +190,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         return a_BGG.masked_fill(hidden_BGG, 0.0)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """See `GatedAttentionUnit.empty_cache`. Raises UsageError for learned chunk weights."""
-        require(self.config.chunk_pooling != "attention", "a model with learned chunk weights does not decode",
-                "chunk_pooling = attention",
-                'it trains and is evaluated; to generate, train with chunk_pooling = "mean"')
+        """See `GatedAttentionUnit.empty_cache`."""
         cache = super().empty_cache(n_rows)
         if self.key_conv is not None:
             self.key_conv.add_to(cache)

@@ -175,6 +175,17 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         raise ResourceError("cannot write", path, e.strerror or str(e)) from None
 
 
+def check_place(path: Path) -> None:
+    """Raise before long work if `replaced` could not write this file at its end: UsageError for a folder and for a file
+    in no folder, ResourceError for one that this user must not write."""
+    in_place = path.exists() and not path.is_file()
+    place = path if in_place else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not (in_place or place.is_dir()):
+        raise UsageError("cannot write", path, "it is a folder" if path.is_dir() else "there is no such folder")
+    if not os.access(place, os.W_OK):
+        raise ResourceError("cannot write", path, f"{place} is read-only for you")
+
+
 @contextlib.contextmanager
 def system_errors(out: str) -> Iterator[None]:
     """Inside the block, an OSError is a ResourceError."""

@@ -298,12 +298,18 @@ class ModelConfig:
         return (not self.attends_as_flash or self.n_heads > 1 or self.chunk_pooling not in ("mean", "sum")
                 or self.key_conv > 0 or not self.linear_rope or self.linear_gate)
 
+    def decoding_rules(self) -> Iterator[Rule]:
+        """What must hold of a layer or model that decodes."""
+        yield self.causal, "only a causal model decodes", "causal = false", "train one with causal = true"
+        yield (self.document_mask == "exact" or self.end_of_document is None,
+               "only a model that keeps documents apart decodes", "document_mask", 'set document_mask = "exact"')
+        yield (self.chunk_pooling != "attention", "a model with learned chunk weights does not decode",
+               "chunk_pooling", 'it trains and is evaluated; to generate, train with chunk_pooling = "mean"')
+
     @property
     def decodes(self) -> bool:
-        """Whether text can be generated token by token: the model is causal, keeps documents apart, and does not weigh
-        chunks by learned weights, for which every chunk's k v would have to be kept."""
-        leaks = self.document_mask == "paper" and self.end_of_document is not None
-        return self.causal and not leaks and self.chunk_pooling != "attention"
+        """Whether text can be generated token by token."""
+        return all(holds for holds, *_ in self.decoding_rules())
 
     @property
     def by_document(self) -> bool:

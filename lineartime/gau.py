@@ -16,7 +16,7 @@ from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.ops.dispatch import unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, make_heads, split_uvz
-from lineartime.settings import require
+from lineartime.settings import check_rules, require
 
 
 class GatedAttentionUnit(ResidualLayer):
@@ -90,7 +90,9 @@ class GatedAttentionUnit(ResidualLayer):
         return self.out_proj(out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks `ChunkState`."""
+        """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks `ChunkState`. Raises
+        UsageError for a layer that does not decode, see `ModelConfig.decoding_rules`."""
+        check_rules(self.config, self.config.decoding_rules())
         return empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,

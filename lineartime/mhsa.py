@@ -23,7 +23,7 @@ from lineartime.decoding.cache import Cache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.memory import KeyConv, WriteGate
-from lineartime.settings import require
+from lineartime.settings import check_rules, require
 
 
 class Core(Protocol):
@@ -125,7 +125,8 @@ class MultiHeadAttention(ResidualLayer):
         return self.out_proj(out_BTD)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The core's cache of `n_rows` rows that have no token yet."""
+        """The core's cache of `n_rows` rows that have no token yet. Raises as `GatedAttentionUnit.empty_cache` does."""
+        check_rules(self.config, self.config.decoding_rules())
         cache = self.core.empty_cache(n_rows, self.like)
         if self.key_conv is not None:
             self.key_conv.add_to(cache)

@@ -205,17 +205,10 @@ class LanguageModel(nn.Module):
 
     def decoding_state(self, batch_size: int) -> DecodingState:
         """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
-        decode, see `ModelConfig.decodes`."""
-        config, weight = self.config, self.embed.weight
-        if not config.causal:
-            raise UsageError("only a causal model decodes", "causal = false", "train one with causal = true")
-        if config.document_mask == "paper" and config.end_of_document is not None:
-            raise UsageError("only a model that keeps documents apart decodes", "document_mask = paper",
-                             'set document_mask = "exact"')
-
+        decode, see `ModelConfig.decoding_rules`."""
         # One cache for each layer of attention; rows without a token, whose document begins at 0.
         caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
-        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
         return DecodingState(caches, zeros_B, zeros_B.clone(), self)
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,

@@ -68,11 +68,6 @@ def available_bytes() -> int | None:
     return bytes_of("/proc/meminfo", "MemAvailable")
 
 
-def rss_bytes() -> int | None:
-    """The memory of this process. None on other systems than Linux."""
-    return bytes_of("/proc/self/status", "VmRSS")
-
-
 def peak_rss_bytes() -> int:
     """The peak memory of this process. On Linux not `ru_maxrss`, which starts at the parent's."""
     peak = bytes_of("/proc/self/status", "VmHWM")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import Row
-from benchmarks.measure import ignore
 from benchmarks.peers import Peer, state_size
 from benchmarks.recall.tasks import Rows, Task
 from lineartime.config import TrainConfig
@@ -93,7 +92,7 @@ def asked(model: Model, task: Task, n_facts: int, length: int, n_rows: int,
     return torch.cat(right), rows
 
 
-def learn(model: Model, objective: Recall, on_step: OnStep = ignore) -> Iterator[tuple[int, float, float]]:
+def learn(model: Model, objective: Recall, on_step: OnStep = lambda _: None) -> Iterator[tuple[int, float, float]]:
     """Train a model; yields step, mean loss since the last time in nats and accuracy, `N_SCORES` times. on_step: see
     `measure`. Raises NumericsError for a loss that is not finite."""
     train, losses = objective.config, []
@@ -112,7 +111,7 @@ def learn(model: Model, objective: Recall, on_step: OnStep = ignore) -> Iterator
             losses.clear()
 
 
-def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_step: OnStep = ignore) -> Row:
+def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_step: OnStep = lambda _: None) -> Row:
     """Train a new model on a task and ask it: the columns of a row but for who and where.
 
     "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the

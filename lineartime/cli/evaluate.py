@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from lineartime.atomic_io import check_place, write_atomically, write_json
 from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.terminal import Terminal, say, summary
 from lineartime.data.files import require_there
@@ -14,8 +15,8 @@ from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
 from lineartime.settings import require
 
-NEEDS = {"--document-tokens": "--contexts", "--out": "--contexts", "--predictions": "--questions",
-         "--evidence": "--questions", "--stride": "--questions", "--max-answer-tokens": "--questions"}
+NEEDS = {"--document-tokens": "--contexts", "--predictions": "--questions", "--evidence": "--questions",
+         "--stride": "--questions", "--max-answer-tokens": "--questions"}
 """Options that need another one."""
 EXCLUDES = (("--contexts", "--questions"), ("--contexts", "--context"), ("--contexts", "--batch-rows"),
             ("--questions", "--data"), ("--questions", "--split"))
@@ -34,7 +35,7 @@ class EvaluateOptions:
                         "whether the model gains from more context."] = None
     document_tokens: Annotated[int | None, "With --contexts: read only so many tokens of each document, at least the "
                                "longest context."] = None
-    out: Annotated[Path | None, "With --contexts: JSON file for the scores."] = None
+    out: Annotated[Path | None, "JSON file for the scores."] = None
     batch_rows: Annotated[int | None, "Rows scored at once; changes only rounding, speed and memory. By default 8, and "
                           "fewer in rows of more than 8K tokens."] = None
     precision: Precision = "float32"
@@ -57,8 +58,8 @@ class EvaluateOptions:
         for one, other in EXCLUDES:
             require(not {one, other} <= {*given}, "options that do not go together", f"{one} and {other}",
                     "leave one out")
-        for path in (self.out, self.predictions):
-            require(path is None or path.parent.is_dir(), "cannot write", str(path), "there is no such folder")
+        for path in filter(None, (self.out, self.predictions)):
+            check_place(path)
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -104,8 +105,6 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as_json: bool) -> None:
     """Write scores into the file if there is one, and print them as JSON or for a person."""
-    from lineartime.atomic_io import write_atomically
-
     text = json.dumps(scores)
     if out is not None and launched().is_first:
         write_atomically(out, text + "\n")
@@ -115,7 +114,6 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
 
 def score_answers(run: Path, options: EvaluateOptions) -> None:
     """Score the answers of a fine-tuned run by the official rules, and print the scores."""
-    from lineartime.atomic_io import write_json
     from lineartime.load import load_span_model
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
@@ -133,15 +131,12 @@ def score_answers(run: Path, options: EvaluateOptions) -> None:
             model.to(pick_device(options.device)), tokenizer, asked, context=options.context, stride=options.stride,
             max_answer_tokens=options.max_answer_tokens, batch_rows=options.batch_rows or 8,
             precision=options.precision, progress=terminal.counting("answering", len(asked)))
-    result = facts | scores
+    lines = []
+    if "f1" in scores:
+        without = scores["questions_without_document"]
+        lines.append(f"EM {scores['exact_match']:.2f}, F1 {scores['f1']:.2f} over {scores['n_questions']:,} questions"
+                     + (f"; {without:,} have no document" if without else ""))
     if predictions is not None:
         write_json(predictions, answers, ascii_only=False)
-    if options.as_json:
-        say(json.dumps(result))
-        return
-    if "f1" in result:
-        without = result["questions_without_document"]
-        say(f"EM {result['exact_match']:.2f}, F1 {result['f1']:.2f} over {result['n_questions']:,} questions"
-            + (f"; {without:,} have no document" if without else ""))
-    if predictions is not None:
-        say(f"answers  {predictions}")
+        lines.append(f"answers  {predictions}")
+    show_or_print(facts | scores, lines, options.out, options.as_json)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+from lineartime.atomic_io import check_place
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
 from lineartime.data.files import packing_of, require_there, size_of
@@ -93,7 +94,7 @@ def read(
 ) -> None:
     """Read a text once, for generate --state to go on from.
     The file has all that the model keeps of the text. With FLASH it is equally large for texts of any length."""
-    require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
+    check_place(out)
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
     require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
     require_encoding(encoding)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
+from lineartime.atomic_io import check_place
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import note, say_stopping
-from lineartime.data.files import require_there
+from lineartime.data.files import file_blocks, require_there, stdin_blocks
+from lineartime.data.read_text import PIECE
 from lineartime.model_names import named_folder
-from lineartime.settings import require
 
 SAVE_SECONDS = 30.0
 """Between two saves of the state."""
@@ -31,11 +32,10 @@ def score(
     """Score a text as it comes, in bits.
     Every line is scored given all before it; what is unexpected has many bits. A row has a number, the bits, the
     bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
-    require(state is None or state.parent.is_dir(), "cannot write", str(state), "there is no such folder")
     require_there([file])
+    if state is not None:
+        check_place(state)
     folder = named_folder(model)
-    from lineartime.data.files import file_blocks, stdin_blocks
-    from lineartime.data.read_text import PIECE
     from lineartime.load import load_model
     from lineartime.runtime import pick_device
     from lineartime.scoring import open_state

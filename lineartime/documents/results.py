@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_BYTES, locked, replaced
+from lineartime.atomic_io import MAX_BYTES, check_place, locked, replaced
 from lineartime.config import to_dict
 from lineartime.data.files import is_address, size_of, stamp_of
 from lineartime.data.streams import ON_HUB
@@ -47,7 +47,7 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
             if file.read() == WHOLE:  # a process was killed between renaming the output and removing its rows
                 part.unlink()
     require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
-    require(out.parent.is_dir(), "cannot write", str(out), "there is no such folder")
+    check_place(out)
 
 
 def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterable[str],

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import lineartime.data.prepare
 import lineartime.data.units
+from dying_saves import limited
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.read_text import READS
@@ -310,13 +311,8 @@ def test_odd_paths_work(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path):
     make(tmp_path, {"a.txt": "text " * 20_000})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
-        with pytest.raises(ResourceError, match="cannot write"):
-            prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(ResourceError, match="cannot write"), limited(resource.RLIMIT_FSIZE, 50_000):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes")
     assert not (tmp_path / "out").exists()
 
 

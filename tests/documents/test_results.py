@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dying_saves import Died, die
+from dying_saves import Died, die, limited
 from lineartime.documents.results import check_out, part_of, unfinished_rows
 from lineartime.errors import ResourceError, UsageError
 
@@ -89,13 +89,8 @@ def test_without_rows_nothing_stays(tmp_path):
     with pytest.raises(Died):
         go_on(tmp_path / "v.jsonl", 0)
     assert not list(tmp_path.iterdir())
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3, before[1]))
-    try:
-        with pytest.raises(ResourceError, match="cannot write"):
-            go_on(tmp_path / "v.jsonl")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(ResourceError, match="cannot write"), limited(resource.RLIMIT_FSIZE, 3):
+        go_on(tmp_path / "v.jsonl")
     assert not list(tmp_path.iterdir())
 
 

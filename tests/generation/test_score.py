@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.measure import rss_bytes
 from command_line import Call, assert_refused
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.errors import DataError, UsageError
 from lineartime.model import LanguageModel
-from lineartime.runtime import rss_bytes
 from lineartime.scoring import open_state, score
 from made_documents import write_model
 from tiny_models import CONFIGS, random_model

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import shutil
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -62,6 +63,17 @@ def hooked(call):
         stack.enter_context(mock.patch.object(
             os, "fsync", lambda number: call("_fsync", fsync, number, path=files[number]) if number in files else None))
         yield
+
+
+@contextmanager
+def limited(kind, most):
+    """Inside the block this process may have at most so much of a resource, such as `resource.RLIMIT_FSIZE`."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 class Died(BaseException):

@@ -8,6 +8,7 @@ import resource
 import time
 from pathlib import Path
 
+from dying_saves import limited
 from lineartime import checkpoint, objectives, run
 from lineartime.cli import verbs
 from lineartime.training import language, loop
@@ -54,12 +55,8 @@ def with_memory(function, more):
     """The function with at most so many more bytes than the process has when it is called."""
     def call(*args, **kwargs):
         has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (has + more, before[1]))
-        try:
+        with limited(resource.RLIMIT_AS, has + more):
             return function(*args, **kwargs)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, before)
     return call
 
 

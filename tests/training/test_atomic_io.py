@@ -8,6 +8,7 @@ import pytest
 
 from lineartime.atomic_io import (
     _hidden,
+    check_place,
     locked,
     read_json_lines,
     remove_leftovers,
@@ -15,7 +16,7 @@ from lineartime.atomic_io import (
     write_atomically,
     written_aside,
 )
-from lineartime.errors import DataError, ResourceError
+from lineartime.errors import DataError, ResourceError, UsageError
 
 
 def values(path):
@@ -48,6 +49,20 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
     write_atomically(path, "new")
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.json"] and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "file")
+    with pytest.raises(UsageError, match="it is a folder"):
+        check_place(tmp_path)
+    for path in (tmp_path / "none" / "a", tmp_path / "link", Path(__file__) / "a"):
+        with pytest.raises(UsageError, match="there is no such folder"):
+            check_place(path)
+    for path in (tmp_path / "new", Path("/dev/null")):
+        check_place(path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # the root user may write everywhere
+    with pytest.raises(ResourceError, match=f"cannot write: {tmp_path}/new; {tmp_path} is read-only for you"):
+        check_place(tmp_path / "new")
 
 
 def test_a_link_a_device_and_a_pipe_stay_what_they_are(tmp_path):

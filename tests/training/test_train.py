@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from command_line import assert_refused
+from dying_saves import Died
 from lineartime import checkpoint, objectives, training
 from lineartime.atomic_io import _hidden
 from lineartime.config import PRESETS, TrainConfig, model_config
@@ -213,10 +214,6 @@ def whole(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     run_fit(data, out, steps=8)
     return what_is_left(out)
-
-
-class Died(Exception):
-    """Stands in for a death of the process."""
 
 
 @pytest.mark.parametrize(("how", "stops", "changes"), [
