@@ -66,10 +66,6 @@ class Case:
     first: Callable[[], Row] = dict
     """More arguments of the job, made when it is this case's turn to be checked; or {"failed": why}."""
 
-    @property
-    def text(self) -> str:
-        return f"{self.row['label']}, context {self.row['context_tokens']:,}, {self.row['dtype']}"
-
 
 def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: int, *,
                  hold: bool | None = None) -> list[Row]:
@@ -84,7 +80,8 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
         answers = []
         for case, worker in zip(cases, workers, strict=True):
             more = case.first()
-            setup.progress(f"{case.text}: warm-up")
+            row = case.row
+            setup.progress(f"{row['label']}, context {row['context_tokens']:,}, {row['dtype']}: warm-up")
             answers.append(more if "failed" in more else worker.ask(more))
         alive = [i for i, answer in enumerate(answers) if "failed" not in answer]
         if hold is None:

@@ -18,7 +18,7 @@ from benchmarks.peers import PACKAGES, parse_label
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
-from benchmarks.recall.tasks import FORMS, RULER, TASKS
+from benchmarks.recall.tasks import FORMS, OF_TRAINED, TASKS
 from benchmarks.speed import read_rows, speed_section, tables_of
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
@@ -163,9 +163,9 @@ def reproduce(
 def recall(
     models: Annotated[tuple[str, ...], "Models of the study, by default all that learn the task; in text also trained "
                                        "ones: folders, or small.", "MODELS"] = (),
-    task: Annotated[str | None, f"{', '.join([*TASKS, *FORMS])}; by default all but {RULER}, which is for "
-                                   "trained models; text only with --data."] = None,
-    data: Annotated[Path | None, "Prepared text, for the tasks text and ruler."] = None,
+    task: Annotated[str | None, f"{', '.join([*TASKS, *FORMS])}; by default all but {' and '.join(OF_TRAINED)}, "
+                                   "for trained models; text only with --data."] = None,
+    data: Annotated[Path | None, f"Prepared text, for {', '.join(FORMS)}."] = None,
     settings: Setting = {},  # noqa: B006  # which nobody changes
     rows: Annotated[Path, "File of rows, looked at for what is there and added to.", "--json FILE"] = Path(
         "out/recall.jsonl"),
@@ -178,7 +178,7 @@ def recall(
     require(not wrong, "not a setting of recall" + " by a trained model" * bool(trained), ", ".join(sorted(wrong)))
     require(not trained or (task in FORMS and data is not None), "a trained model is asked in text alone",
             " ".join(trained), f"give --task {' or '.join(FORMS)} and --data")
-    require(task != RULER or 0 < len(models) == len(trained), f"{RULER} is asked of trained models alone",
+    require(task not in OF_TRAINED or 0 < len(models) == len(trained), f"{task} is asked of trained models alone",
             " ".join(models), "give their folders, or small")
     todo = []
     for name in [task] if task else [each for each in study.STUDY["tasks"] if each not in FORMS or data]:

@@ -195,14 +195,16 @@ class Form(NamedTuple):
     """Of a name; its value stands behind it."""
     n_digits: int = 1
     end: str = ""
-    n_questions: int = N_QUESTIONS
+    n_questions: int = N_QUESTIONS  # each about any fact; 0: every fact is asked once
     tested: dict[str, Any] = {"length": 512, "n_facts": SMALL, "test_rows": 48}  # noqa: RUF012
     """Fields of the task."""
 
 
-TEXT, RULER = "text", "ruler"
+TEXT, ONCE, RULER = "text", "once", "ruler"
+OF_TRAINED = ONCE, RULER  # no model learns these
 FORMS = {
     TEXT: Form("digits behind names inside articles"),
+    ONCE: Form("digits behind names inside articles, each asked once", n_questions=0),
     # The needles of RULER (Hsieh et al. 2024), with one key and with four; but it asks in other words than it tells in.
     RULER: Form("digits of numbers of seven digits, in sentences inside articles",
                 " The special magic number for {} is: ", 7, ".", 1,
@@ -239,7 +241,8 @@ def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int],
     def one_row(n_facts: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         keys = [tokenizer.encode(form.key.format(name)) for name in invented(n_facts, generator)]
         value_NV = torch.tensor(digits)[torch.randint(len(digits), (n_facts, form.n_digits), generator=generator)]
-        asked_Q = torch.randint(n_facts, (form.n_questions,), generator=generator)
+        asked_Q = (torch.randint(n_facts, (form.n_questions,), generator=generator) if form.n_questions else
+                   torch.randperm(n_facts, generator=generator))
         told = [[*key, *value] for key, value in zip(keys, value_NV.tolist(), strict=True)]
         facts = [[*each, *tokenizer.encode(form.end)] for each in told]
         questions = [told[i][:-1] for i in asked_Q.tolist()]
