@@ -117,6 +117,7 @@ def test_what_is_no_state_of_this_model_is_refused_in_one_line(call: Call, tmp_p
             (["generate", model, "--state", tmp_path / "missing"], 4, "No such file"),
             (["read", rows, "--model", model, "--out", tmp_path / "new"], 2, "many documents"),
             (["read", book, "--model", model, "--out", book], 2, "exists already"),
+            (["read", rows / "none", "--model", model, "--out", rows / "new"], 2, "no such folder"),
             (["read", "-", "--model", model, "--out", tmp_path / "new"], 3, "no text")):
         found, _, err = call(*arguments)
         assert_refused(found, err[err.find("error: "):], code, words)
