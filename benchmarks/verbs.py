@@ -18,7 +18,7 @@ from benchmarks.peers import PACKAGES, parse_label
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
-from benchmarks.recall.tasks import FORMS, OF_TRAINED, TASKS
+from benchmarks.recall.tasks import FORMS, TASKS
 from benchmarks.speed import read_rows, speed_section, tables_of
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
@@ -33,6 +33,7 @@ SPEED, RECALL, LAWS = "speed", "recall", "laws"
 """Reports beside those of the tables."""
 DEFAULT = ("flash", "transformer++")
 """Who is measured where nobody is named."""
+OF_TRAINED = [name for name in FORMS if name not in study.STUDY["tasks"]]  # what no model of the study learns
 Tokens = Annotated[int, "Tokens in a step or call; one row where the context is longer."]
 
 

@@ -200,11 +200,10 @@ class Form(NamedTuple):
     """Fields of the task."""
 
 
-TEXT, ONCE, RULER = "text", "once", "ruler"
-OF_TRAINED = ONCE, RULER  # no model learns these
+TEXT, RULER = "text", "ruler"
 FORMS = {
     TEXT: Form("digits behind names inside articles"),
-    ONCE: Form("digits behind names inside articles, each asked once", n_questions=0),
+    "once": Form("digits behind names inside articles, each asked once", n_questions=0),
     # The needles of RULER (Hsieh et al. 2024), with one key and with four; but it asks in other words than it tells in.
     RULER: Form("digits of numbers of seven digits, in sentences inside articles",
                 " The special magic number for {} is: ", 7, ".", 1,

@@ -32,9 +32,9 @@ def score(
     """Score a text as it comes, in bits.
     Every line is scored given all before it; what is unexpected has many bits. A row has a number, the bits, the
     bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
-    require_there([file])
     if state is not None:
         check_place(state)
+    require_there([file])
     folder = named_folder(model)
     from lineartime.load import load_model
     from lineartime.runtime import pick_device
