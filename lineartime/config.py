@@ -181,7 +181,7 @@ class ModelConfig:
     def _memory_rules(self) -> Iterator[Rule]:
         """What must hold for options beyond the paper, so that the model has a place for them."""
         yield (self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
-               f"rope_base = {self.rope_base:g}, rel_pos = {self.rel_pos}", "leave it out")
+               "rope_base rel_pos", "leave it out")
         for name in OF_LINEAR_HALF:
             yield (getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
                    f"{name} is for the linear half of mixed chunk attention", "attn_type chunk_parts", "leave it out")
@@ -208,7 +208,7 @@ class ModelConfig:
                    "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
                    "attn_type chunk_parts", "leave it out")
             yield (self.causal or self.key_conv % 2 == 1, "key_conv must be odd in a bidirectional model",
-                   f"key_conv = {self.key_conv}, causal = false", f"set key_conv = {self.key_conv + 1}")
+                   "key_conv causal", f"set key_conv = {self.key_conv + 1}")
         yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.document_grid == "own"),
                "the paper's document mask takes no options beyond the paper", "document_mask", EXACT_MASK)
         yield (self.document_grid == "row" or not (self.cls_softmax or self.chunk_pooling == "attention"),
@@ -300,7 +300,7 @@ class ModelConfig:
 
     def decoding_rules(self) -> Iterator[Rule]:
         """What must hold of a layer or model that decodes."""
-        yield self.causal, "only a causal model decodes", "causal = false", "train one with causal = true"
+        yield self.causal, "only a causal model decodes", "causal", "train one with causal = true"
         yield (self.document_mask == "exact" or self.end_of_document is None,
                "only a model that keeps documents apart decodes", "document_mask", 'set document_mask = "exact"')
         yield (self.chunk_pooling != "attention", "a model with learned chunk weights does not decode",
@@ -472,11 +472,9 @@ class TrainConfig:
         yield (self.muon_learning_rate is None or self.optimizer == "muon", "muon_learning_rate is for Muon",
                "optimizer", 'set optimizer = muon, or leave it out')
         if self.shard:
-            yield (self.optimizer == "adamw", "Muon needs whole matrices", "shard = true, optimizer = muon",
-                   "set shard = false or optimizer = adamw")
+            yield (self.optimizer == "adamw", "Muon needs whole matrices", "shard optimizer", "set optimizer = adamw")
             yield (self.clip is None or self.clip_scope == "global",
-                   "a sharded gradient cannot be clipped by micro-batch", "shard = true, clip_scope = local",
-                   "set clip_scope = global")
+                   "a sharded gradient cannot be clipped by micro-batch", "shard clip_scope", "set clip_scope = global")
             yield (self.context_parallel.bit_count() == 1, "1, 2, 4, ... ranks can share a row of a sharded model",
                    "context_parallel", "choose a power of 2, or set shard = false")
         if self.window_tokens is not None:

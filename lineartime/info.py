@@ -17,6 +17,7 @@ from lineartime.config import MODEL_FIELDS, SOURCES, ModelConfig
 from lineartime.decoding.cache import KeyValueCache
 from lineartime.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model import LanguageModel, empty_model
+from lineartime.settings import field_text
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
@@ -195,7 +196,7 @@ def print_description(config: ModelConfig, title: str) -> None:
         rows.append(("query and key width s", f"{config.query_key_dim:,}"))
     if config.attn_kernel == "relu2":
         rows.append(("n of relu²(q k / n + b)", f"{config.scale_len:,}"))
-    rows += [(name, str(getattr(config, name)).lower()) for name in MODEL_FIELDS
+    rows += [(name, field_text(getattr(config, name))) for name in MODEL_FIELDS
              if name not in SHOWN and getattr(config, name) != getattr(ModelConfig, name)]
     rows += [("vocabulary", f"{config.vocab_size:,}"), ("causal", "yes" if config.causal else "no")]
     console.print()

@@ -199,15 +199,12 @@ class LanguageModel(nn.Module):
         """All layers, in order."""
         return cast(Iterable[ResidualLayer], self.layers)
 
-    def attention_layers(self) -> list[GatedAttentionUnit | MultiHeadAttention]:
-        """The layers that have a cache, in order."""
-        return [layer for layer in self.layers if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
-
     def decoding_state(self, batch_size: int) -> DecodingState:
         """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
         decode, see `ModelConfig.decoding_rules`."""
         # One cache for each layer of attention; rows without a token, whose document begins at 0.
-        caches = [layer.empty_cache(batch_size) for layer in self.attention_layers()]
+        caches = [layer.empty_cache(batch_size) for layer in self.layers
+                  if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
         zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
         return DecodingState(caches, zeros_B, zeros_B.clone(), self)
 

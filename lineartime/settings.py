@@ -53,7 +53,7 @@ def check_rules(config: Any, rules: Iterable[Rule]) -> None:
         if not holds:
             names = where.split()
             if all(hasattr(config, name) for name in names):
-                where = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
+                where = ", ".join(f"{name} = {field_text(getattr(config, name))}" for name in names)
             raise UsageError(what, where, todo)
 
 
@@ -83,6 +83,11 @@ def describe_kind(kind: Any) -> str:
     """What a field of a declared type takes, in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none"}
     return " or ".join(words.get(each, each) for each in choices_of(kind))
+
+
+def field_text(value: Any) -> str:
+    """The value of a field as `parse_field` reads it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_field(name: str, text: str, kind: Any) -> Any:

@@ -55,8 +55,8 @@ def test_labels_of_long_documents(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
-    first, last = example("transformers_trainer")["main"](4, tmp_path)
-    assert 3 < last < 5 and 3 < first < 5
+    before, after = example("transformers_trainer")["main"](4, tmp_path)
+    assert 3 < after < before - 0.005
 
 
 def test_an_example_is_short() -> None:

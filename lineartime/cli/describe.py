@@ -12,7 +12,7 @@ from lineartime.config import PRESETS, model_config, source_of
 from lineartime.data.files import exists, is_address, joined
 from lineartime.model_names import shipped_models, weights_folder
 from lineartime.run_config import read_config, run_config
-from lineartime.settings import describe_kind, replace_fields, require
+from lineartime.settings import describe_kind, field_text, replace_fields, require
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
@@ -24,8 +24,7 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
         hints = typing.get_type_hints(type(made), include_extras=True)
         for name, value in vars(made).items():
             field, text = typing.get_args(hints[name])
-            word = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
-            say(f"{name} = {word}  [{describe_kind(field)}; {source_of(name)}]")
+            say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source_of(name)}]")
             say(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
         say("")
     say("vocab_size and end_of_document are those of the data where they are not set")

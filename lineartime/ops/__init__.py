@@ -107,7 +107,7 @@ def check_carried(exchange: reference.Exchange | None, n_tokens: int, chunk_size
     """Raise UsageError where a state is carried through rows that are not causal, or not whole chunks."""
     if isinstance(exchange, reference.CarriedState):
         require(causal and n_tokens % chunk_size == 0, "a state is carried over whole chunks of causal rows",
-                f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = False")
+                f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
 
 
 def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,

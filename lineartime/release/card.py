@@ -18,7 +18,7 @@ from lineartime.model import number_of_parameters
 from lineartime.model_names import shipped_models
 from lineartime.release.provenance import machine
 from lineartime.run_config import nearest_preset, run_config
-from lineartime.settings import replace_fields
+from lineartime.settings import field_text, replace_fields
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
 
@@ -130,7 +130,7 @@ def train_command(card: Card) -> str:
         words += [value] if name == "model" else [f"--{name}", value]
     for name, value in wanted.items():
         if value != usual[name] and name not in ("vocab_size", "end_of_document"):
-            words += ["--set", f"{name}={'none' if value is None else str(value).lower()}"]
+            words += ["--set", f"{name}={field_text(value)}"]
     return shlex.join(words)
 
 

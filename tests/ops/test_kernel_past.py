@@ -103,7 +103,7 @@ def test_a_past_is_carried_over_whole_chunks() -> None:
         ops.gated_chunk_attention(uvz, *rest, causal=True, **how)
     with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
         ops.gated_head_attention(uvz[..., :-S], uvz[None, ..., :S].expand(4, 1, 200, S), rest[-1], causal=True, **how)
-    with pytest.raises(UsageError, match=f"{words}causal = False"):
+    with pytest.raises(UsageError, match=f"{words}causal = false"):
         ops.gated_chunk_attention(uvz, *rest, causal=False, **how)
 
 
