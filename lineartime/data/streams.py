@@ -12,6 +12,7 @@ from typing import Any
 
 from lineartime.data.files import Name, joined, make_folder, opened_new, size_of, stdin_blocks
 from lineartime.data.prepare_config import PrepareSettings
+from lineartime.data.read_text import text_blocks
 from lineartime.data.rows import Row, text_field
 from lineartime.errors import DataError, UsageError
 
@@ -83,10 +84,9 @@ def save_streams(asked: PrepareSettings, folder: Name, show: Callable[..., Itera
 
 def _save_stdin(folder: str, encoding: str) -> str:
     path = joined(folder, "stdin.txt")
+    given, checked = itertools.tee(stdin_blocks())  # checked here: a later error would name the file, which is gone
     with opened_new(path) as file:
-        for block in stdin_blocks():
-            if b"\0" in block and b"\0" not in "a".encode(encoding):  # and not the endless copy of a device
-                raise DataError("a NUL byte: this is no text", "stdin")
+        for _, block in zip(text_blocks(checked, "stdin", encoding=encoding), given, strict=False):
             file.write(block)
     if not size_of(path):
         raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")

@@ -82,8 +82,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
 def test_a_toml_file_and_overrides(data: Path, tmp_path: Path, call: Call) -> None:
     fields = SETTINGS | {"model": "flash", "data": str(data), "out": str(tmp_path / "run"), "warmup_steps": 1}
     (tmp_path / "run.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items()))
-    changes = ["--steps", 2, "--set", "learning_rate=1e-3", "--set", "clip=none"]
-    code, _, err = call("train", tmp_path / "run.toml", *changes)
+    code, _, err = call("train", tmp_path / "run.toml", "--steps", 2, "--set=learning_rate=1e-3", "--set=clip=none")
     assert code == 0, err
     stored = json.loads((tmp_path / "run" / "run.json").read_text())["train"]
     assert stored["steps"] == 2 and stored["learning_rate"] == 1e-3 and stored["clip"] is None
@@ -96,6 +95,7 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
     assert "train flash --data" in out and "nothing to do" in call(*prepare)[1]
     assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
+    assert "text: stdin, byte 9" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin="x" * 9 + "\0")[2]
 
 
 def test_evaluate_prints_and_gives_json(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
