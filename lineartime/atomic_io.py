@@ -186,6 +186,13 @@ def check_place(path: Path) -> None:
         raise ResourceError("cannot write", path, f"{place} is read-only for you")
 
 
+def check_new(path: Path) -> None:
+    """`check_place` for a file that must not be there; also raises UsageError if it is."""
+    if os.path.lexists(path):
+        raise UsageError("the output exists already", path, "choose another or delete it")
+    check_place(path)
+
+
 @contextlib.contextmanager
 def system_errors(out: str) -> Iterator[None]:
     """Inside the block, an OSError is a ResourceError."""

@@ -168,7 +168,7 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
         each.append(evaluate(model, stream, max_tokens=most, progress=counted, **options))
         before += each[-1].n_read or each[-1].n_tokens
     return (mixed(each, held_out.weights),
-            {str(stream.folder): of_text for stream, of_text in zip(held_out.streams, each, strict=True)})
+            {stream.name: of_text for stream, of_text in zip(held_out.streams, each, strict=True)})
 
 
 def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:

@@ -58,6 +58,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     rank_timeout: see `train`. Raises UsageError for a wrong pretrained model, wrong settings or a folder with another
     fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model` and `fit_once` do."""
     stop, out = stop or StopSignal(), plan.out
+    require(bool(plan.data and plan.validation), "files are missing", f"task = {plan.task}", "give data and validation")
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
     require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
     picked = pick_device(device)

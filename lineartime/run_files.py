@@ -88,7 +88,8 @@ def best_run(out: Path) -> Path:
         raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
     if "task" not in result:
         return best
-    step = int(result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"])
+    with damaged(out / RESULT_FILE):
+        step = int(result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"])
     return best / f"step-{step:08d}"
 
 

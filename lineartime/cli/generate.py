@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from lineartime.atomic_io import check_place
+from lineartime.atomic_io import check_new
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
 from lineartime.data.files import packing_of, require_there, size_of
@@ -94,8 +94,7 @@ def read(
 ) -> None:
     """Read a text once, for generate --state to go on from.
     The file has all that the model keeps of the text. With FLASH it is equally large for texts of any length."""
-    check_place(out)
-    require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
+    check_new(out)
     require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
     require_encoding(encoding)
     require_there([book])
@@ -120,6 +119,7 @@ def read(
             terminal.count("bytes", n_bytes, n_file_bytes, f"{n_tokens:,} tokens  {speed:,.0f} tokens/s")
 
         state = read_text(loaded, tokenizer, text_of(book, encoding), progress=show)
+    check_new(out)  # another process may have written it since
     state.save(out)
     note(f"written  {out}: {int(state.seq_lens_B):,} tokens in {out.stat().st_size / 1e6:.1f} MB")
 

@@ -12,6 +12,7 @@ from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import note, say_stopping
 from lineartime.data.files import file_blocks, require_there, stdin_blocks
 from lineartime.data.read_text import PIECE
+from lineartime.errors import DataError
 from lineartime.model_names import named_folder
 
 SAVE_SECONDS = 30.0
@@ -61,13 +62,19 @@ def score(
                 return
 
     with StopSignal().listening(say_stopping) as stop:
-        for row in rows_of(loaded, tokenizer, blocks(), per=per, precision=precision, state=now, keep=state is not None,
-                           name="stdin" if file == "-" else file):
-            per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
-            found = {"number": row.number, "bits": round(row.bits, 4), "bytes": row.n_bytes,
-                     "bits_per_byte": round(per_byte, 4), "text": row.text}
-            print(json.dumps(found) if as_json else
-                  f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}")
+        rows = rows_of(loaded, tokenizer, blocks(), per=per, precision=precision, state=now, keep=state is not None,
+                       name="stdin" if file == "-" else file)
+        try:
+            for row in rows:
+                per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
+                found = {"number": row.number, "bits": round(row.bits, 4), "bytes": row.n_bytes,
+                         "bits_per_byte": round(per_byte, 4), "text": row.text}
+                print(json.dumps(found) if as_json else
+                      f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}")
+        except DataError:
+            if state is not None and file == "-":  # what came before the wrong byte does not come again
+                now.save(state)
+            raise
         sys.stdout.flush()
         if state is not None:
             now.save(state)

@@ -299,6 +299,6 @@ def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) ->
 
 def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]
                 ) -> contextlib.AbstractContextManager[Callable[[bytes | memoryview], None]]:
-    """Write a new file in a folder, see `atomic_io.hashed_file`."""
+    """Write a file in a folder, see `atomic_io.hashed_file`."""
     path = joined(folder, name)
-    return atomic_io.hashed_file(opened_new(path) if is_address(path) else open(path, "xb"), name, files)
+    return atomic_io.hashed_file(opened_new(path) if is_address(path) else open(path, "wb"), name, files)

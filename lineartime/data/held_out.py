@@ -44,7 +44,7 @@ def cut_document(slices: list[Slice], share: float, how: ReadArguments) -> tuple
     while len(text) < LINE_SEARCH and (more := next(after, "")):
         text += more
     line = cut + text[:LINE_SEARCH].find("\n") + 1
-    return _cut_at(line if line < n else cut, slices, begins)
+    return _cut_at(line if 2 * (n - line) >= n - cut else cut, slices, begins)
 
 
 def _cut_at(at: int, slices: list[Slice], begins: list[int]) -> tuple[list[Slice], list[Slice]]:

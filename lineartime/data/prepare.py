@@ -15,6 +15,7 @@ from lineartime.data.prepare_config import PrepareSettings
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, read_manifest, verify_data
 from lineartime.data.units import Slice
 from lineartime.data.workers import encode_all
+from lineartime.errors import DataError
 from lineartime.settings import require
 
 Progress = Callable[[str, int, int | None], None]
@@ -47,6 +48,8 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
     show = functools.partial(_shown, progress)
     with system_errors(out):
         taken = _is_taken(out)
+        require(not taken or exists(joined(out, DATA_MANIFEST)), "the output exists and is not a prepared folder", out,
+                "choose another")
         if taken and not is_address(out):
             remove_leftovers(Path(out))
         with _work_folder(out) as work:
@@ -75,7 +78,10 @@ def _work_folder(out: str) -> Iterator[str]:
     """The folder for the work that becomes `out`. A folder `done` in it becomes `out` at the end."""
     if not is_address(out):
         with unfinished_folder(Path(out), worth=shares.UNITS) as folder:
-            yield str(folder)
+            try:
+                yield str(folder)
+            except DataError as e:  # in a copy of a stream, as the folder will be gone: streams/0/stdin.txt
+                raise DataError(e.what, str(e.where).replace(f"{folder}/", ""), e.todo) from None
         return
     make_folder(work := f"{out.rstrip('/')}.unfinished")
     yield work
@@ -92,7 +98,6 @@ def _is_taken(out: str) -> bool:
 def _already_prepared(out: str, settings: dict[str, Any], sources: list[dict[str, Any]] | None) -> Manifest:
     """The manifest of an output that has this text with these settings already; `sources`: its files, None for those of
     the hub. Raises UsageError for another one."""
-    require(exists(joined(out, DATA_MANIFEST)), "the output exists and is not a prepared folder", out, "choose another")
     manifest = read_manifest(out)
     old, new = manifest.settings | {"text": manifest.sources}, settings | {"text": sources or manifest.sources}
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -100,13 +100,14 @@ def _json_value(content: bytes, where: str, encoding: str) -> Any:
 
 
 def parse_json(text: str, where: object, **hooks: Any) -> Any:
-    """`json.loads`. Raises DataError for text that is not JSON, with line and column (the column alone with hooks)."""
+    """`json.loads`. Raises DataError for text that is not JSON, with line and column (of a single line the column)."""
     try:
         return json.loads(text, **hooks)
     except (ValueError, RecursionError) as e:
         why = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
         if isinstance(e, json.JSONDecodeError):
-            where, why = f"{where}{'' if hooks else f':{e.lineno}'}, column {e.colno}", e.msg
+            line = f":{e.lineno}" if "\n" in text.rstrip() else ""
+            where, why = f"{where}{line}, column {e.colno}", e.msg
         raise DataError("not valid JSON", where, why) from None
 
 

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
 from lineartime.data.files import (
     Name,
     exists,
+    files_below,
     hash_of,
     hashed_file,
     is_address,
@@ -71,6 +73,8 @@ from lineartime.settings import require
 logger = logging.getLogger(__name__)
 
 JOB, UNITS, STREAMS = "job.json", "units", "streams"
+BEGUN = re.compile(r"tokenizer\.json|(?:train|validation|test)-(?:documents|\d{5})\.bin")
+"""Files of an output without its manifest."""
 Job = dict[str, Any]
 """What job.json has: settings of the manifest, the files of each split, the units."""
 Done = Callable[[int], None]
@@ -118,16 +122,18 @@ def encode(work: Name, number: int = 0, of: int = 1, done: Done | None = None) -
 
 
 def join(work: Name, out: Name, show: Show = no_show) -> Manifest:
-    """Decide which documents are held out, and join all units in the shards of each split, in a new folder `out`; its
-    manifest comes last. Returns the manifest.
+    """Decide which documents are held out, and join all units in the shards of each split, in the folder `out`, which
+    is new or has what a killed call wrote; its manifest comes last. Returns the manifest.
 
-    Raises DataError for the faults of files, for the same text in two splits, for a split that would be empty, and for
-    a unit that is missing or is not as it was written."""
+    Raises UsageError for another folder, DataError for the faults of files, for the same text in two splits, for a
+    split that would be empty, and for a unit that is missing or is not as it was written."""
     job, tokenizer = _opened(work)
     units = _finished_units(work, job, tokenizer)
     manifest = Manifest(job["settings"], _sources(job, units), described(tokenizer), tokenizer.dtype,
-                        job["shard_tokens"], notes=list(job["notes"]))
+                        job["shard_tokens"])
     make_folder(out)
+    others = [name for name in files_below(out) if not BEGUN.fullmatch(name)]
+    require(not others, "the output has other files", ", ".join([str(out), *others[:3]]), "choose another")
     with hashed_file(out, TOKENIZER_FILE, manifest.files) as write:
         write(tokenizer.json.encode())
     for source in (split for split in SPLITS if any(of == split for of, *_ in units)):
@@ -140,7 +146,7 @@ def join(work: Name, out: Name, show: Show = no_show) -> Manifest:
             blocks = chosen_ids(own, is_chosen_D, manifest.dtype, manifest.splits[split])
             shown = show("writing", blocks, int(rows_DN[is_chosen_D, 0].sum()), len)
             manifest.splits[split].tokens = _write_split(out, split, shown, manifest)
-    manifest.notes += _notes(manifest, units)
+    manifest.notes = _notes(manifest, units)
     if asked := job["settings"]["held_out"]:
         train, held = (manifest.splits[name] for name in ("train", "validation"))
         what = (f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances"
@@ -167,12 +173,10 @@ def find_text(asked: PrepareSettings, work: Name, show: Show) -> tuple[Job, Toke
                 "name .parquet or .jsonl.gz, or leave out the task")
     if tokenizer is None and any(is_token_file(each.path) for each in sources):
         raise UsageError("token files need the tokenizer that made them", asked.inputs[0], "name it: --tokenizer FILE")
-    unread = " and ".join(sorted({ending for source in sources for ending in source.unread}))
     # A copy in the work folder is made anew each time, so its hash is taken; of other files their time and size.
     stamps = [hash_of(each.path)["sha256"] if each.path.startswith(joined(work, STREAMS)) else stamp_of(each.path)
               for each in sources]
     return {"settings": asked.for_manifest(None if tokenizer is None else tokenizer.sha256),
-            "notes": [f"{unread} files lie beside the .parquet files and were not read"] if unread else [],
             "reading": asked.reading, "shard_tokens": asked.shard_tokens,
             "sources": [[each.split, each.name, each.path, stamp]
                         for each, stamp in zip(sources, stamps, strict=True)],
@@ -212,7 +216,7 @@ def _slices_of(path: str, asked: PrepareSettings, tokenizer: Tokenizer | None) -
     """The slices of a file. A document is not read apart if the tokenizer has to see it whole."""
     size, whole = size_of(path), tokenizer is not None and not tokenizer.reads_pieces and is_one_document(path)
     ranges = ranges_of(path, size, max(size, 1) if whole else asked.unit_bytes, asked.encoding) or [(0, 0)]
-    return [Slice(path, start, stop) for start, stop in ranges]
+    return [Slice(path, start, stop, to_end=is_one_document(path) and stop == size) for start, stop in ranges]
 
 
 def _units_of(slices: list[tuple[str, list[Slice]]], unit_bytes: int) -> list[list[Any]]:

@@ -29,8 +29,6 @@ class Source(NamedTuple):
     split: str
     name: str
     path: str
-    unread: tuple[str, ...] = ()
-    """Endings of the files beside it that were left out."""
 
 
 def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: Iterable[Name] = (), *,
@@ -101,7 +99,8 @@ def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
     names = [name for name in there if ending_of(name)] or [name for name in there if is_token_file(name)]
     if not names:
         raise DataError("nothing to read in this folder", folder, READS)
-    _say_skipped(folder, there, names, READS)
+    if ending_of(names[0]):  # beside token files lie their indexes
+        _say_skipped(folder, there, names, READS)
 
     splits = _splits_in(folder, names)
     _say_skipped(folder, names, splits, "they belong to no split")
@@ -117,14 +116,14 @@ def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
     several = sorted(set(kinds.values()))
     if preferred in several:
         names = [name for name in names if kinds[name] == preferred]
+        _say_skipped(folder, kinds, names, f"they lie beside {preferred} files")
     elif len(several) > 1:
         raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(several)}",
                          f"name the files of one kind, such as {folder}/*{several[0]}")
     if not is_address(folder):
         for name in names:
             require_file(joined(folder, name))
-    unread = tuple(kind for kind in several if kind != kinds[names[0]])
-    return [Source(splits[name], name, joined(folder, name), unread) for name in names]
+    return [Source(splits[name], name, joined(folder, name)) for name in names]
 
 
 def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
@@ -143,7 +142,7 @@ def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def _split_of(name: str) -> str:
-    match = SPLIT_FILE.fullmatch(name.lower()[:-len(ending_of(name)) or None])
+    match = SPLIT_FILE.fullmatch(name.lower().removesuffix(ending_of(name)).removesuffix(".ds").removesuffix(".bin"))
     return SPLIT_NAMES[match[1]] if match else ""
 
 

@@ -84,7 +84,7 @@ def save_streams(asked: PrepareSettings, folder: Name, show: Callable[..., Itera
 
 def _save_stdin(folder: str, encoding: str) -> str:
     path = joined(folder, "stdin.txt")
-    given, checked = itertools.tee(stdin_blocks())  # checked here: a later error would name the file, which is gone
+    given, checked = itertools.tee(stdin_blocks())  # checked as it comes, as a device may have no end
     with opened_new(path) as file:
         for _, block in zip(text_blocks(checked, "stdin", encoding=encoding), given, strict=False):
             file.write(block)
@@ -100,5 +100,5 @@ def _save_hub(name: str, field: str, folder: str, show: Callable[..., Iterator[A
     with opened_new(path) as file:
         for row in show(f"reading {name}", hub_rows(name), None):
             text = text_field(row.fields, field, row.where)
-            file.write(json.dumps({field: text}, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps({field: text}).encode() + b"\n")  # ASCII, which most encodings read
     return path

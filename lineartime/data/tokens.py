@@ -159,13 +159,13 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `n_words` is published for a published split of PG-19 and counted for other text; `word_count` says which. `mask` is
-    the id of "[MASK]", None for data prepared without it. `special` are the ids that no text has, `ordinary` all
-    others. `document_positions` are the places of the end-of-document tokens: document i is
-    `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `name` is the folder as it was given, perhaps an address. `n_words` is published for a published split of PG-19 and
+    counted for other text; `word_count` says which. `mask` is the id of "[MASK]", None for data prepared without it.
+    `special` are the ids that no text has, `ordinary` all others. `document_positions` are the places of the
+    end-of-document tokens: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest):
-        self.folder, self.split, counts = folder, split, manifest.splits[split]
+    def __init__(self, folder: Path, split: str, manifest: Manifest, name: Name):
+        self.folder, self.split, self.name, counts = folder, split, str(name), manifest.splits[split]
         is_pg19 = manifest.settings.get("task") == "pg19"
         published = published_words(counts.documents, counts.words) if is_pg19 else None
         self.n_tokens, self.n_words, self.n_bytes = counts.tokens, published or counts.words, counts.bytes
@@ -215,7 +215,7 @@ def open_split(data_dir: Name, split: str) -> TokenStream:
     is_small = sum(manifest.files[name]["bytes"] for name in names) < HASHED_BYTES
     for name in names:
         verify_file(folder, manifest, name, by_hash=is_small)
-    return TokenStream(folder, split, manifest)
+    return TokenStream(folder, split, manifest, data_dir)
 
 
 def require_mask(mask: int | None, data_dir: Path | str) -> None:

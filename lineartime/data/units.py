@@ -43,6 +43,8 @@ class Slice(NamedTuple):
     """Characters that are read after these; None: all."""
     ends: bool = False
     """Whether its document is cut, and ends with it."""
+    to_end: bool = False
+    """Whether it has the end of its file's document, which is read however far the file has grown by then."""
 
     @property
     def bytes(self) -> int:
@@ -75,7 +77,7 @@ class Encoded:
 def read_slice(one: Slice, how: ReadArguments) -> Iterator[tuple[str, bool]]:
     """The pieces of a slice: text, and whether it ends a document. A blank document is one empty piece."""
     skip, n_left = one.skip, one.characters
-    for text, last in read_pieces(one.path, start=one.start, stop=one.stop, **how):
+    for text, last in read_pieces(one.path, start=one.start, stop=None if one.to_end else one.stop, **how):
         own = text[skip:] if n_left is None else text[skip:skip + n_left]
         skip -= min(skip, len(text))
         n_left = None if n_left is None else n_left - len(own)
@@ -173,8 +175,8 @@ def _tokenised(one: Slice, how: ReadArguments, tokenizer: Tokenizer) -> Iterator
     for ids in read_token_file(one.path, one.start, one.stop):
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
             raise DataError("a token outside the vocabulary", one.path, "name the tokenizer that made it")
-        while len(ids) and ids[-1] in tokenizer.special:
-            ids = ids[:-1]
+        own = np.flatnonzero(~np.isin(ids, tokenizer.special))
+        ids = ids[own[0]:own[-1] + 1] if len(own) else ids[:0]
         yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
 
 

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_BYTES, check_place, locked, replaced
+from lineartime.atomic_io import MAX_BYTES, check_new, locked, replaced
 from lineartime.config import to_dict
 from lineartime.data.files import is_address, size_of, stamp_of
 from lineartime.data.streams import ON_HUB
@@ -46,8 +46,7 @@ def check_out(out: Path, endings: tuple[str, ...]) -> None:
             file.seek(max(part.stat().st_size - len(WHOLE), 0))
             if file.read() == WHOLE:  # a process was killed between renaming the output and removing its rows
                 part.unlink()
-    require(not os.path.lexists(out), "the output exists already", str(out), "choose another or delete it")
-    check_place(out)
+    check_new(out)
 
 
 def description_of(model: "LanguageModel", tokenizer: "Tokenizer", names: Iterable[str],
@@ -99,6 +98,7 @@ def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[in
             require(begun in (b"", first), "an unfinished file of other documents, another model or another version",
                     str(path), "delete it, or choose another --out")
             try:
+                check_new(out)  # another process may have written it since
                 n_rows = rows_there(file, first, path)
                 begun = b""  # from here on n_rows says what would be lost
                 yield n_rows, add

@@ -197,7 +197,9 @@ class DocumentTask:
             scores = metrics.score_labels(self.head, logits_NL, targets)
             baselines = {"without_reading": metrics.simplest(self.head, self.targets, targets)}
             if ranks.is_first:
-                train, held_out = ([*map(self.tokenizer.decode, each.ids)] for each in (self.train, texts))
+                special = self.tokenizer.special
+                train, held_out = ([self.tokenizer.decode(ids[~np.isin(ids, special)]) for ids in each.ids]
+                                   for each in (self.train, texts))
                 baselines["TF-IDF"] = metrics.by_tf_idf(self.head, train, self.targets, held_out, targets)
             lines = report.class_lines(self.head, targets, logits_NL)
         else:

@@ -95,6 +95,7 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
     assert "train flash --data" in out and "nothing to do" in call(*prepare)[1]
     assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
+    assert "out: streams/0/stdin.txt; " in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin=" \n")[2]
     assert "text: stdin, byte 9" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin="x" * 9 + "\0")[2]
 
 

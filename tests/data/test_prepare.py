@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import lineartime.data.prepare
 import lineartime.data.units
 from dying_saves import limited
+from lineartime.data import shares
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.read_text import READS
@@ -190,7 +191,7 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
     lines = "".join(f"line {i:02d}\n" for i in range(50))  # 400 characters, 8 to a line
     for i, (text, train) in enumerate((
             (lines, lines[:360 + 8]), ("é" * 21, "é" * 19), ("a\nb" * 100, "a\nb" * 90 + "a\n"),
-            ("x" * 99 + "\n", "x" * 90))):
+            ("x" * 99 + "\n", "x" * 90), ("x" * 95 + "\nTail", "x" * 90))):
         make(tmp_path, {"a.txt": text, "test.txt": f"{i}"})
         out = tmp_path / f"{i}"
         for unit_bytes in (7, 1 << 23):  # the line after the cut may begin in a later unit
@@ -287,8 +288,24 @@ def test_prepared_again_is_left_alone_and_otherwise_is_refused(tmp_path):
         prepare([tmp_path / "a.txt"], out, vocab_size=260, held_out=0.1)
 
 
-def test_an_output_of_another_kind_is_never_touched(tmp_path):
+def test_a_file_may_grow_while_it_is_read(tmp_path, monkeypatch):
+    """A log, to which a line is added after the files were found: its document has an end, and the next one begins."""
+    make(tmp_path, {"in/a.txt": "one two ", "in/b.txt": "three"})
+    plan = shares.plan
+
+    def grown(*given, **how):
+        with (tmp_path / "in/a.txt").open("a") as file:
+            file.write("more and more" * bool(job := plan(*given, **how)))
+        return job
+
+    monkeypatch.setattr(shares, "plan", grown)
+    prepare([tmp_path / "in"], tmp_path / "out", tokenizer="bytes")
+    assert documents_of(tmp_path / "out") == ["one two more and more", "three"]
+
+
+def test_an_output_of_another_kind_is_never_touched(tmp_path, monkeypatch):
     make(tmp_path, {"a.txt": "text", "full/precious": "p", "file": "f"})
+    monkeypatch.setattr(shares, "find_text", None)  # said before text is read
     for name in ("full", "file"):
         with pytest.raises(UsageError, match="the output exists and is not a prepared folder"):
             prepare([tmp_path / "a.txt"], tmp_path / name, tokenizer="bytes")

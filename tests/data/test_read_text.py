@@ -169,6 +169,7 @@ FAULTS = {
     "a NUL": ("a.txt", b"x" * 9 + bytes(9), "a NUL byte: this is no text: {}, byte 9"),
     "invalid UTF-8 in a line": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "not valid UTF-8: {}:2, byte 10"),
     "bad JSON": ("a.jsonl", GOOD * 2 + b'{"text": "good",}\n', "not valid JSON: {}:3, column 17"),
+    "bad JSON in an array": ("a.json", b'[\n{"text": "x"},\n{"text": "good",}]\n', "not valid JSON: {}:3, column 17"),
     "a name twice": ("a.jsonl", b'{"text": "good", "text": "other"}\n', "not valid JSON: {}:1; a name occurs twice"),
     "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "not valid JSON: {}:2; it is nested too deeply"),
     "no object": ("a.jsonl", GOOD + b'["text"]\n', "not a JSON object: {}:2"),

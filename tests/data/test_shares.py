@@ -106,7 +106,11 @@ def test_a_share_that_could_not_read_a_file_goes_on_when_it_can(tmp_path, monkey
     with pytest.raises(DataError, match=r"cannot read: .*a\.txt; no answer"):
         shares.join(work, tmp_path / "out")
     shares.encode(work)
+    make(tmp_path, {"whole/tokenizer.json": "of a killed call", "other/tokenizer.json": "", "other/run.json": ""})
     assert shares.join(work, tmp_path / "whole").splits["train"].bytes == 300
+    for name, what in (("other", "run.json"), ("whole", "manifest.json")):
+        with pytest.raises(UsageError, match=f"the output has other files: .*{name}, {what}; choose another"):
+            shares.join(work, tmp_path / name)
 
 
 @pytest.mark.parametrize("name, text", [

@@ -43,7 +43,7 @@ def test_token_files_give_what_their_text_gives(tmp_path):
         (tmp_path / name).mkdir()
     write_datatrove(tmp_path / "two/a.ds", documents, "<u2")
     write_datatrove(tmp_path / "four/a.ds", [ids[:-1] for ids in documents], "<u4")
-    write_megatron(tmp_path / "int32/a.bin", documents, 4, "<i4")
+    write_megatron(tmp_path / "int32/a.bin", [np.roll(ids, 1) for ids in documents], 4, "<i4")
     write_megatron(tmp_path / "uint16/a.bin", documents, 8, "<u2")
     how = {"tokenizer": tmp_path / "tokenizer.json", "held_out": 0.2, "jobs": 1}
     expected = prepare([tmp_path / "a.jsonl"], tmp_path / "out", **how)
@@ -54,15 +54,26 @@ def test_token_files_give_what_their_text_gives(tmp_path):
                    for file, content in contents(tmp_path / "out").items() if file.endswith(".bin"))
 
 
+def test_token_files_have_the_splits_of_their_names(tmp_path, caplog):
+    caplog.set_level("INFO", "lineartime")
+    for folder, write in (("ds", write_datatrove), ("bin", lambda *given: write_megatron(*given[:2], 4, "<i4"))):
+        (tmp_path / folder).mkdir()
+        for split, n in (("train", 3), ("validation", 2)):
+            write(tmp_path / folder / f"{split}.{folder}", [np.array([5, 6])] * n, "<u2")
+        made = prepare([tmp_path / folder], tmp_path / f"{folder}-out", tokenizer="bytes")
+        assert {name: split.documents for name, split in made.splits.items()} == {"train": 3, "validation": 2}
+    assert "skipped" not in caplog.text
+
+
 def test_token_files_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).json)
     write_datatrove(tmp_path / "a.ds", [np.array([5, 600])], "<u2")
-    write_datatrove(tmp_path / "c.ds", [np.array([0, 5])], "<u2")
+    write_datatrove(tmp_path / "c.ds", [np.array([5, 0, 5])], "<u2")
     (tmp_path / "b.bin").write_bytes(b"12")
     with pytest.raises(UsageError, match="token files need the tokenizer that made them"):
         prepare([tmp_path / "a.ds"], tmp_path / "out")
     for name, message in (("a.ds", r"a token outside the vocabulary: .*a\.ds"), ("b.bin", r"cannot read: .*b\.idx"),
-                          ("c.ds", r"its end-of-document token out of text: .*c\.ds: '<")):
+                          ("c.ds", r"its end-of-document token out of text: .*c\.ds: '.<")):
         with pytest.raises(DataError, match=message):
             prepare([tmp_path / name], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -313,7 +314,8 @@ def test_classify_writes_what_python_says(folder, done, tmp_path, call):
     assert [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()] == rows
 
 
-def test_the_command_line_finetunes(folder, tmp_path, call):
+def test_the_command_line_finetunes(folder, tmp_path, call, monkeypatch):
+    monkeypatch.setattr(metrics, "by_tf_idf", by_tf_idf := Mock(wraps=metrics.by_tf_idf))
     line = ["finetune", folder / "model", "--task", "classify", "--documents", folder / "train-one.jsonl",
             "--validation", folder / "dev-one.jsonl", "--out", tmp_path / "out", "--learning-rates", "1e-2",
             "--epochs", 1, "--max-tokens", 20]
@@ -321,6 +323,7 @@ def test_the_command_line_finetunes(folder, tmp_path, call):
     assert code == 0 and "<- best" in out and "cut       " in out and "documents to 20 tokens" in out, err
     assert "report   " in out and "without reading accuracy" in out
     assert "\nTF-IDF       accuracy 1.000, macro F1 1.000, on the same held-out texts\n" in out
+    assert "endoftext" not in repr(by_tf_idf.call_args)
     assert "complete: " in call(*line)[1]
     for words in ([], ["--max-tokens", 20]):
         err = call("classify", tmp_path / "out", folder / "test-one.jsonl", *words)[2]
@@ -376,3 +379,11 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
         assert_refused(*call(*arguments)[::2], 2, words)
     with pytest.raises(UsageError, match="this model has no labels: LanguageModel; see load_classifier"):
         lineartime.classify(*lineartime.load_model(folder / "model")[:2], ["a text"])
+    with pytest.raises(UsageError, match="files are missing: task = classify; give data and validation"):
+        finetune(replace(plan(folder, tmp_path / "out"), validation=()), device=CPU)
+    result = json.loads((done / "result.json").read_text())
+    del result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"]
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "result.json").write_text(json.dumps(result))
+    (tmp_path / "copy" / result["best"]).symlink_to(done / result["best"])
+    assert_refused(*call("classify", tmp_path / "copy", text)[::2], 4, "damaged", "'best_step' is missing")

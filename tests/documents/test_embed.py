@@ -108,6 +108,17 @@ def test_a_file_that_is_half_written_goes_on_with_the_same_command(folder, vecto
         assert_refused(*call("embed", model, *asked[2:], tmp_path / "w.npy", *more)[::2], 2, "unfinished", "w.npy.part")
 
 
+def test_an_output_that_another_process_wrote_meanwhile_is_kept(folder, tmp_path, call, monkeypatch):
+    def written(*given, **how):
+        (tmp_path / "v.jsonl").write_text("theirs")
+        return {}
+
+    monkeypatch.setattr(results, "description_of", written)
+    code, _, err = call("embed", folder / "model", folder / "texts.jsonl", "--out", tmp_path / "v.jsonl")
+    assert code == 2 and "the output exists already: " in err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("v.jsonl", "theirs")]
+
+
 @pytest.mark.parametrize(("texts", "words"), [
     ("hello", "a list of texts is needed: 'hello'; put the text into a list"),
     (["a", 1], "neither a text nor a pair of texts: text 2"), ([("a",)], "text 1"), ([("a", 2)], "text 1")])

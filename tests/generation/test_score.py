@@ -131,6 +131,13 @@ def test_a_stopped_command_goes_on(call: Call, tmp_path: Path, warm_command: lis
         assert ours == theirs | near
 
 
+def test_what_came_before_a_wrong_byte_is_kept(call: Call, tmp_path: Path) -> None:
+    write_model(model := tmp_path / "model")
+    line = [model, "-", "--state", tmp_path / "state", "--json"]
+    assert call("score", *line, stdin="one\ntwo\n\udcff\n")[0] == 3
+    assert json.loads(call("score", *line, stdin="three\n")[1])["number"] == 3
+
+
 def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
     write_model(model := tmp_path / "model")
     write_model(masked := tmp_path / "masked", causal=False)

@@ -22,7 +22,8 @@ class Call(Protocol):
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     def run_here(*arguments: object, stdin: str = "", app: typer.Typer = verbs.app) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["lineartime", *map(str, arguments)])
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as file, pytest.raises(SystemExit) as stopped:
+        with (tempfile.TemporaryFile("w+", encoding="utf-8", errors="surrogateescape") as file,
+              pytest.raises(SystemExit) as stopped):
             file.write(stdin)
             file.seek(0)
             monkeypatch.setattr(sys, "stdin", file)

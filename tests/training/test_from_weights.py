@@ -8,6 +8,7 @@ import shutil
 from fractions import Fraction
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -282,7 +283,9 @@ def test_rows_of_a_mixture_are_rows_of_its_texts(root: Path) -> None:
 
 
 def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: Path, call: Call) -> None:
-    given = {"data": f"{root}/a/prepared:0.75,{root}/b/prepared:0.25", "eval_tokens": 10_000}  # all of them
+    store = fsspec.filesystem("memory")
+    store.put(str(root / "b" / "prepared"), "/mixed-b", recursive=True)
+    given = {"data": f"{root}/a/prepared:0.75,memory://mixed-b:0.25", "eval_tokens": 10_000}  # all of them
     done = begun(root, tmp_path / "whole", **given)
     with pytest.raises(Stopped):
         begun(root, tmp_path / "halved", stop_at=3, **given)
@@ -292,7 +295,8 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     alone = {}
     for name in "ab":
         model, folder = load_model(tmp_path / "whole")[0], root / name / "prepared"
-        alone[str(folder)] = lineartime.evaluate(model, open_split(folder, "validation"))
+        named = "memory://mixed-b" if name == "b" else str(folder)
+        alone[named] = lineartime.evaluate(model, open_split(folder, "validation"))
     assert {name: scored["loss"] for name, scored in each.items()} == pytest.approx(
         {name: scored.loss for name, scored in alone.items()}, rel=1e-6)
     a, b = (scored["loss"] for scored in each.values())
