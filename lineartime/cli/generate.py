@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from lineartime.atomic_io import check_new
 from lineartime.cli.options import Device, Precision
@@ -16,6 +16,10 @@ from lineartime.errors import UsageError
 from lineartime.finetune_config import Encoding
 from lineartime.model_names import named_folder
 from lineartime.settings import require
+
+if TYPE_CHECKING:
+    from lineartime.data.tokenizer import Tokenizer
+    from lineartime.model import LanguageModel
 
 LONG_PROMPT = 20_000
 """Tokens of a prompt, at least, that is read with a progress bar."""
@@ -43,20 +47,11 @@ def generate(
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
-    import torch
-
     from lineartime.decoding.state import DecodingState
     from lineartime.generation.generate import check_sampling, generate, ids_of_prompts
-    from lineartime.load import load_model
-    from lineartime.model import LanguageModel
-    from lineartime.runtime import pick_device
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
-    loaded, tokenizer, _ = load_model(run)
-    require(loaded.config.causal and type(loaded) is LanguageModel, "only a causal language model continues text",
-            str(run), "see answer, classify and embed, and transformers for masked models")
-    loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
-    loaded.to(pick_device(device), getattr(torch, precision))
+    loaded, tokenizer = load_writer(run, device, precision)
     shared = None if state is None else DecodingState.load(state, loaded)
     ids, last_word = ids_of_prompts(texts, tokenizer, shared), ""
     if shared is not None:  # the ids begin with its last word
@@ -83,6 +78,21 @@ def generate(
             print(rest if len(texts) == 1 else f"== {number}\n{text}{rest}")
 
 
+def load_writer(folder: Path, device: str | None, precision: str) -> tuple["LanguageModel", "Tokenizer"]:
+    """A model that can continue text, on its device, and its tokenizer. Raises UsageError for any other model."""
+    import torch
+
+    from lineartime.load import load_model
+    from lineartime.model import LanguageModel
+    from lineartime.runtime import pick_device
+
+    loaded, tokenizer, _ = load_model(folder)
+    require(loaded.config.causal and type(loaded) is LanguageModel, "only a causal language model continues text",
+            str(folder), "see answer, classify and embed, and transformers for masked models")
+    loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
+    return loaded.to(pick_device(device), getattr(torch, precision)), tokenizer
+
+
 def read(
     book: Annotated[str, "A text file or its address, which may be packed, or `-` for stdin.", "BOOK"],
     *,
@@ -99,14 +109,10 @@ def read(
     require_encoding(encoding)
     require_there([book])
     folder = named_folder(model)
-    import torch
-
     from lineartime.generation.generate import read as read_text
-    from lineartime.load import load_model
-    from lineartime.runtime import pick_device
 
-    loaded, tokenizer, _ = load_model(folder)
-    empty = loaded.to(pick_device(device), getattr(torch, precision)).decoding_state(1)
+    loaded, tokenizer = load_writer(folder, device, precision)
+    empty = loaded.decoding_state(1)
     constant, grows = empty.n_bytes, any(cache.growing for cache in empty.caches)
     empty.reserve(1)
     note(f"state    {constant / 1e6:.1f} MB, " + ("whatever the length of the text" if not grows else

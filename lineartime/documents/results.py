@@ -109,7 +109,7 @@ def unfinished_rows(out: Path, description: dict[str, Any]) -> Iterator[tuple[in
             with replaced(out) as whole:  # the output is whole under its name before the rows go
                 # `strict`: fewer rows are read than were written only if another process has changed the file.
                 rows = (row for _, row in zip(range(n_rows), sound_rows(file, first), strict=True))
-                write_rows(rows, whole, out.suffix)
+                write_rows(rows, n_rows, whole, out.suffix)
                 file.write(WHOLE)
                 file.flush()
             path.unlink(missing_ok=True)
@@ -153,9 +153,14 @@ def sound_rows(file: IO[bytes], first: bytes) -> Iterator[bytes]:
         number += 1
 
 
-def write_rows(rows: Iterable[bytes], file: IO[bytes], ending: str) -> None:
-    """Write rows of JSON to a `.jsonl`, or the vectors in them to a `.npy`."""
-    if ending == ".npy":
-        np.save(file, np.stack([np.array(json.loads(row)[VECTOR], "<f4") for row in rows]))
-    else:
+def write_rows(rows: Iterable[bytes], n_rows: int, file: IO[bytes], ending: str) -> None:
+    """Write rows of JSON to a `.jsonl`, or the vectors in them to a `.npy`; memory holds one row."""
+    if ending == ".jsonl":
         file.writelines(rows)
+        return
+    for number, row in enumerate(rows):
+        vector = np.array(json.loads(row)[VECTOR], "<f4")
+        if number == 0:
+            shape = {"descr": "<f4", "fortran_order": False, "shape": (n_rows, len(vector))}
+            np.lib.format.write_array_header_1_0(file, shape)
+        file.write(vector.tobytes())

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_an_error_of_ours(data: Path, tmp_path: Path) -> None:
         lineartime.train({"model": "flash", "data": str(data), "out": str(tmp_path / "run"), **SETTINGS}, device="tpu")
     model, _, _ = lineartime.load_model(lineartime.model_folder("small"))
     with pytest.raises(UsageError, match=r"the model has no \[SEP\]"):
-        lineartime.finetune(lineartime.FineTuning(lineartime.model_folder("small"), (), (), tmp_path / "out"))
+        lineartime.finetune(lineartime.FineTuning(lineartime.model_folder("small"), ("a",), ("b",), tmp_path / "out"))
     stream = lineartime.open_split(data, "validation")
     for wrong in ({"precision": "float8"}, {"context": 0}, {"batch_rows": 0}):
         with pytest.raises(UsageError, match="wrong value"):

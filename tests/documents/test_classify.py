@@ -374,6 +374,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
             (["classify", folder / "model", text], "not fine-tuned on labels"),
             (["classify", done, text, "--out", tmp_path / "x.npy"], "it takes .jsonl"),
             (["generate", done, "x"], "only a causal language model"),
+            (["read", tmp_path / "taken", "--model", done, "--out", tmp_path / "s"], "only a causal language model"),
             (["answer", done, "--question", "?", "--document", text], "not fine-tuned on questions"),
             (["train", "--from", done / "best", "--data", folder, "--out", "t"], "labels documents")):
         assert_refused(*call(*arguments)[::2], 2, words)
