@@ -69,7 +69,7 @@ def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) ->
     share: whether a document that fits stays there. It is computed as it would be alone: it reads no state, and its id
     keeps it from its neighbours in the chunk."""
     moved_BT, n_tokens_B = np.zeros(begins_BT.shape, np.int64), (segment_ids_BT >= 0).sum(1).tolist()
-    for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.cpu().numpy(), n_tokens_B, strict=True):
+    for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.tolist(), n_tokens_B, strict=True):
         end = 0  # the place behind the documents so far
         for start, stop in itertools.pairwise([*np.flatnonzero(begins_T).tolist(), n_tokens]):
             free = -end % chunk

@@ -153,7 +153,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def can_step_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
         """Whether `step_in_kernel` runs, which has no gradient."""
-        wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (uvz_BNF, *self.parameters()))
         return (inputs.single_token and not wants_gradient
                 and use_kernels(self.impl, uvz_BNF.device, unsupported_step, cache.k_quad_BCS, cache.v_BCE)
                 and cache.v_BCE.dtype == uvz_BNF.dtype)

@@ -25,7 +25,7 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
          "linear": "Linear"}
 """Values of fields by their names in the paper's tables, where the two differ."""
 
-SHOWN = (*SOURCES["Tables 8-10"], "context", "query_key_dim", "attn_scale_len", "vocab_size", "causal")
+SHOWN = (*SOURCES["Tables 8-10"], "context", "query_key_dim", "vocab_size", "causal")
 """Fields that `print_description` always shows. It shows the others where they are not the default."""
 
 

@@ -141,7 +141,7 @@ def check_segment_ids(segment_ids_BT: Tensor) -> None:
     if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
         return
     before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
-    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
+    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT) & (after_BT < 2**31))  # int32 in kernels
     right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1)
     todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
     if segment_ids_BT.is_cuda:
@@ -285,14 +285,15 @@ class ResidualLayer(nn.Module):
         return x_BTD if places.back_BT is None else in_order(x_BTD, places.back_BT)
 
     def check_input(self, x_BTD: Tensor) -> None:
-        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast any floating
-        dtype will do, and any dtype where another module has replaced the projection."""
+        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast float64 alone
+        needs its own, and any dtype will do where another module has replaced the projection."""
         width, weight = self.config.d_model, self.in_proj.weight
         if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
             raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
         if x_BTD.dtype == weight.dtype or type(self.in_proj) is not nn.Linear:
             return
-        if not (x_BTD.is_floating_point() and torch.is_autocast_enabled(x_BTD.device.type)):
+        casts = torch.is_autocast_enabled(x_BTD.device.type) and torch.float64 not in (x_BTD.dtype, weight.dtype)
+        if not (x_BTD.is_floating_point() and casts):
             raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {weight.dtype}",
                              "convert the input or the layer with .to, or compute under torch.autocast")
 

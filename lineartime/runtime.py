@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -64,8 +65,15 @@ def choose_allocator(give_back: bool = False) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can have without swapping. None on other systems than Linux."""
-    return bytes_of("/proc/meminfo", "MemAvailable")
+    """Memory that processes can have without swapping, at most the limit of this process and that of its container.
+    None on other systems than Linux."""
+    free = bytes_of("/proc/meminfo", "MemAvailable")
+    if free is None:
+        return None
+    limits = [free, resource.getrlimit(resource.RLIMIT_AS)[0]]
+    with suppress(OSError, ValueError):  # a number, or "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def peak_rss_bytes() -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from pyarrow import parquet
 
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.settings import require
 
 
 class Source(NamedTuple):
@@ -39,9 +40,15 @@ class Task(NamedTuple):
     """Whether every label's texts are split in the same way."""
 
 
-def books(texts: Path, splits: Sequence[str] = ("train", "validation", "test")) -> list[dict[str, Any]]:
+def below(texts: Path | None, folder: str) -> Path:
+    """A folder among the texts. Raises UsageError where none are given."""
+    require(texts is not None, "no folder of texts is given", f"it has {folder}", "give --texts")
+    return texts / folder
+
+
+def books(texts: Path | None, splits: Sequence[str] = ("train", "validation", "test")) -> list[dict[str, Any]]:
     return [book for split in splits
-            for book in parquet.read_table(texts / "pg19_medium" / f"{split}.parquet").to_pylist()]
+            for book in parquet.read_table(below(texts, "pg19_medium") / f"{split}.parquet").to_pylist()]
 
 
 def authors(texts: Path) -> list[Source]:
@@ -59,7 +66,7 @@ def genres(texts: Path) -> list[Source]:
 
 
 def topics(texts: Path) -> list[Source]:
-    topic, folder, found = labels_of("topics.csv"), texts / "wiki40b_mini", []
+    topic, folder, found = labels_of("topics.csv"), below(texts, "wiki40b_mini"), []
     titles = [json.loads(line) for line in (folder / "articles.jsonl").read_text(encoding="utf-8").splitlines()]
     for split in ("train", "validation", "test"):
         articles = json_lines(folder / "en" / f"{split}.jsonl.gz")
@@ -73,7 +80,7 @@ def topics(texts: Path) -> list[Source]:
 def pages(texts: Path) -> list[Source]:
     """Web pages, and the collection that each is from; but for one of twelve pages."""
     lines = (line for split in ("train", "validation")
-             for line in json_lines(texts / "c4_mini" / "en" / f"c4-{split}.00000-of-00001.json.gz"))
+             for line in json_lines(below(texts, "c4_mini") / "en" / f"c4-{split}.00000-of-00001.json.gz"))
     found = [Source("/".join(page["url"].split("/")[3:5]), page["url"], page["text"]) for page in lines]
     return [each for each in found if each.label != "github/opensource.guide"]
 

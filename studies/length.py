@@ -34,7 +34,7 @@ from lineartime.markdown import markdown
 from lineartime.model import LanguageModel
 from lineartime.model_names import named_folder
 from lineartime.release.provenance import installed_version, provenance
-from lineartime.settings import require, require_name
+from lineartime.settings import require_name
 from studies import missing, named_models, run
 from studies.labelled_texts import books, topics
 
@@ -100,7 +100,6 @@ def texts_of(kind: str, texts: Path | None) -> list[str]:
     require_name("text", kind, KINDS)
     if kind == "code":
         return [text for name, text in code_documents().items() if code_split(name) != "train"]
-    require(texts is not None, "no folder of texts is given", kind, "give --texts")
     if kind == "books":
         return [book["text"] for book in books(texts, ("validation", "test"))]
     # Articles one behind the other, those of a topic or as they come.

@@ -58,6 +58,8 @@ class EvaluateOptions:
         for one, other in EXCLUDES:
             require(not {one, other} <= {*given}, "options that do not go together", f"{one} and {other}",
                     "leave one out")
+        require(self.out is None or self.out != self.predictions, "one file for scores and answers", str(self.out),
+                "name two")
         for path in filter(None, (self.out, self.predictions)):
             check_place(path)
 

@@ -4,6 +4,7 @@ import importlib.util
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.atomic_io import read_toml
@@ -130,7 +131,7 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))
     texts = [*read_mixture(config.data)]
-    evaluate = f"lineartime evaluate {out} --data {texts[0]} --split validation"
+    evaluate = f"lineartime evaluate {quote(str(out))} --data {quote(texts[0])} --split validation"
     if n_held_out > config.train.last_eval_tokens:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of "
             f"{'them' if len(texts) == 1 else texts[0]}: {evaluate}")
@@ -141,8 +142,8 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     others = "; `lineartime export` writes them for transformers" if in_parts else " or transformers"
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model{others})")
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
-    generate = f"lineartime generate {out} \"Once more\" --temperature 0.8\n         " if config.model.causal else ""
-    say(f"next     {generate}{evaluate}")
+    generate = f"lineartime generate {quote(str(out))} \"Once more\" --temperature 0.8\n         "
+    say(f"next     {generate * config.model.causal}{evaluate}")
 
 
 class Tracker:

@@ -154,6 +154,8 @@ class KeyValueCache(Cache):
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
         k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # autocast makes a shorter type
+        if k_BN.requires_grad or self.k_BL.requires_grad:  # a gradient needs what was read as it was
+            self.k_BL, self.v_BL = self.k_BL.clone(), self.v_BL.clone()
         # Rows of one length take a slice. Otherwise tokens are written by index; only the last case leaves out padding.
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lineartime.ops.tiles import (
     HALF,
+    SIZE,
     dot,
+    head_product,
     load_angles,
     load_base,
     load_rows,
@@ -87,12 +89,8 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
         query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
         key_document = tl.load(documents + first + key, mask=key < n_tokens, other=-1)
     visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
-    score = tl.load(w + (key - query))
-    for s in range(0, 2 * HALF, BE):
-        column = s + tl.arange(0, BE)
-        x = load_rows(q + (first + m) * 2 * HALF, i, column, n_tokens - m, 2 * HALF, 2 * HALF)
-        y = load_rows(k + (first + n) * 2 * HALF, j, column, n_tokens - n, 2 * HALF, 2 * HALF)
-        score = dot(x, tl.trans(y), score)
+    score = head_product(q + (first + m) * SIZE, i, n_tokens - m, k + (first + n) * SIZE, j, n_tokens - n,
+                         tl.load(w + (key - query)), BE)
     # The derivative of relu(s)^2 is 2 relu(s), times the derivative of the scaled score.
     slope = tl.where(visible, 2.0 * scale * tl.maximum(score, 0.0), 0.0)
 

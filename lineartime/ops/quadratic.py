@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.gradients import base_gradient, make_heads, parts_of, score_gradients
-from lineartime.ops.tiles import HALF, dot, load_rows, silu, silu_slope, store_rows, visible_tile
+from lineartime.ops.tiles import SIZE, dot, head_product, load_rows, silu, silu_slope, store_rows, visible_tile
 
 
 def weight_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -44,17 +44,11 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
         if (other >= own + BM) if OF_QUERIES else (own >= other + BN):
             return
     first = (first_row + tl.program_id(1)).to(tl.int64) * T
-    own_head += (first + own) * 2 * HALF
-    other_head += (first + other) * 2 * HALF
     i, j = tl.arange(0, BM), tl.arange(0, BN)
     query, key = (own + i[:, None], other + j[None, :]) if OF_QUERIES else (other + j[None, :], own + i[:, None])
     # q k^T is added onto the bias, which has been multiplied by n, BS dimensions at a time.
-    score = tl.load(w + (key - query))
-    for s in range(0, 2 * HALF, BS):
-        part = s + tl.arange(0, BS)
-        x = load_rows(own_head, i, part, T - own, 2 * HALF, 2 * HALF)
-        y = load_rows(other_head, j, part, T - other, 2 * HALF, 2 * HALF)
-        score = dot(x, tl.trans(y), score)
+    score = head_product(own_head + (first + own) * SIZE, i, T - own, other_head + (first + other) * SIZE, j, T - other,
+                         tl.load(w + (key - query)), BS)
     # Hidden pairs get weight 0.
     query_document, key_document = query, key
     if DOCUMENTS:

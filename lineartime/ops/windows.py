@@ -421,7 +421,7 @@ class GatedChunkAttention(torch.autograd.Function):
             return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
         uvz_BTF, gamma_4S, beta_4S, sin, cos, w = inputs
         s, duvz_BTF = gamma_4S.shape[-1], torch.empty_like(uvz_BTF)
-        dgamma_4S, dbeta_4S = torch.zeros_like(gamma_4S), torch.zeros_like(beta_4S)
+        dgamma_4S, dbeta_4S = (torch.zeros_like(at_least_float32(x)) for x in (gamma_4S, beta_4S))
 
         def take_gradient(rows: slice, span: slice, dheads: list[Tensor]) -> None:
             # Back through RoPE, then scale and offset, then silu.
@@ -437,7 +437,7 @@ class GatedChunkAttention(torch.autograd.Function):
         dw = differentiate_rows(
             dout_BTE, uvz_BTF[..., :-s], partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
             attended_BTE, kv_BGFE, ctx.documents, ctx.chunk_size, duvz_BTF[..., :-s], take_gradient)
-        return duvz_BTF, dgamma_4S, dbeta_4S, None, None, dw, None, None, None
+        return duvz_BTF, dgamma_4S.to(gamma_4S.dtype), dbeta_4S.to(beta_4S.dtype), None, None, dw, None, None, None
 
 
 def heads_from_z(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, rows: slice,

@@ -47,7 +47,9 @@ def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor
     return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state)
 
 
-@pytest.mark.parametrize(("name", "width"), [("flash", 99), ("flash+", 99), ("flash+", 1), ("mc-tfm++", 1)])
+@pytest.mark.parametrize(("name", "width"), [
+    ("flash", 99), ("flash+", 99), ("flash+", 1), ("mc-tfm++", 1), ("flash-quad", 1), ("transformer++", 3),
+    ("performer", 1)])
 def test_what_is_read_into_a_state_has_gradients(name: str, width: int) -> None:
     model, ids_BT = random_model(with_documents(name)), random_ids(2, 3 * CHUNK + 2) % 12 + 1
     state = model.decoding_state(2)

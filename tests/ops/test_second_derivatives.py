@@ -12,7 +12,7 @@ from kernel_law import random
 from lineartime import ops
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from tiny_models import CONFIGS, random_ids, random_model
+from tiny_models import CONFIGS, OWN_GRID, random_ids, random_model, with_end
 
 B, T, E, S, C = 2, 10, 6, 4, 4
 SIN, COS = reference.rotary(torch.arange(T)[None], S, torch.float64)
@@ -87,11 +87,11 @@ def test_a_batch_of_gradients_of_an_op(name: str) -> None:
     assert_equal([ours], [theirs])
 
 
-@pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++"])
+@pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++", "flash, own grid"])
 def test_hessian_and_maml_of_a_model(name: str) -> None:
     """The Hessian of a bias and of a scale; and the gradient of the loss after a step of gradient descent. Of torch's
     fused softmax attention there is no second derivative, so a Transformer takes the plain one."""
-    model, ids = random_model(CONFIGS[name]), random_ids(2, 11)
+    model, ids = random_model(with_end((CONFIGS | OWN_GRID)[name], 3)), random_ids(2, 11)
     parameters = dict(model.named_parameters())
 
     def loss_at(impl: str | None, **changed: Tensor) -> Tensor:
@@ -108,6 +108,8 @@ def test_hessian_and_maml_of_a_model(name: str) -> None:
                 lambda x, impl=impl, key=key: loss_at(impl, **{key: x}), parameters[key].detach(), vectorize=vectorize)
                 for impl, vectorize in ((None, False), (None, True), ("reference", False))]
             assert_equal([ours, vectorized], [theirs, theirs])
+        by_func = torch.func.grad(lambda x: loss_at(None, head_bias=x))(parameters["head_bias"].detach())
+        assert_equal([by_func], [torch.autograd.grad(loss_at(None), parameters["head_bias"])[0]])
         outer = []
         for impl in (None, "reference"):
             first = torch.autograd.grad(loss_at(impl), list(parameters.values()), create_graph=True)

@@ -1,5 +1,6 @@
 """FLASH's attention on a processor, whose backward pass makes again what it did not keep, held to the reference."""
 
+import copy
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from kernel_law import S, assert_held, assert_near, head_inputs, make_inputs, ru
 from lineartime import ops
 from lineartime.config import model_config
 from lineartime.errors import UsageError
+from lineartime.gau import GatedAttentionUnit
 from lineartime.model import LanguageModel
 from lineartime.ops import dispatch, reference, windows
 from tiny_models import random_ids
@@ -62,6 +64,21 @@ def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: s
                            for module, given in ((reference, {name: x.double() for name, x in inputs.items()}),
                                                  (windows, inputs), (reference, inputs)))
     assert_near(ours, theirs, exact, 1e-6)
+
+
+def test_a_long_row_in_bfloat16_is_summed_in_float32() -> None:
+    """The gradients of scales and offsets, over 128 windows: sums of bfloat16 would stand still."""
+    torch.manual_seed(0)
+    layer = GatedAttentionUnit(d_model=8, chunk_size=32, query_key_dim=8)
+    torch.nn.init.ones_(layer.scale_offset.gamma)
+    layer, found, x_BTD = layer.bfloat16(), [], torch.randn(1, 1 << 18, 8).bfloat16()
+    for impl, dtype in (("reference", torch.float32), ("reference", torch.bfloat16), (None, torch.bfloat16)):
+        one = copy.deepcopy(layer).to(dtype)
+        one.impl = impl
+        one(x_BTD.to(dtype)).sum().backward()
+        found.append(one.scale_offset.gamma.grad.float())
+    exact, theirs, ours = found
+    assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
 
 
 def kept_bytes(config, dtype: torch.dtype, impl: str | None) -> int:
