@@ -65,7 +65,7 @@ def choose_allocator(give_back: bool = False) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can have without swapping, at most the limit of this process and that of its container.
+    """Memory that processes can have without swapping, at most the limit of this process and that of its container (cgroup v2).
     None on other systems than Linux."""
     free = bytes_of("/proc/meminfo", "MemAvailable")
     if free is None:

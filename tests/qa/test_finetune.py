@@ -271,7 +271,7 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, call, mo
         for arguments, code, words in (
                 ([squad(tmp_path, answers=[])], 2, "--predictions"),
                 ([dev, "--predictions", tmp_path / "no" / "p.json"], 2, "p.json"),
-                ([dev, "--predictions", tmp_path / "p", "--out", tmp_path / "p"], 2, "one file for scores and answers")):
+                ([dev, "--predictions", tmp_path / "p", "--out", tmp_path / "p"], 2, "one file for scores and")):
             assert_refused(*call("evaluate", done, "--questions", *arguments)[::2], code, words)
     for arguments, words in ((["generate", done, "x"], "only a causal language model"),
                              (["answer", folder / "causal", "--question", "?", "--document", doc], "not fine-tuned"),
