@@ -65,8 +65,8 @@ def choose_allocator(give_back: bool = False) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can have without swapping, at most the limit of this process and that of its container (cgroup v2).
-    None on other systems than Linux."""
+    """Memory that processes can have without swapping, at most the limit of this process and that of its container
+    (cgroup v2). None on other systems than Linux."""
     free = bytes_of("/proc/meminfo", "MemAvailable")
     if free is None:
         return None
