@@ -134,14 +134,14 @@ class SequenceInfo:
 
 
 def check_segment_ids(segment_ids_BT: Tensor) -> None:
-    """Raise UsageError unless segment ids are as `SequenceInfo` describes them.
+    """Raise UsageError unless segment ids are as `SequenceInfo` describes them, and fit into the int32 of kernels.
 
     A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
     check."""
     if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
         return
     before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
-    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT) & (after_BT < 2**31))  # int32 in kernels
+    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT) & (after_BT.long() < 2**31))
     right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1)
     todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
     if segment_ids_BT.is_cuda:

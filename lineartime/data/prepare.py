@@ -80,7 +80,10 @@ def _work_folder(out: str) -> Iterator[str]:
         with unfinished_folder(Path(out), worth=shares.UNITS) as folder:
             try:
                 yield str(folder)
-            except DataError as e:  # in a copy of a stream, as the folder will be gone: streams/0/stdin.txt
+            except DataError as e:
+                if f"{folder}/" not in str(e.where):
+                    raise
+                # In a copy of a stream, streams/0/stdin.txt: the folder will be gone.
                 raise DataError(e.what, str(e.where).replace(f"{folder}/", ""), e.todo) from None
         return
     make_folder(work := f"{out.rstrip('/')}.unfinished")
