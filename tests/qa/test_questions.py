@@ -207,7 +207,7 @@ def test_a_record_with_a_fault(tmp_path, made, changes, words):
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    (b"{", "not valid JSON: .*x.json:1, column 2"), (b"[]", "not TriviaQA's or SQuAD's JSON"),
+    (b"{", "not valid JSON: .*x.json, column 2"), (b"[]", "not TriviaQA's or SQuAD's JSON"),
     (b'{"Data": []}', "no questions")])
 def test_a_file_that_is_none(tmp_path, content, words):
     (tmp_path / "x.json").write_bytes(content)
