@@ -91,7 +91,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     n_tokens, chosen = np.minimum(lengths, document_tokens or lengths), np.flatnonzero(lengths > after).tolist()
     if not chosen:
         raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
-                        f"{stream.folder}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
+                        f"{stream.name}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
     was_training, n_read, nll_DL = model.training, 0, []
     model.eval()
     for i in chosen:

@@ -49,7 +49,7 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 
     Raises UsageError for data without [MASK], DataError for data that does not fill one row."""
     rows = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=0)
-    require_mask(rows[0][0].mask, rows[0][0].folder)
+    require_mask(rows[0][0].mask, rows[0][0].name)
     masked = [mask_tokens(own.read(row * context, (row + 1) * context), own, seed=seed, epoch=epoch, row=row)
               for own, epoch, row in (rows if chosen is None else [rows[r] for r in chosen])]
     inputs_IT, targets_IT = (np.stack(part) for part in zip(*masked, strict=True))
@@ -59,7 +59,7 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The inputs and targets of all rows in order, with the masks of evaluation: seed 0, epoch 0. The last row may be
     shorter. Raises UsageError for data without [MASK]."""
-    require_mask(stream.mask, stream.folder)
+    require_mask(stream.mask, stream.name)
     for row, start in enumerate(range(0, len(stream), context)):
         ids_T = stream.read(start, min(start + context, len(stream)))
         yield mask_tokens(ids_T, stream, seed=0, epoch=0, row=row)

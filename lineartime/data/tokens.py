@@ -306,7 +306,7 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
     n_rows = [(len(each) - n_shared) // context for each in streams]
     for each, n in zip(streams, n_rows, strict=True):
         if n == 0:
-            raise DataError(f"too few tokens for a row of {context:,}", f"{each.folder}, {each.split}",
+            raise DataError(f"too few tokens for a row of {context:,}", f"{each.name}, {each.split}",
                             f"the largest context that works is {len(each) - n_shared:,}")
     places = places_of_step(n_rows, weights, seed=seed, step=step, rows_per_step=rows_per_step)
     return [(streams[k], epoch, row) for k, epoch, row in places]
