@@ -295,7 +295,7 @@ class ResidualLayer(nn.Module):
         casts = torch.is_autocast_enabled(x_BTD.device.type) and torch.float64 not in (x_BTD.dtype, weight.dtype)
         if not (x_BTD.is_floating_point() and casts):
             raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {weight.dtype}",
-                             "convert the input or the layer with .to, or compute under torch.autocast")
+                             "convert the input or the layer with .to; torch.autocast casts all but float64")
 
     def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """x + delta, and the output of this layer's branch, which is the next delta: both `[B, T, D]`."""
