@@ -68,7 +68,7 @@ campaign: .venv/installed
 # No environment is made: it takes the packages that $(PYTHON) has. STAGE is one of the lists of benchmarks/cells.toml, or
 # several.
 gpu:
-	LINEARTIME_COMMIT="$$(git rev-parse HEAD 2>/dev/null)" $(PYTHON) -m benchmarks run $(or $(STAGE),gpu-kernels gpu-step gpu-decode) \
+	$(PYTHON) -m benchmarks run $(or $(STAGE),gpu-kernels gpu-step gpu-decode) \
 		--device cuda --json $(or $(OUT),out/gpu)/rows.jsonl $(GPU_ARGS)
 
 env: .venv/installed

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lineartime.distributed.ranks import launched, speaks_first
-from lineartime.errors import CheckpointError, DataError, LineartimeError, ResourceError, Stopped, escaped
+from lineartime.errors import LineartimeError, Stopped, escaped
 
 
 def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
@@ -47,7 +47,7 @@ def fail(error: BaseException, code: int, debug: bool, message: str | None = Non
     if not speaks_first(ranks, error):
         return code
     line = escaped(" ".join((message or str(error)).split()))
-    if ranks.size > 1 and isinstance(error, DataError | CheckpointError | ResourceError):
+    if ranks.size > 1 and code in (1, 3, 4, 6):  # what one rank can have alone
         line += f" (rank {ranks.rank} on {socket.gethostname()})"
     begin = "" if isinstance(error, Stopped | KeyboardInterrupt) else "error: "  # a stop that was asked for is none
     with suppress(OSError):  # the code counts where stderr is full

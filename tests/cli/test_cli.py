@@ -222,7 +222,8 @@ def test_the_stack_of_cpp_is_left_out(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_full_stderr_changes_no_exit_code(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_stderr_changes_no_exit_code(
+        rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -233,6 +234,8 @@ def test_a_full_stderr_changes_no_exit_code(rank: str, monkeypatch: pytest.Monke
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lineartime.cli.exits.speaks_first", lambda ranks, error: True)
+    assert exit_code(lambda: 1 // 0) == 1
+    assert f"(rank {rank} on " in str(capfd.readouterr())  # such an error need not be that of other ranks
     monkeypatch.setattr(sys, "stderr", Full())
     monkeypatch.setattr(sys, "__stderr__", Full())  # where ranks above 0 write
     assert exit_code(end) == 2
