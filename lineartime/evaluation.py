@@ -69,6 +69,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
+        """nll / ln 2 / bytes; infinite without bytes."""
         return self.nll / math.log(2) / self.n_bytes if self.n_bytes else math.inf
 
     def to_dict(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class LineartimeCache(Cache):
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
                embeds_BND: Tensor | None = None) -> Tensor:
         """`LanguageModel.extend` by the next columns of a batch, without padding, for which valid_BN is False; returns
-        x_BND. An exported program of one column takes all its tokens for valid."""
+        x_BND. An exported program of one column takes all its tokens for valid. Raises UsageError for another number
+        of rows."""
         n_rows = ids_BN.shape[0]  # `len` would fix it in a graph
         if self.state is None:
             self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)

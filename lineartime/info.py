@@ -65,6 +65,7 @@ class DecodingBytes(NamedTuple):
     """Growth per token, on average over a chunk if the model keeps a summary of every chunk."""
 
     def at(self, n_tokens: int) -> int:
+        """Bytes after so many tokens."""
         return self.constant + self.per_token * n_tokens
 
 

@@ -125,6 +125,7 @@ class SequenceInfo:
 
     @property
     def ranks(self) -> Ranks:
+        """The ranks that share the rows; `ALONE` for this one."""
         return self.shared_by or ALONE
 
     @property
@@ -141,8 +142,8 @@ def check_segment_ids(segment_ids_BT: Tensor) -> None:
     if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
         return
     before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
-    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT) & (after_BT.long() < 2**31))
-    right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1)
+    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
+    right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1) & (segment_ids_BT < 2**31)
     todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
     if segment_ids_BT.is_cuda:
         torch._assert_async(right_BT.all(), f"wrong segment_ids; {todo}")

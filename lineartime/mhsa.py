@@ -1,7 +1,7 @@
 """The Transformer's two layers: multi-head self-attention, whose core is one of five, and the feed-forward network."""
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,9 @@ from lineartime.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffse
 from lineartime.memory import KeyConv, WriteGate
 from lineartime.settings import check_rules, require
 
-
-class Core(Protocol):
-    """Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the normed input of
-    the projection. Results: `[B, T, D]`, the heads concatenated."""
-
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor: ...
-
-    def empty_cache(self, n_rows: int, weight: Tensor) -> Cache: ...
-
-    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
-               inputs: DecodeInputs, cache: Cache) -> Tensor: ...
+Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
+"""Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the normed input of the
+projection. Results: `[B, T, D]`, the heads concatenated."""
 
 
 class MultiHeadAttention(ResidualLayer):

@@ -32,7 +32,7 @@ from lineartime.layers import (
     tokens_first,
 )
 from lineartime.mhsa import FeedForward, MultiHeadAttention
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, autocast_off
 from lineartime.settings import require
 
 
@@ -390,7 +390,7 @@ class DocumentClassifier(LanguageModel):
 def label_logits(score: nn.Linear, mean_BD: Tensor, label_mean: float | None, label_std: float | None) -> Tensor:
     """score(mean) * label_std + label_mean, `[B, L]`, float32 at least. Not under autocast, which would round what one
     token of a long document adds to its mean."""
-    with torch.autocast(mean_BD.device.type, enabled=False):
+    with autocast_off(mean_BD):
         logits_BL = at_least_float32(score(mean_BD.to(score.weight.dtype)))
     return logits_BL if label_std is None else logits_BL * label_std + (label_mean or 0.0)
 

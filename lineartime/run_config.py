@@ -173,7 +173,7 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
 
 def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
     """The hyperparameters among the settings of a run. Unless they say otherwise, the vanilla Transformer is not
-    clipped, as in its table, and a warm-up is at most a fifth of the steps."""
+    clipped, as in its table, and a warm-up is at most a fifth of the steps. Raises UsageError for wrong values."""
     defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     steps = settings.get("steps", TrainConfig.steps)
     if isinstance(steps, int):

@@ -11,8 +11,8 @@ from lineartime.decoding.extend import empty_cache, extend_chunks
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 from lineartime.memory import KeyConv, WriteGate, linear_heads
-from lineartime.ops.ablations import ablated_mixed_chunk_attention
-from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, to_chunks
+from lineartime.ops.ablations import ablated_quadratic_attention, paper_linear_attention, weighted_linear_attention
+from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, ids_or_zeros, linear_attention, to_chunks
 
 
 @dataclasses.dataclass
@@ -79,11 +79,34 @@ def attend_in_chunks(config: ModelConfig, q_quad_BGCS: Tensor, k_quad_BGCS: Tens
                      k_lin_BGCS: Tensor, v_BGCE: Tensor, rel_pos_bias: RelPosBias | None,
                      segment_ids_BGC: Tensor | None, a_BGG: Tensor | None, gate_BT: Tensor | None,
                      exchange: Exchange | None) -> Tensor:
-    """`ablated_mixed_chunk_attention` with the options of a layer's configuration: `[B, G, C, E]`."""
-    gate_BGC = None if gate_BT is None else to_chunks(gate_BT, v_BGCE.shape[2])
-    return ablated_mixed_chunk_attention(
-        q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, v_BGCE,
-        None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n), scale_len=config.scale_len,
-        causal=config.causal, segment_ids_BGC=segment_ids_BGC, document_mask=config.document_mask,
-        pooling=config.chunk_pooling, parts=config.chunk_parts, kernel=config.attn_kernel, overlap=config.overlap,
-        cls_softmax=config.cls_softmax, a_BGG=a_BGG, gate_BGC=gate_BGC, exchange=exchange)
+    """`reference.mixed_chunk_attention` with the ablations of both halves that a configuration has: `[B, G, C, E]`.
+
+    a_BGG: the learned chunk weights, or None. gate_BT: the gates of the linear keys, which chunk_pooling "written"
+    divides by. exchange: see `reference.linear_attention`."""
+    is_paper_mask = config.document_mask == "paper"
+    if is_paper_mask or a_BGG is not None:
+        segment_ids_BGC = ids_or_zeros(segment_ids_BGC, v_BGCE)
+    # The quadratic half. The paper's mask keeps out padding alone: documents of a chunk see each other.
+    out_BGCE = None
+    if config.chunk_parts != "global":
+        within = (segment_ids_BGC >= 0).long() - 1 if is_paper_mask and segment_ids_BGC is not None else segment_ids_BGC
+        out_BGCE = ablated_quadratic_attention(
+            q_quad_BGCS, k_quad_BGCS, v_BGCE, None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n),
+            scale_len=config.scale_len, causal=config.causal, segment_ids_BGC=within, kernel=config.attn_kernel,
+            overlap=config.overlap, cls_softmax=config.cls_softmax)
+        if config.chunk_parts == "local":
+            return out_BGCE
+    # The linear half: by learned weights, as the listing has it, or with the exact mask.
+    if a_BGG is not None:
+        assert segment_ids_BGC is not None
+        lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
+    elif is_paper_mask:
+        assert segment_ids_BGC is not None
+        lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=config.causal,
+                                          segment_ids_BGC=segment_ids_BGC)
+    else:
+        gate_BGC = None if gate_BT is None else to_chunks(gate_BT, v_BGCE.shape[2])
+        lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=config.causal,
+                                    segment_ids_BGC=segment_ids_BGC, pooling=config.chunk_pooling, gate_BGC=gate_BGC,
+                                    exchange=exchange)
+    return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE

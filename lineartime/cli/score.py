@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from lineartime.atomic_io import check_place
 from lineartime.cli.options import Device, Precision
@@ -14,6 +14,9 @@ from lineartime.data.files import file_blocks, require_there, stdin_blocks
 from lineartime.data.read_text import PIECE
 from lineartime.errors import DataError
 from lineartime.model_names import named_folder
+
+if TYPE_CHECKING:
+    from lineartime.scoring import Row, ScoringState
 
 SAVE_SECONDS = 30.0
 """Between two saves of the state."""
@@ -66,11 +69,7 @@ def score(
                        name="stdin" if file == "-" else file)
         try:
             for row in rows:
-                per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
-                found = {"number": row.number, "bits": round(row.bits, 4), "bytes": row.n_bytes,
-                         "bits_per_byte": round(per_byte, 4), "text": row.text}
-                print(json.dumps(found) if as_json else
-                      f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}")
+                print(line_of(row, per, as_json))
         except DataError:
             if state is not None and file == "-":  # what came before the wrong byte does not come again
                 now.save(state)
@@ -78,10 +77,23 @@ def score(
         sys.stdout.flush()
         if state is not None:
             now.save(state)
-        per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / max(now.n_tokens, 1))
-        speed = (now.n_tokens - n_before) / max(time.monotonic() - begun, 1e-9)
-        note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
-             f"byte, perplexity {perplexity:.1f} per token; {speed:,.0f} tokens/s")
-        if now.shown:
-            note(f"the last line has no end yet; what came of it waits in {state}")
+        note_scored(now, now.n_tokens - n_before, time.monotonic() - begun, state)
         stop.check("nothing is kept" if state is None else f"the same command goes on with {state}")
+
+
+def line_of(row: "Row", per: str, as_json: bool) -> str:
+    """What is printed of a row."""
+    per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
+    if as_json:
+        return json.dumps({"number": row.number, "bits": round(row.bits, 4), "bytes": row.n_bytes,
+                           "bits_per_byte": round(per_byte, 4), "text": row.text})
+    return f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}"
+
+
+def note_scored(now: "ScoringState", n_new: int, seconds: float, state: Path | None) -> None:
+    """Print to stderr what is scored so far, and how fast. n_new: tokens of this call."""
+    per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / max(now.n_tokens, 1))
+    note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
+         f"byte, perplexity {perplexity:.1f} per token; {n_new / max(seconds, 1e-9):,.0f} tokens/s")
+    if now.shown:
+        note(f"the last line has no end yet; what came of it waits in {state}")

@@ -216,7 +216,7 @@ def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
 
 def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encoding: str = UTF8) -> Iterator[str]:
     """The text of blocks of bytes that begin at byte `position` of a file, without a byte order mark at its beginning.
-    name: for errors."""
+    name: for errors. Raises DataError, with the byte, for what is not text."""
     decoder = codecs.getincrementaldecoder(encoding if position else codec_of(encoding))()
     may_have_nul = codecs.lookup(encoding).name.startswith(("utf-16", "utf-32"))
     for block in itertools.chain(blocks, [b""]):

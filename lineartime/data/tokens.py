@@ -248,6 +248,7 @@ class Mixture:
 
     @property
     def n_tokens(self) -> int:
+        """Of all texts."""
         return sum(stream.n_tokens for stream in self.streams)
 
 

@@ -3,6 +3,7 @@ calls. B counts rows times heads: the heads of a row are adjacent entries of the
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -96,15 +97,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     n_filled = int(slot_BN.max()) + 1 if inputs.window is None else v_BNE.shape[1] + c - 1
     n_slots = max(-(-n_filled // c), 1) * c
 
-    def to_slots(new_BN: Tensor, open_BC: Tensor | None = None, fill: int = 0) -> Tensor:
-        """The tokens of the open chunk, then the new ones, as chunks. Padding goes to an extra first slot, which is
-        cut off."""
-        all_BT = new_BN.new_full((new_BN.shape[0], n_slots + 1, *new_BN.shape[2:]), fill)
-        if open_BC is not None:
-            all_BT[:, 1 : c + 1] = open_BC
-        index = (slot_BN + 1).view(*slot_BN.shape, *[1] * (new_BN.dim() - 2)).expand_as(new_BN)
-        return to_chunks(all_BT.scatter(1, index, new_BN)[:, 1:], c)
-
+    to_slots = partial(in_slots, slot_BN=slot_BN, n_slots=n_slots, chunk_size=c)
     # Tokens of the open chunk get id 0 if they are of the row's current document; earlier ones count as padding.
     slot_C, open_start_B = torch.arange(c, device=v_BNE.device), inputs.seq_lens_B - offset_B
     first_B = inputs.start_B - open_start_B
@@ -143,3 +136,16 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
         setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B].to(getattr(cache, name).dtype))
     return out_BGCE.flatten(1, 2).gather(1, slot_BN.clamp(min=0)[..., None].expand_as(v_BNE))
+
+
+def in_slots(new_BN: Tensor, open_BC: Tensor | None = None, fill: int = 0, *, slot_BN: Tensor, n_slots: int,
+             chunk_size: int) -> Tensor:
+    """The tokens of the open chunk, then the new ones, as chunks: `[B, G, C, ...]`; `fill` where there are none.
+
+    new_BN: `[B, N, ...]`. open_BC: `[B, C, ...]`, or None. slot_BN: the slot of each new token, of `n_slots`; -1 for
+    padding, which goes to an extra first slot that is cut off."""
+    all_BT = new_BN.new_full((new_BN.shape[0], n_slots + 1, *new_BN.shape[2:]), fill)
+    if open_BC is not None:
+        all_BT[:, 1 : chunk_size + 1] = open_BC
+    index = (slot_BN + 1).view(*slot_BN.shape, *[1] * (new_BN.dim() - 2)).expand_as(new_BN)
+    return to_chunks(all_BT.scatter(1, index, new_BN)[:, 1:], chunk_size)

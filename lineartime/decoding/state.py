@@ -145,11 +145,11 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
         if sha256 != content_sha256(tensors, content):
             raise ValueError("its hash is not that of its content")
+        of_model, text, tokenizer_sha256, facts = json.loads(content)
     except OSError as e:
         raise CheckpointError("cannot read the state", path, e.strerror or str(e)) from None
     except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
         raise CheckpointError("no decoding state, or damaged", path, str(e)) from None
-    of_model, text, tokenizer_sha256, facts = json.loads(content)
     if {*facts} != {*names}:
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
     if of_model != model_sha256(model):

@@ -18,7 +18,7 @@ from lineartime.config import ModelConfig
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example
 from lineartime.model import LanguageModel
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, autocast_off
 from lineartime.settings import require, require_precision
 
 BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
@@ -115,7 +115,7 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) 
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
     # A matrix of zeros and ones sums the tokens of each document.
-    with torch.autocast(x_BTD.device.type, enabled=False):
+    with autocast_off(x_BTD):
         sums_BND = of_BNT.to(wide_BTD.dtype) @ wide_BTD
     return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
@@ -128,21 +128,15 @@ def padded(rows: Sequence[np.ndarray], width: int | None = None, fill: int = -1)
     return ids_RT
 
 
-def row_states(model: LanguageModel, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's last hidden states, `[B, T, D]`, float32 at least, and whether they are of tokens, bool `[B, T]`. T is
-    the longest row's number of tokens. ids_BT: -1 is padding."""
-    valid_BT = ids_BT >= 0
-    valid_BT = valid_BT[:, : int(valid_BT.sum(1).max())]
-    ids_BT = ids_BT[:, : valid_BT.shape[1]]
-    x_BTD = model.hidden(ids_BT.clamp(min=0), padding_mask_BT=None if valid_BT.all() else valid_BT)
-    return at_least_float32(x_BTD), valid_BT
-
-
 def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
     of the sums and the means, by default float32 at least."""
-    x_BTD, valid_BT = row_states(model, ids_BT)
-    return document_means(x_BTD.to(dtype or x_BTD.dtype), valid_BT.long() - 1, n=1)[:, 0]
+    # Columns that are padding in every row are cut off: as many columns stay as the longest row has tokens.
+    valid_BT = ids_BT >= 0
+    valid_BT = valid_BT[:, : int(valid_BT.sum(1).max())]
+    ids_BT = ids_BT[:, : valid_BT.shape[1]].clamp(min=0)
+    x_BTD = at_least_float32(model.hidden(ids_BT, padding_mask_BT=None if valid_BT.all() else valid_BT))
+    return document_means(x_BTD if dtype is None else x_BTD.to(dtype), valid_BT.long() - 1, n=1)[:, 0]
 
 
 @torch.inference_mode()

@@ -113,7 +113,8 @@ class DocumentTask:
         self.config = with_context(self.pretrained, plan.context or self.pretrained.config.context, {})
 
     def read(self) -> int:
-        """Read the training, validation and perhaps test documents, and log their counts; returns that of training."""
+        """Read the training, validation and perhaps test documents, and log their counts; returns that of training.
+        Raises DataError for wrong documents, UsageError for stdin under torchrun."""
         plan, self.splits = self.plan, dict[str, TokenizedTexts]()
         self.unit = "documents" if self.learns_labels else "pairs"
         for name, files in (("training", plan.data), ("validation", plan.validation), ("test", plan.test)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from lineartime.documents.pooling import Reading
 from lineartime.documents.texts import TokenizedTexts, as_bytes, read_vectors
 from lineartime.model import LanguageModel
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, autocast_off
 
 TEMPERATURE = 0.05
 HOW = "The partner of each text is looked for among as many others."
@@ -35,7 +35,7 @@ def contrastive_losses(first_BD: Tensor, second_BD: Tensor, same_B2: Tensor) -> 
     (multiple negatives ranking loss). same_B2: of `same_texts`; equal texts are not counted as wrong."""
     first_BD, second_BD = (F.normalize(at_least_float32(x_BD), dim=-1) for x_BD in (first_BD, second_BD))
     partner_B = torch.arange(len(first_BD), device=first_BD.device)
-    with torch.autocast(first_BD.device.type, enabled=False):  # which would round cosines to 1/256
+    with autocast_off(first_BD):  # which would round cosines to 1/256
         logits_BB = first_BD @ second_BD.T / TEMPERATURE
     logits_BB = logits_BB.masked_fill(no_negatives(same_B2, partner_B), -torch.inf)
     return torch.stack([F.cross_entropy(each, partner_B, reduction="none") for each in (logits_BB, logits_BB.T)], -1)

@@ -22,7 +22,8 @@ def packed_weights(model: LanguageModel) -> Iterator[bool]:
     def replace(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> None:
         # Another thread may have packed it, and a library or a subclass may have its own.
         if name not in vars(module) and getattr(type(module), name) in (nn.Linear.forward, LanguageModel.logits):
-            multiply = partial(multiply_packed, pack(weight), None if bias is None else bias.detach())
+            packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)  # a copy in oneDNN's layout
+            multiply = partial(multiply_packed, packed_weight, None if bias is None else bias.detach())
             setattr(module, name, multiply)
             packed.append((module, name))
 
@@ -42,12 +43,6 @@ def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN can pack this weight: bfloat16 on a CPU that oneDNN supports."""
     return (weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
             and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A copy of a bfloat16 weight in oneDNN's layout."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
-    return packed
 
 
 def multiply_packed(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

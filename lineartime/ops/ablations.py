@@ -10,10 +10,8 @@ from torch import Tensor
 
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32
 from lineartime.ops.reference import (
-    Exchange,
     attention_weights,
     ids_or_zeros,
-    linear_attention,
     product,
     read_states,
     same_document,
@@ -62,47 +60,6 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
         first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
         a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
     return weigh_values(a_BGCM, v_BGCE)
-
-
-def ablated_mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
-                                  v_BGCE: Tensor, w: Tensor | None, *, scale_len: int, causal: bool,
-                                  segment_ids_BGC: Tensor | None = None, document_mask: str = "exact",
-                                  pooling: str = "mean", parts: str = "both", kernel: str = "relu2",
-                                  overlap: bool = False, cls_softmax: bool = False, a_BGG: Tensor | None = None,
-                                  gate_BGC: Tensor | None = None,
-                                  exchange: Exchange | None = None) -> Tensor:
-    """`reference.mixed_chunk_attention` with the ablations of both halves: `[B, G, C, E]`.
-
-    w, kernel, overlap, cls_softmax: see `ablated_quadratic_attention`. document_mask: "exact" separates documents in
-    both halves; "paper" is the mask of the listing. parts: "local" or "global" selects one half (the paper's LocalOnly
-    and GlobalOnly). a_BGG: the learned chunk weights, or None. gate_BGC: the gates of the linear keys, which pooling
-    "written" divides by. exchange: see `reference.linear_attention`."""
-    if document_mask == "paper" or a_BGG is not None:
-        segment_ids_BGC = ids_or_zeros(segment_ids_BGC, v_BGCE)
-    # The quadratic half. The paper's mask keeps out padding alone: documents of a chunk see each other.
-    out_BGCE = None
-    if parts != "global":
-        within = segment_ids_BGC
-        if segment_ids_BGC is not None and document_mask == "paper":
-            within = (segment_ids_BGC >= 0).long() - 1
-        out_BGCE = ablated_quadratic_attention(
-            q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal, segment_ids_BGC=within,
-            kernel=kernel, overlap=overlap, cls_softmax=cls_softmax)
-    if parts == "local":
-        assert out_BGCE is not None
-        return out_BGCE
-    # The linear half: by learned weights, with the exact mask, or as the listing has it.
-    if a_BGG is not None:
-        assert segment_ids_BGC is not None
-        lin_BGCE = weighted_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, a_BGG, segment_ids_BGC=segment_ids_BGC)
-    elif document_mask == "exact":
-        lin_BGCE = linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
-                                    pooling=pooling, gate_BGC=gate_BGC, exchange=exchange)
-    else:
-        assert segment_ids_BGC is not None
-        lin_BGCE = paper_linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal,
-                                          segment_ids_BGC=segment_ids_BGC)
-    return lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
 
 
 def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:

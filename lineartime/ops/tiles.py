@@ -52,15 +52,6 @@ def load_angles(sin_row, cos_row, token, n_tokens):
 
 
 @triton.jit
-def scale_base(z1, z2, gamma, beta, head):
-    """Scale and offset of z for one head (Eq. 5), in two halves."""
-    at = head * 2 * HALF + tl.arange(0, HALF)
-    x1 = z1 * tl.load(gamma + at).to(tl.float32)[None, :] + tl.load(beta + at).to(tl.float32)[None, :]
-    x2 = z2 * tl.load(gamma + at + HALF).to(tl.float32)[None, :] + tl.load(beta + at + HALF).to(tl.float32)[None, :]
-    return x1, x2
-
-
-@triton.jit
 def rotate(x1, x2, sin, cos):
     """RoPE of two halves (Code 3)."""
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
@@ -74,8 +65,10 @@ def rotate_back(x1, x2, sin, cos):
 
 @triton.jit
 def make_head(z1, z2, gamma, beta, head, sin, cos, dtype: tl.constexpr):
-    """The two halves of one head, in `dtype`: scale, offset and RoPE of z."""
-    x1, x2 = scale_base(z1, z2, gamma, beta, head)
+    """The two halves of one head, in `dtype`: scale and offset of z (Eq. 5), then RoPE."""
+    at = head * 2 * HALF + tl.arange(0, HALF)
+    x1 = z1 * tl.load(gamma + at).to(tl.float32)[None, :] + tl.load(beta + at).to(tl.float32)[None, :]
+    x2 = z2 * tl.load(gamma + at + HALF).to(tl.float32)[None, :] + tl.load(beta + at + HALF).to(tl.float32)[None, :]
     x1, x2 = rotate(x1, x2, sin, cos)
     return x1.to(dtype), x2.to(dtype)
 

@@ -73,7 +73,8 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class QuestionTask:
-    """Fine-tuning on questions, see `finetuning.FINE_TUNINGS`."""
+    """Fine-tuning on questions, see `finetuning.FINE_TUNINGS`. Raises UsageError for a model without [SEP] or that is
+    causal, and for wrong settings."""
 
     patience: int | None = None
 
@@ -91,6 +92,8 @@ class QuestionTask:
         self.new_model(0)  # raises for weights that do not fit before questions are read
 
     def read(self) -> int:
+        """Read the questions, and log their counts; returns the number of windows to train on. Raises DataError for
+        questions without an answer."""
         plan = self.plan
         self.validation = list(read_questions(plan.validation, plan.evidence))
         if not any(question.accepted for question in self.validation):

@@ -31,7 +31,7 @@ TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """How documents are cut into windows."""
+    """How documents are cut into windows. Raises UsageError for wrong values."""
 
     context: int
     """Most tokens in a window."""
@@ -118,6 +118,7 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) 
         if found is None:
             found = tuple(occurrences(words_of(text), question.answers)) if question.answers else ()
         spans = np.array([passage.tokens(*characters) for characters in found], np.int64).reshape(-1, 2)
+        spans = spans[spans[:, 0] <= spans[:, 1]]  # not those of which the tokenizer drops every character
         for first, stop in windows.cut(len(asked), len(passage.ids)):
             ids = np.concatenate([head, passage.ids[first:stop], [separator]])
             # An answer may be [CLS] (there is none) or lie in the document, never in the question.

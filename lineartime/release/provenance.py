@@ -47,6 +47,7 @@ def commit() -> str | None:
 
 
 def cpu_model() -> str:
+    """The processor's name, with family and model where Linux tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -57,6 +58,7 @@ def cpu_model() -> str:
 
 
 def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -194,7 +194,7 @@ def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
     model, ids_BT = random_model(CONFIGS[name]), random_ids(2, 6)
     layer, first = model.layers[0], [0, 0, 0, 1, 1, -1]
     for wrong in ([0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [-1] + [0] * 5, [0, 0, 0, 0, -2, -2],
-                  [0] * 5 + [2**31]):
+                  [0] * 5 + [2**31], [2**31] + [-1] * 5):
         wrong_BT = torch.tensor([first, wrong])
         with pytest.raises(UsageError, match=r"wrong segment_ids: row 1: .* at token \d; number"):
             model(ids_BT, wrong_BT)

@@ -147,3 +147,5 @@ def test_autocast_rounds_neither_means_nor_logits_nor_cosines(monkeypatch):
         assert a.dtype == torch.float32 and torch.equal(a, b)
     mean_BD, logits_BL, _ = rounded
     assert abs((mean_BD[1] - mean_BD[0]) - 1e-4).max() < 1e-6 and (logits_BL[0] != logits_BL[1]).all()
+    mean_BND = document_means(x_BTD.to("meta"), torch.zeros(2, 1000, dtype=torch.long, device="meta"), n=1)
+    assert model.to("meta").label_logits(mean_BND[:, 0]).is_meta  # which has no autocast to turn off

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers.normalizers import Replace
 from transformers import AutoModelForQuestionAnswering
 
 import lineartime.hf
 from lineartime.config import ModelConfig, model_config
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
-from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
+from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.model import LanguageModel, SpanModel
 from lineartime.qa.finetune import span_config, span_model
@@ -126,6 +128,9 @@ def test_every_occurrence_of_an_alias_is_a_target(tokenizer):
     for spans, expected in ((((9, 13),), ["1843"]), ((), None)):
         squad = asked("?", "1843 and 1843 and 1843", answers=["1843"], rules="squad", spans=spans)
         assert target_texts(squad, tokenizer) == [expected]
+    inner = Tokenizers.from_str(tokenizer.json)
+    inner.normalizer = Replace("1843", "")  # then the answer has no token
+    assert target_texts(asked("?", "it was 1843 then", answers=["1843"]), Tokenizer(inner.to_str(), mlm=True)) == [None]
 
 
 def test_training_takes_all_windows_with_an_answer_and_a_share_of_the_others():
