@@ -94,6 +94,8 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     code, out, _ = call(*prepare)
     assert code == 0 and "held out    the end of the only document: 20.0% of the tokens" in out
     assert "train flash --data" in out and "nothing to do" in call(*prepare)[1]
+    masked = ["--out", tmp_path / "masked", *prepare[4:], "--mlm", "--task", "pg19"]
+    assert "train flash --task pg19 --set causal=false --data" in call(*prepare[:2], *masked)[1]
     assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
     assert "out: streams/0/stdin.txt; " in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin=" \n")[2]
     assert "text: stdin, byte 9" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin="x" * 9 + "\0")[2]
@@ -105,6 +107,8 @@ def test_evaluate_prints_and_gives_json(run: Path, data: Path, tmp_path: Path, c
     stored = json.loads((run / "result.json").read_text())["held_out"]
     _, out, _ = call("evaluate", run / "latest", "--data", data, "--json", "--batch-rows", 5)
     assert json.loads(out)["bits_per_byte"] == pytest.approx(stored["bits_per_byte"], rel=1e-6)
+    found = json.loads(call("evaluate", run, "--data", data, "--json", "--context", 48)[1])
+    assert found["context"] == found["loss_by_position"][-1]["last"] == 48
     (tmp_path / "genome.txt").write_text("ACGT" * 500)  # a text of one word
     lineartime.prepare([tmp_path / "genome.txt"], tmp_path / "data", tokenizer="bytes", held_out=0.5)
     _, out, _ = call("evaluate", run, "--data", tmp_path / "data", "--json")
@@ -121,7 +125,11 @@ def test_generate_from_arguments_files_and_stdin(run: Path, tmp_path: Path, call
     assert call("generate", run, *file, *file, *how)[1] == f"== 1\n{one}== 2\n{one}"
     several = call("generate", run, "The quick", "A much longer prompt than the other", *how)[1]
     assert several.startswith("== 1\n" + one.rstrip("\n")) and "== 2\nA much longer" in several
-    assert call("generate", run, "The", "--seed", 5)[1] == call("generate", run, "The", "--seed", 5)[1]
+    drawn = [call("generate", run, "The", *how[:2], "--seed", seed)[1] for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    likeliest = call("generate", run, "The", *how)[1]
+    for option in (["--top-k", 1], ["--top-p", 1e-9]):
+        assert call("generate", run, "The", *how[:2], *option)[1] == likeliest
 
 
 def test_generate_ends_before_a_stop_text(call: Call) -> None:
@@ -139,7 +147,7 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
     stops = ("<end>", "ndx")
     for text, shown, held, is_over in (("a <", "a ", "<", False), ("a <en", "a ", "<en", False),
                                        ("en", "e", "n", False), ("a <b", "a <b", "", False),
-                                       ("a <end> b", "a ", "", True)):
+                                       ("a <end> b", "a ", "", True), ("a ndx <end> b", "a ", "", True)):
         assert before_stop(text, stops) == (shown, held, is_over), text
 
 
@@ -187,6 +195,8 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
     (tmp_path / "bad.txt").write_bytes(b"good\n\xff\xfe bad")
     short = shutil.copytree(data, tmp_path / "short")
     (short / "manifest.json").write_text((short / "manifest.json").read_text().replace("validation", "validatiom"))
+    broken = shutil.copytree(data, tmp_path / "broken")
+    (broken / "train-00000.bin").write_bytes(bytes((broken / "train-00000.bin").stat().st_size))
     evaluate = ["evaluate", run, "--data", data]
     for code, words, arguments in [
         (3, ["bad.txt", "byte 5"], ["prepare", tmp_path / "bad.txt", "--out", tmp_path / "x"]),
@@ -195,6 +205,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (3, ["no document has", "work"], [*evaluate, "--contexts", "32,1000000"]),
         (2, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
         (2, ["'int8' is not one of 'float32', 'bfloat16'"], ["generate", run, "x", "--precision", "int8"]),
+        (3, ["damaged or missing file", "broken/train-00000.bin"], ["info", broken, "--verify"]),
         (2, ["--set takes a model or a run", "data"], ["info", data, "--set", "context=8"]),
         (2, ["--task takes the name of a model"], ["info", run, "--task", "c4"]),
         (2, ["cuda"], ["generate", run, "x", "--device", "cuda"]),
@@ -219,6 +230,16 @@ def test_the_stack_of_cpp_is_left_out(capsys: pytest.CaptureFixture[str]) -> Non
 
     assert exit_code(end) == 1
     assert capsys.readouterr().err == "error: internal: RuntimeError: it failed; run again with --debug and report it\n"
+
+
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (KeyboardInterrupt(), 130, "interrupted\n"), (MemoryError(), 6, "error: out of memory\n")])
+def test_an_interrupt_and_a_lack_of_memory_have_codes(error: BaseException, code: int, said: str,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    def end() -> None:
+        raise error
+
+    assert exit_code(end) == code and capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -87,6 +87,8 @@ def test_a_field_that_is_set_changes_that_field_alone(model: str, data: Path, tm
     plain = config_for_data(given)
     assert (plain.model.d_model, plain.train.steps) == (192, 500)
     assert config_for_data({**given, "size": "paper"}).train == run_config({"model": model, **PLACE}).train
+    with pytest.raises(UsageError, match=r"vocab_size is smaller than the tokenizer's: 200 < 257; leave it out"):
+        config_for_data({**given, "vocab_size": 200, "end_of_document": 100})
     for name, value in (("n_layers", 4), ("expansion_factor", 2.5), ("query_key_dim", 32), ("weight_decay", 0.1)):
         changed = config_for_data({**given, name: value})
         fields = {**vars(changed.model), **vars(changed.train)}

@@ -333,19 +333,19 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def unfinished(tmp_path, monkeypatch, **options):
-    """The folder that an interrupt leaves after three units."""
+def unfinished(tmp_path, monkeypatch, error=KeyboardInterrupt, **options):
+    """The folder that an interrupt, or another error, leaves after three units."""
     done = []
 
     def encode(*arguments):
         if len(done) == 3:
-            raise KeyboardInterrupt
+            raise error
         done.append(encode_unit(*arguments))
         return done[-1]
 
     with monkeypatch.context() as patched:
         patched.setattr("lineartime.data.shares.encode_unit", encode)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error if isinstance(error, type) else type(error)):
             prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_bytes=1000, **options)
     (folder,) = tmp_path.glob(".lineartime-*.unfinished")
     assert len(list((folder / "units").glob("*.ids"))) == 3
@@ -371,6 +371,12 @@ def test_what_an_interrupted_prepare_has_done_is_not_done_again(tmp_path, monkey
         assert not list(tmp_path.glob(".lineartime-*"))
         shutil.rmtree(tmp_path / "out")
         shutil.rmtree(tmp_path / "whole")
+
+
+def test_what_is_done_stays_when_a_process_has_died(tmp_path, monkeypatch):
+    make(tmp_path, {"a.jsonl": [f"document {i} " * 100 for i in range(10)]})
+    folder = unfinished(tmp_path, monkeypatch, ResourceError("a process that tokenises has died"), tokenizer="bytes")
+    assert (folder / "units" / "00000.ids").stat().st_size
 
 
 @pytest.mark.parametrize("name, edit", [

@@ -10,6 +10,7 @@ from lineartime.data.prepare import prepare
 from lineartime.data.readers import Rows
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import train_tokenizer
+from lineartime.data.tokens import batch_rows
 from lineartime.errors import DataError, UsageError
 from text_files import contents, make
 
@@ -104,5 +105,9 @@ def test_rows_for_other_trainers(tmp_path):
         assert (row["position_ids"].diff()[row["input_ids"][1:] != 256] == 1).all()
     plain, mixed = Rows(tmp_path / "out", "train", 16, shifted=False), Rows(tmp_path / "out", "train", 16, seed=1)
     assert torch.equal(plain[3]["labels"][:-1], plain[3]["input_ids"][1:])
+    assert torch.equal(rows[3]["labels"], rows[3]["input_ids"])
+    ours = batch_rows(rows.stream, seed=1, step=2, rows_per_step=len(rows), context=16)  # a step is an epoch
+    theirs = Rows(tmp_path / "out", "train", 16, seed=1, epoch=2, shifted=False)
+    assert [[*row["input_ids"].tolist(), row["labels"].tolist()[-1]] for row in theirs] == ours.tolist()
     assert sorted(row["input_ids"].tolist() for row in mixed) == sorted(row["input_ids"].tolist() for row in rows)
     assert [row["input_ids"].tolist() for row in mixed] != [row["input_ids"].tolist() for row in rows]

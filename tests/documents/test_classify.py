@@ -20,9 +20,9 @@ from dying_saves import Died, die
 from fake_hub import Hub
 from lineartime import finetuning
 from lineartime.config_json import Head
-from lineartime.documents import metrics, report, tasks
+from lineartime.documents import metrics, report, results, tasks
 from lineartime.documents.classify import head_of, label_losses, prediction_of, targets_of
-from lineartime.documents.tasks import LabelObjective
+from lineartime.documents.tasks import DocumentTask, LabelObjective
 from lineartime.documents.texts import TokenizedTexts, drawn_stretch
 from lineartime.errors import DataError, Stopped, UsageError, escaped
 from lineartime.finetune_config import Fields, FineTuning
@@ -35,6 +35,7 @@ from lineartime.training import StopSignal
 from made_documents import CONTEXT, made_rows, write_model, write_rows
 from marks import rest
 from rendered_markdown import ODD, rendered
+from tiny_checkpoints import write_checkpoint
 from tiny_runs import assert_same, what_is_left
 
 CPU = torch.device("cpu")
@@ -94,7 +95,8 @@ def test_it_learns_and_the_folder_holds_the_best(folder, done):
     right = [each.label == row["label"] for each, row in zip(found, made_rows(9, 4), strict=True)]
     assert np.mean(right) == result["test"]["accuracy"]
     text = (done / report.REPORT_FILE).read_text()
-    assert "9 test documents" in text and f"| {best} (best) | {step} of 12 |" in text and "| without reading |" in text
+    assert "9 test documents. No choice was made on these." in text
+    assert f"| {best} (best) | {step} of 12 |" in text and "| without reading |" in text
     assert result["TF-IDF"]["macro_f1"] == 1 and "| TF-IDF |  |" in text  # its words tell the class; it has no loss
 
 
@@ -102,6 +104,7 @@ def test_a_model_of_pairs_asks_for_them(folder, tmp_path, call):
     rows = write_rows(tmp_path / "rows.jsonl", [{**row, "second": row["text"]} for row in made_rows(8, 1)])
     given = {"fields": Fields(pair="second"), "epochs": 1, "learning_rates": (1e-3,)}
     finetune(replace(plan(folder, tmp_path / "out", **given), data=(rows,), validation=(rows,), test=()), device=CPU)
+    assert "so the scores are somewhat too good" in (tmp_path / "out" / report.REPORT_FILE).read_text()
     assert_refused(*call("classify", tmp_path / "out", rows)[::2], 2, "learned from pairs of texts", "--pair-field")
     assert len(call("classify", tmp_path / "out", rows, "--pair-field", "second")[1].splitlines()) == 8
     model, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
@@ -146,13 +149,21 @@ def test_without_scikit_learn_nothing_is_trained(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_settings_are_complete_and_others_refused(folder, done):
+def test_the_same_settings_are_complete_and_others_refused(folder, done, tmp_path):
     best = os.readlink(done / "best")
     (done / "best").unlink()  # a disk that failed at the link leaves none
     assert finetune(plan(folder, done), device=CPU)["already"] and os.readlink(done / "best") == best
-    for changes in ({"epochs": 6}, {"patience": 2}, {"max_tokens": 9}):
+    model, tokenizer, _ = lineartime.load_model(folder / "model")
+    model.head_bias.data += 1
+    (tmp_path / "other").mkdir()
+    other = (write_rows(tmp_path / "other.jsonl", made_rows(7, 5)),)
+    changed = [plan(folder, done, **each) for each in ({"epochs": 6}, {"patience": 2}, {"max_tokens": 9})]
+    changed += [replace(plan(folder, done), **each) for each in (
+        {"run": write_checkpoint(tmp_path / "other", model, tokenizer)}, {"validation": other}, {"test": other},
+        {"data": (write_rows(tmp_path / "shuffled.jsonl", made_rows(24, 6)),)})]
+    for each in changed:
         with pytest.raises(UsageError, match="another fine-tuning is here"):
-            finetune(plan(folder, done, **changes), device=CPU)
+            finetune(each, device=CPU)
 
 
 def test_a_stop_saves_and_the_same_call_goes_on(folder, done, tmp_path):
@@ -185,7 +196,7 @@ def test_an_end_at_any_moment_loses_nothing_that_was_saved(folder, done, tmp_pat
 def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     """The scores are given; the best checkpoint stays, whatever is saved."""
     scores = {3: (0.2, 1.0), 6: (0.9, 1.0), 9: (0.5, 1.5), 12: (0.9, 1.1), 15: (0.9, 0.1)}
-    steps = [0]
+    steps, stop = [0], StopSignal()
 
     def evaluate(self, model, progress=None):
         return {**dict(zip(("score", "loss"), scores[steps[-1]], strict=True)), "accuracy": 0.0, "macro_f1": 0.0}
@@ -193,9 +204,14 @@ def test_a_run_ends_when_it_has_no_better_score(folder, tmp_path, monkeypatch):
     def at(record):
         if "loss" in record:
             steps.append(record["step"])
+        elif record["step"] == 9:
+            stop.number = signal.SIGTERM
 
     monkeypatch.setattr(LabelObjective, "evaluate", evaluate)
-    finetune(plan(folder, tmp_path / "out", learning_rates=(1e-2,), patience=2, epochs=5), device=CPU, on_step=at)
+    how = plan(folder, tmp_path / "out", learning_rates=(1e-2,), patience=2, epochs=5)
+    with pytest.raises(Stopped):
+        finetune(how, device=CPU, on_step=at, stop=stop)
+    finetune(how, device=CPU)  # the best checkpoint is older than the one that it goes on from
     run = tmp_path / "out" / "lr-1e-02"
     assert [line["step"] for line in read_metrics(run) if "held_out" in line] == [3, 6, 9, 12]
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000006", "step-00000012"]
@@ -287,6 +303,16 @@ def test_scores():
     scores = metrics.score_labels(single, said_N1, targets)
     assert scores["macro_f1"] == pytest.approx(2 / 3) and scores["accuracy"] == 0.8
     assert prediction_of(NUMBER, np.array([1.5])) == (1.5, {})
+    had = targets_of(SEVERAL, [("a",), ("a", "b"), ("a",)])
+    worse, better = ({"score": 0.5, "held_out": {"loss": loss}} for loss in (2.0, 1.0))
+    assert DocumentTask.rank(None, better) > DocumentTask.rank(None, worse)  # of equal scores the lower loss counts
+    assert metrics.simplest(SEVERAL, had, had)["accuracy"] == pytest.approx(2 / 3)  # a, which most have, and no other
+
+
+def test_a_class_has_its_precision_and_recall():
+    logits_NL = np.array([[2, 0, 0], [0, 3, 0], [0, 1, 0], [0, 0, 9]], np.float64)
+    lines = "\n".join(report.class_lines(ONE, targets_of(ONE, ["a", "b", "c", "c"]), logits_NL))
+    assert "| b | 0.500 | 1.000 | 0.667 | 1 |" in lines and "| c | 1.000 | 0.500 | 0.667 | 2 |" in lines
 
 
 def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
@@ -302,7 +328,7 @@ def test_a_report_has_names_as_they_are_and_no_more(tmp_path):
     assert {escaped(" ".join(name.split())) for name in ODD} <= {*words.splitlines()}
 
 
-def test_classify_writes_what_python_says(folder, done, tmp_path, call):
+def test_classify_writes_what_python_says(folder, done, tmp_path, call, monkeypatch):
     model, tokenizer, _ = lineartime.load_classifier(done)
     texts = [row["text"] for row in made_rows(9, 4)]
     found = lineartime.classify(model, tokenizer, texts)
@@ -310,6 +336,11 @@ def test_classify_writes_what_python_says(folder, done, tmp_path, call):
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [row["label"] for row in rows] == [each.label for each in found], err
     assert [row["scores"] for row in rows] == [each.scores for each in found]
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(results, "write_rows", die)
+        call("classify", done, folder / "test-one.jsonl", "--out", tmp_path / "x.jsonl")
+    vectors = ("embed", done, folder / "test-one.jsonl", "--out", tmp_path / "x.jsonl")
+    assert_refused(*call(*vectors)[::2], 2, "unfinished", "x.jsonl.part")  # its rows are labels
     assert call("classify", done, folder / "test-one.jsonl", "--out", tmp_path / "x.jsonl")[0] == 0
     assert [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()] == rows
 
@@ -366,6 +397,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     (tmp_path / "taken").write_text("notes")
     refuse(2, "not a folder", "taken", more=["--out", tmp_path / "taken"])
     text = folder / "test-one.jsonl"
+    lineartime.prepare([text], tmp_path / "data", tokenizer=folder / "model", held_out=0.2)
     named = ["--task", "classify", "--validation", text, "--out", tmp_path / "out"]
     for arguments, words in (
             (["finetune", folder / "model", *named], "--documents"),
@@ -373,6 +405,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
             (["finetune", folder / "model", "--documents", "x", "--out", "y"], "--task questions"),
             (["classify", folder / "model", text], "not fine-tuned on labels"),
             (["classify", done, text, "--out", tmp_path / "x.npy"], "it takes .jsonl"),
+            (["evaluate", done, "--data", tmp_path / "data"], "this model is for documents"),
             (["generate", done, "x"], "only a causal language model"),
             (["read", tmp_path / "taken", "--model", done, "--out", tmp_path / "s"], "only a causal language model"),
             (["answer", done, "--question", "?", "--document", text], "not fine-tuned on questions"),

@@ -1,6 +1,7 @@
 """Fine-tuning for vectors: the loss, its negatives, pairs and halves, stopped and resumed, what the model is then."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,14 +10,16 @@ import torch.nn.functional as F
 
 import lineartime
 from command_line import assert_refused
+from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.documents import vectors
 from lineartime.documents.examples import text_examples
+from lineartime.documents.tasks import PairObjective
 from lineartime.documents.texts import read_texts
 from lineartime.documents.vectors import contrastive_losses, score_pairs
 from lineartime.errors import DataError
 from lineartime.finetune_config import Fields, FineTuning
-from lineartime.finetuning import finetune
+from lineartime.finetuning import finetune, runs_of
 from lineartime.model import DocumentEncoder
 from lineartime.run_files import read_metrics
 from made_documents import CONTEXT, write_model, write_rows
@@ -77,6 +80,11 @@ def test_scores_are_those_of_all_pairs_at_once(monkeypatch):
     assert whole["loss"] == pytest.approx(contrastive_losses(a_ND, b_ND, torch.from_numpy(same_N2)).mean().item())
     monkeypatch.setattr(vectors, "BLOCK", 4)
     assert score_pairs(a_ND, b_ND, same_N2) == pytest.approx(whole)
+    many_ND = torch.randn(2, 40, 4, dtype=torch.float64, generator=generator).unbind()
+    first_NN, second_NN = (F.normalize(each, dim=1) for each in many_ND)
+    cosine_NN = first_NN @ second_NN.T
+    within = (cosine_NN >= cosine_NN.diag()[:, None]).sum(1) <= 10
+    assert score_pairs(*many_ND, np.arange(80).reshape(40, 2))["recall_at_10"] == pytest.approx(within.double().mean())
     collapsed = score_pairs(torch.ones_like(a_ND), torch.ones_like(b_ND), same_N2)
     assert collapsed["recall_at_1"] == 0  # a tie counts against a text
     same_N2[:, 1] = 7  # every second text is the same: none counts against another
@@ -109,6 +117,25 @@ def test_halves_hold_every_token_once():
         read_texts(tokenizer, text_examples(["abc", "a"]), in_pairs=True)
     with pytest.raises(DataError, match="one pair only"):
         read_texts(tokenizer, text_examples(["abc"]), in_pairs=True)
+
+
+def test_all_rows_of_a_step_are_negatives(folder):
+    """However long they are: a micro-batch is not cut to what it has in pretraining."""
+    train = plan(folder, Path("x"), settings={}).train_config(1e-3, 8192, 33, None)
+    assert train.micro_batch_tokens == train.tokens_per_step == 32 * 8192
+    assert train.steps * 32 >= 33 * 10  # a step that is not full counts
+
+
+def test_a_batch_has_the_two_texts_of_a_pair_and_says_which_are_equal():
+    """Also of rows in another order than the file's."""
+    texts = read_texts(byte_tokenizer(), text_examples([(chr(97 + i // 2), chr(110 + i)) for i in range(8)]),
+                       in_pairs=True)
+    how = FineTuning("", ("x",), ("x",), Path("x"), "embed", settings={"tokens_per_step": 4 * CONTEXT})
+    task = PairObjective(runs_of(how, model_config("flash", context=CONTEXT), 8)["1e-03"], texts, texts)
+    for step in range(4):
+        for first_T, second_T, (a, b) in zip(*task.batch(step), strict=True):
+            row = second_T[1] - 110
+            assert first_T[1] == 97 + row // 2 and (task.same_N2[row] == (a, b)).all()
 
 
 def test_it_learns_and_the_folder_holds_the_best(folder, done):

@@ -49,6 +49,21 @@ def test_transformers_opens_the_folder_with_its_head(trained):
         assert np.abs(np.array([*each.scores.values()]) - p_L).max() < 1e-12
 
 
+def test_a_number_is_the_same_number_in_transformers(tmp_path):
+    """And not its distance from the mean in standard deviations."""
+    write_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", made_rows(8, 1, "number"))
+    settings = {"tokens_per_step": 4 * CONTEXT, "eval_every": 100, "clip": None}
+    finetune(FineTuning(tmp_path / "model", rows, (rows,), tmp_path / "out", "classify", labels="number", epochs=1,
+                        learning_rates=(1e-2,), settings=settings), device=CPU)
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "best", dtype=torch.float64)
+    ours, tokenizer, _ = lineartime.load_classifier(tmp_path / "out")
+    (found,) = lineartime.classify(ours.double(), tokenizer, TEXTS[:1])
+    with torch.no_grad():
+        number = hf(torch.tensor([[256, *TEXTS[0].encode()]])).logits.item()
+    assert number == pytest.approx(found.label, rel=1e-9) and number > 90
+
+
 def test_an_exported_folder_opens_everywhere(trained, tmp_path, call):
     """What `sentence-transformers` does with these files is done here by hand: it is not installed."""
     out, _ = trained

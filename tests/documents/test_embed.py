@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     (folder / "texts").mkdir()
     for i, text in enumerate(TEXTS):
         (folder / "texts" / f"{i}.txt").write_text(text)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text, "other": text}) + "\n" for text in TEXTS))
     return folder
 
 
@@ -103,9 +103,12 @@ def test_a_file_that_is_half_written_goes_on_with_the_same_command(folder, vecto
     other = model_config("flash", **{**MODEL, "rope_base": 500.0})  # the same weights
     (tmp_path / "other").mkdir()
     write_checkpoint(tmp_path / "other", random_model(other), byte_tokenizer())
-    (folder / "texts.jsonl").touch()
-    for model, more in ((tmp_path / "other", []), (folder / "model", ["--max-tokens", 5]), (folder / "model", [])):
+    for model, more in ((tmp_path / "other", []), *((folder / "model", each) for each in (
+            ["--max-tokens", 5], ["--precision", "bfloat16"], ["--text-field", "other"], ["--pair-field", "other"],
+            ["--encoding", "ascii"]))):
         assert_refused(*call("embed", model, *asked[2:], tmp_path / "w.npy", *more)[::2], 2, "unfinished", "w.npy.part")
+    (folder / "texts.jsonl").touch()
+    assert_refused(*call(*asked, tmp_path / "w.npy")[::2], 2, "unfinished", "w.npy.part")
 
 
 def test_an_output_that_another_process_wrote_meanwhile_is_kept(folder, tmp_path, call, monkeypatch):

@@ -65,6 +65,8 @@ def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: Lang
     assert together != generate(model, prompts, max_new_tokens=25, temperature=0.9, seed=4)
     first = generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=25, temperature=0.9, seed=3)  # type: ignore
     assert together[:1] == first
+    same = generate(model, [[1, 2, 3]] * 2, max_new_tokens=25, temperature=0.9, seed=3)
+    assert same[0] == first[0] != same[1]  # each row draws from its own generator
 
 
 def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: LanguageModel,

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import tracemalloc
@@ -19,7 +20,7 @@ from command_line import Call, assert_refused
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.errors import DataError, UsageError
 from lineartime.model import LanguageModel
-from lineartime.scoring import open_state, score
+from lineartime.scoring import ScoringState, open_state, score
 from made_documents import write_model
 from tiny_models import CONFIGS, random_model
 
@@ -129,6 +130,29 @@ def test_a_stopped_command_goes_on(call: Call, tmp_path: Path, warm_command: lis
     for ours, theirs in zip(map(json.loads, found.splitlines()), map(json.loads, expected.splitlines()), strict=True):
         near = {name: pytest.approx(theirs[name], abs=2e-3) for name in ("bits", "bits_per_byte")}
         assert ours == theirs | near
+
+
+def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
+    """With a tokenizer whose tokens are no bytes."""
+    (text := tmp_path / "text").write_text("It was a dark and stormy night.\n")
+    _, out, err = call("score", "small", text, "--per", "token", "--json")
+    rows = [json.loads(row) for row in out.splitlines()]
+    bits, n_bytes = (sum(row[name] for row in rows) for name in ("bits", "bytes"))
+    found = re.search(r"([\d.]+) bits per byte, perplexity ([\d.]+) per token", err)
+    assert found is not None and n_bytes == 32 > 2 * len(rows)
+    assert [*map(float, found.groups())] == pytest.approx([bits / 32, 2 ** (bits / len(rows))], abs=0.06)
+    assert all(row["bits_per_byte"] == pytest.approx(row["bits"] / row["bytes"], abs=1e-3) for row in rows)
+
+
+def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a process that is killed."""
+    saved: list[int] = []
+    monkeypatch.setattr("lineartime.cli.score.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(ScoringState, "save", lambda self, path: saved.append(self.n_read))
+    write_model(model := tmp_path / "model")
+    (book := tmp_path / "book").write_bytes(b"a line\n" * 10_000)
+    assert call("score", model, book, "--state", tmp_path / "state")[0] == 0
+    assert saved == [1 << 16, 70_000, 70_000]
 
 
 def test_what_came_before_a_wrong_byte_is_kept(call: Call, tmp_path: Path) -> None:

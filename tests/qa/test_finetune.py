@@ -159,6 +159,8 @@ def test_the_same_command_says_complete_and_another_is_refused(folder, done, cal
     assert code == 0 and "complete" in out
     for more in (["--learning-rates", "1e-2"], ["--set", "seed=1"], ["--negatives", "1"]):
         assert_refused(*call(*arguments(folder, done, *more))[::2], 2, "another fine-tuning is here")
+    assert call(*command(folder / "prepared", folder / "second", causal="false", steps=3, seed=1))[0] == 0
+    assert_refused(*call(*arguments(folder, done, run="second"))[::2], 2, "another fine-tuning is here")
     assert_refused(*call(*arguments(folder, folder / "pretrained"))[::2], 2, "another run is here")
     whole = (folder / "dev.json").read_text()
     (folder / "dev.json").write_text(whole.replace("lives in town 102.", "lives in town 102. So it is."))
@@ -206,6 +208,9 @@ def test_answer_says_what_and_where(done, call, tmp_path):
         code, printed, _ = call(*ask, "--document", tmp_path / "long.txt", "--json", "--batch-rows", rows)
         found = json.loads(printed)
         assert code == 0 and text[found["start"] : found["stop"]] == found["answer"] and found["windows"] > 5
+    one = json.loads(call(*ask, "--document", tmp_path / "long.txt", "--json", "--max-answer-tokens", 1)[1])
+    _, offsets = lineartime.load_model(done)[1].encode_with_offsets(text)
+    assert ((offsets[:, 0] < one["stop"]) & (offsets[:, 1] > one["start"])).sum() == 1
     code, out, _ = call(*ask, "--document", "-", stdin=text)
     assert code == 0 and f"answer   {found['answer']}" in out and f"[{found['answer']}]" in out
     assert f"characters {found['start']:,} to {found['stop']:,}" in out
@@ -264,6 +269,7 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, call, mo
             ([folder / "pretrained", "--questions", dev], 2, "not fine-tuned"), ([done], 2, "--data"),
             ([done, "--questions", dev, "--data", folder / "prepared"], 2, "--questions and --data; leave one out"),
             ([done, "--questions", dev, "--split", "test"], 2, "--questions and --split; leave one out"),
+            ([done, "--data", folder / "prepared"], 2, "this model answers questions"),
             ([done, "--data", folder / "prepared", "--stride", 9], 2, "--stride goes with --questions")):
         assert_refused(*call("evaluate", *arguments)[::2], code, words)
     with monkeypatch.context() as patch:  # before the model answers

@@ -89,6 +89,9 @@ def test_a_mixture_has_its_words_and_bytes_by_weight(stream: TokenStream) -> Non
     """Of four tokens three are the first's, with 4 bytes and 2 / 5 words each; one of the second has 2 and 1 / 3."""
     both = mixed([Evaluation(10, 20.0, 4, 40, []), Evaluation(30, 90.0, 10, 60, [])], (3, 1))
     assert both == Evaluation(40, pytest.approx(40 * 2.25), round(40 * (0.3 + 1 / 12)), 40 * 3.5, [])
+    blocks = mixed([Evaluation(10, 20.0, 0, 0, [(1, 32, 1.0)], 50),
+                    Evaluation(30, 90.0, 0, 0, [(1, 32, 5.0), (33, 64, 2.0)], 70)], (3, 1))
+    assert blocks.loss_by_position == [(1, 32, 2.0), (33, 64, 2.0)] and blocks.n_read == 120
     assert both.bits_per_byte == pytest.approx(2.25 / math.log(2) / 3.5)
     model, twice, told = tiny_flash(stream, 32), Mixture((stream, stream), (1, 1)), []
     evaluate_data(model, twice, max_tokens=256, batch_rows=1, progress=told.append)

@@ -303,6 +303,8 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     assert scores["loss"] == pytest.approx(0.75 * a + 0.25 * b) and a != b
     lines = [line["held_out"] for line in read_metrics(tmp_path / "whole") if "held_out" in line]
     assert lines and all(set(line["by_source"]) == set(each) for line in lines)
+    assert {name: scored["loss"] for name, scored in lines[-1]["by_source"].items()} == pytest.approx(
+        {name: scored["loss"] for name, scored in each.items()})
     assert steps_saved(tmp_path / "whole") == 6
     twice = {**given, "data": f"{root}/a/prepared:0.5,{root}/./a/prepared:0.5"}
     assert begun(root, tmp_path / "twice", **twice).scores["held_out"]["loss"] > 1
@@ -312,6 +314,9 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     card = (tmp_path / "export/README.md").read_text()
     assert code == 0, err
     assert "75 % of the rows: " in card
+    epochs = [6 * 128 * share / open_split(root / name / "prepared", "train").n_tokens
+              for name, share in (("a", 0.75), ("b", 0.25))]
+    assert f": {epochs[0]:.2f} and {epochs[1]:.2f} times the text" in card
     assert re.search("lineartime train --from WEIGHTS --size [a-z]+ --data DATA1:3,DATA2:1 --out RUN", card)
     assert str(root) not in card
 

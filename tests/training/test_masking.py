@@ -134,14 +134,15 @@ def test_mask_and_separator_in_a_document_are_text(how, special, tmp_path):
     assert np.isin(ids, special).sum() == 2 and ids[0] == ids[-1] == special[0]
 
 
-def test_a_tokenizer_that_reads_a_mask_out_of_text_is_refused(tmp_path):
+@pytest.mark.parametrize("token", ["[MASK]", "[SEP]"])
+def test_a_tokenizer_that_reads_a_mask_out_of_text_is_refused(token, tmp_path):
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
-    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "[MASK]": 2}, unk_token="[UNK]"))
+    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, token: 2}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.txt").write_text("a [MASK] a")
+    (tmp_path / "a.txt").write_text(f"a {token} a")
     with pytest.raises(DataError, match=r"reads \[MASK\] or \[SEP\] out of text"):
         prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer=tmp_path / "tokenizer.json", mlm=True)
     assert not (tmp_path / "data").exists()

@@ -434,6 +434,19 @@ def test_when_memory_runs_out_the_settings_that_take_it_are_named(error, kind, w
         run_fit(data, tmp_path / "run", steps=3)
 
 
+def test_when_the_compiler_fails_it_is_said_how_to_go_on_without(data, tmp_path, monkeypatch):
+    class Failed(RuntimeError):
+        __module__ = "torch._inductor.exc"
+
+    def losses(model, rows, ranks):
+        raise Failed("no C compiler\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+    monkeypatch.setattr(LanguageModel, "compile_layers", lambda self: None)
+    monkeypatch.setattr(objectives, "token_losses", losses)
+    with pytest.raises(ResourceError, match=r"^torch.compile failed: no C compiler; set compile = false$"):
+        run_fit(data, tmp_path / "run", steps=3, compile=True)
+
+
 def test_with_little_memory_it_ends_in_one_line(data, processes, tmp_path):
     # The projection of 131,072 tokens, what attention keeps of it and their gradients are more than this.
     sizes = {"context": 256, "tokens_per_step": 512 * 256, "steps": 2, "warmup_steps": 1}
