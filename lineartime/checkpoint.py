@@ -458,10 +458,11 @@ def lock(run_dir: Path) -> Iterator[None]:
                             "wait until it ends, or choose another folder") from None
     except OSError as error:
         raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
-    with os.fdopen(descriptor, "r+") as file:
-        file.truncate()
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        print(f"pid {os.getpid()} on host {socket.gethostname()} since {since}", file=file, flush=True)
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    with os.fdopen(descriptor, "rb+", buffering=0) as file:
+        with contextlib.suppress(OSError):  # for people alone; a full disk is told by what needs it
+            file.truncate()
+            file.write(f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode())
         yield
 
 

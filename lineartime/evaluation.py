@@ -75,11 +75,12 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         by_position = [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]
         if self.n_read is not None:  # masked tokens are no text, so there is no score per byte or per word
-            return {"masked": True, "loss": self.loss, "perplexity": self.perplexity, "n_tokens": self.n_tokens,
-                    "n_read": self.n_read, "loss_by_position": by_position}
-        scores = {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
-                  "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
-                  "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
+            scores = {"masked": True, "loss": self.loss, "perplexity": self.perplexity, "n_tokens": self.n_tokens,
+                      "n_read": self.n_read, "loss_by_position": by_position}
+        else:
+            scores = {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
+                      "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
+                      "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
         return {name: None if value == math.inf else value for name, value in scores.items()}  # JSON has no infinity
 
 
@@ -126,18 +127,20 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     stacked = ([np.stack(part) for part in zip(*batch, strict=True)]
                for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows))
     # A loss goes to its position in the row. Of masked tokens there are losses at some positions only.
-    for batch, losses in scored(model, stacked, precision, ranks):
-        asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
-        losses_BT: np.ndarray = np.zeros(asked_BT.shape)
-        losses_BT[asked_BT] = losses.flatten()
-        nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
-        count_T[: losses_BT.shape[1]] += asked_BT.sum(0)
-        n_read += asked_BT.size
-        if progress is not None:
-            progress(n_read)
-        if max_tokens is not None and n_read >= max_tokens:
-            break
-    model.train(was_training)
+    try:
+        for batch, losses in scored(model, stacked, precision, ranks):
+            asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
+            losses_BT: np.ndarray = np.zeros(asked_BT.shape)
+            losses_BT[asked_BT] = losses.flatten()
+            nll_T[: losses_BT.shape[1]] += losses_BT.sum(0)
+            count_T[: losses_BT.shape[1]] += asked_BT.sum(0)
+            n_read += asked_BT.size
+            if progress is not None:
+                progress(n_read)
+            if max_tokens is not None and n_read >= max_tokens:
+                break
+    finally:
+        model.train(was_training)
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
@@ -175,7 +178,7 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
 def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:
     """The evaluations of several texts as one. Their losses are averaged by weight, their words and bytes in proportion
     to the tokens. A block of positions is averaged over the texts that are long enough to have it."""
-    total = sum(weights)
+    total = sum(weight for weight, each in zip(weights, evaluations, strict=True) if each.n_tokens) or 1
     n_tokens = sum(each.n_tokens for each in evaluations)
 
     def share_of(name: str) -> float:

@@ -14,6 +14,7 @@ from lineartime.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Past, entering_states, product, read_states, with_past
+from lineartime.settings import require
 
 
 class Cache:
@@ -179,6 +180,8 @@ class KeyValueCache(Cache):
         # A graph computes it each time: it may not depend on how long rows were before. A gradient needs a new one too.
         if self.bias_L is None or torch.compiler.is_exporting() or torch.is_grad_enabled() or len(self.bias_L) < length:
             self.bias_L = bias_table(rel_pos_bias, self.k_BL.shape[1])
+        require(torch.compiler.is_exporting() or length <= len(self.bias_L), "row longer than the position table",
+                f"{length} tokens, the table has {len(self.bias_L)}", "make it with a larger context")
         return self.bias_L[self.bias_L.shape[0] - length :]
 
 

@@ -88,7 +88,9 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
 
     heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling "written" the gates
     of the linear keys."""
-    if inputs.single_token and (inputs.window is not None or not v_BNE.requires_grad):  # it writes in place
+    heads, bias = list(heads), [] if rel_pos_bias is None else rel_pos_bias.parameters()
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (v_BNE, *heads, *bias))
+    if inputs.single_token and (inputs.window is not None or not wants_gradient):  # it writes in place
         return extend_by_one(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c

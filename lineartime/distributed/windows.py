@@ -6,6 +6,7 @@ its gradient needs the gradients that the windows after it give to those states.
 the order of the row, without a gradient, for their states; then from the last to the first, each with its gradient. The
 sum is the gradient of the whole row, to rounding."""
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,8 @@ from lineartime.distributed.ranks import RENDEZVOUS, Ranks
 
 GROUP = "windows of a row"
 """In place of a process group's name. Always the same, for compiled code depends on it."""
+ONE_AT_A_TIME = threading.Lock()
+"""Threads that train share the name, and would read each other's states."""
 
 
 def differentiate_windows(read: Callable[[Ranks], object], loss: Callable[[Ranks], Tensor], n: int) -> Tensor:
@@ -23,24 +26,25 @@ def differentiate_windows(read: Callable[[Ranks], object], loss: Callable[[Ranks
     read(window) computes the model's layers for a window, loss(window) the same and a loss of shape `[]`. The window is
     given as a rank among all. For causal models, without activation checkpointing."""
     windows = [Ranks(i, n, GROUP) for i in range(n)]
-    carried = RENDEZVOUS[GROUP] = Carried(n)  # `ranks.gather` finds it by the group's name
     losses = []
-    try:
-        with torch.no_grad():  # the states: the last window hands on none
-            for window in windows[:-1]:
+    with ONE_AT_A_TIME:
+        carried = RENDEZVOUS[GROUP] = Carried(n)  # `ranks.gather` finds it by the group's name
+        try:
+            with torch.no_grad():  # the states: the last window hands on none
+                for window in windows[:-1]:
+                    carried.place = 0
+                    read(window)
+            n_forward = len(carried.given)
+            for window in reversed(windows):
                 carried.place = 0
-                read(window)
-        n_forward = len(carried.given)
-        for window in reversed(windows):
-            carried.place = 0
-            loss_of_window = loss(window)  # its exchanges are those of the first reading again
-            loss_of_window.backward()  # and then as many, of gradients
-            assert carried.place == 2 * n_forward, f"window {window.rank} left out an exchange"
-            losses.append(loss_of_window.detach())
-            for of_windows in carried.given[:n_forward]:  # no window before it reads them
-                of_windows[window.rank] = None
-    finally:
-        del RENDEZVOUS[GROUP]
+                loss_of_window = loss(window)  # its exchanges are those of the first reading again
+                loss_of_window.backward()  # and then as many, of gradients
+                assert carried.place == 2 * n_forward, f"window {window.rank} left out an exchange"
+                losses.append(loss_of_window.detach())
+                for of_windows in carried.given[:n_forward]:  # no window before it reads them
+                    of_windows[window.rank] = None
+        finally:
+            del RENDEZVOUS[GROUP]
     return torch.stack(losses[::-1])
 
 

@@ -1,6 +1,7 @@
 """Decoding is the parallel forward: at every position, for every split, for rows of any lengths, in constant memory."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,13 @@ from lineartime.attention.combiner import RowCache
 from lineartime.attention.performer import PrefixState
 from lineartime.config import PRESETS, ModelConfig
 from lineartime.decoding.cache import ChunkState, KeyValueCache
+from lineartime.decoding.inputs import DecodeInputs
 from lineartime.decoding.state import DecodingState
 from lineartime.errors import UsageError
+from lineartime.gau import GatedAttentionUnit
 from lineartime.generation import cuda_graph, generate
 from lineartime.generation.cuda_graph import CapturedStep
+from lineartime.layers import sequence_info
 from lineartime.model import LanguageModel
 from marks import rest
 from tiny_models import (
@@ -47,14 +51,19 @@ def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor
     return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state)
 
 
-@pytest.mark.parametrize(("name", "width"), [
-    ("flash", 99), ("flash+", 99), ("flash+", 1), ("mc-tfm++", 1), ("flash-quad", 1), ("transformer++", 3),
-    ("performer", 1)])
-def test_what_is_read_into_a_state_has_gradients(name: str, width: int) -> None:
+@pytest.mark.parametrize(("name", "width", "trained"), [
+    ("flash", 99, ""), ("flash+", 99, ""), ("flash+", 1, ""), ("mc-tfm++", 1, ""), ("flash-quad", 1, ""),
+    ("transformer++", 3, ""), ("performer", 1, ""), ("flash", 1, "gamma"), ("flash", 1, "rel_pos_bias"),
+    ("flash+", 1, "key_conv"), ("mc-tfm++", 1, "gamma")])
+def test_what_is_read_into_a_state_has_gradients(name: str, width: int, trained: str) -> None:
+    """Also where values have none."""
     model, ids_BT = random_model(with_documents(name)), random_ids(2, 3 * CHUNK + 2) % 12 + 1
+    learning = [p for name, p in model.layers.named_parameters() if trained in name]
+    for p in model.parameters():
+        p.requires_grad_(any(p is each for each in learning))
     state = model.decoding_state(2)
     read_BTD = torch.cat([extend(model, part_BN, state) for part_BN in ids_BT.split(width, 1)], 1)
-    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), [*model.layers.parameters()])
+    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), learning)
                      for x_BTD in (read_BTD, model.hidden(ids_BT)))
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(found, wanted, strict=True))
 
@@ -345,3 +354,14 @@ def test_the_end_of_a_table(name: str) -> None:
     x_BND = model.extend(ids_BT[:, :1], torch.tensor([0, 1]), state)
     alone_BT = torch.cat([ids_BT[1, :3], ids_BT[1, -1:], ids_BT[1, :1]])[None]
     assert difference(x_BND[1], model.hidden(alone_BT)[0, -1:]) <= 1e-12
+
+
+@torch.no_grad()
+def test_a_layer_alone_refuses_the_token_behind_its_table() -> None:
+    layer, x_BTD = GatedAttentionUnit(d_model=16, query_key_dim=8, context=4), torch.randn(1, 5, 16)
+    cache, zero_B = layer.empty_cache(1), torch.tensor([0])
+    for t in range(5):
+        inputs = DecodeInputs(zero_B + t, zero_B, zero_B + 1, torch.zeros(1, 1, dtype=torch.bool))
+        info = sequence_info(layer.config, inputs.position_BN, x_BTD.dtype)
+        with pytest.raises(UsageError, match="5 tokens, the table has 4") if t == 4 else nullcontext():
+            layer.extend(x_BTD[:, t : t + 1], None, info, inputs, cache)

@@ -1,5 +1,7 @@
 """A row in windows: the gradient of the whole row, faults, memory, compiled code, a run, refusals."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -42,6 +44,14 @@ def test_the_gradient_is_that_of_the_whole_row(name):
     for n_windows in (2, 3, 4):
         error = error_of(gradient_of(model, n_windows), whole)
         assert error < 1e-12, n_windows
+
+
+def test_two_threads_do_not_read_each_others_states():
+    models = [model_of("flash", True, end_of_document=0) for _ in range(2)]
+    wanted = gradient_of(models[0], 4)
+    with ThreadPoolExecutor(2) as pool:
+        for several in pool.map(lambda model: [gradient_of(model, 4) for _ in range(10)], models):
+            assert max(error_of(found, wanted) for found in several) < 1e-12
 
 
 def most_kept(model, n_windows, rows_BL):

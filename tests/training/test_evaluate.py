@@ -62,6 +62,9 @@ def test_training_can_use_what_a_model_keeps_from_scoring(stream: TokenStream) -
     model.register_forward_hook(lambda *_: seen.append(torch.is_inference_mode_enabled() or torch.is_grad_enabled()))
     evaluate(model, stream)
     assert seen and not any(seen)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(model.train(), stream, progress=lambda _: 1 // 0)
+    assert model.training  # as it was
 
 
 @pytest.mark.parametrize("max_tokens", [256, 960, 10**6])
@@ -92,6 +95,9 @@ def test_a_mixture_has_its_words_and_bytes_by_weight(stream: TokenStream) -> Non
     blocks = mixed([Evaluation(10, 20.0, 0, 0, [(1, 32, 1.0)], 50),
                     Evaluation(30, 90.0, 0, 0, [(1, 32, 5.0), (33, 64, 2.0)], 70)], (3, 1))
     assert blocks.loss_by_position == [(1, 32, 2.0), (33, 64, 2.0)] and blocks.n_read == 120
+    nothing = Evaluation(0, 0.0, 0, 0, [], 5)  # so short a text may have no masked token
+    assert mixed([nothing, Evaluation(9, 27.0, 0, 0, [], 60)], (1, 1)).loss == pytest.approx(3)
+    assert Evaluation(1, 1e4, 0, 0, [], 9).to_dict()["perplexity"] is None  # JSON has no infinity
     assert both.bits_per_byte == pytest.approx(2.25 / math.log(2) / 3.5)
     model, twice, told = tiny_flash(stream, 32), Mixture((stream, stream), (1, 1)), []
     evaluate_data(model, twice, max_tokens=256, batch_rows=1, progress=told.append)
