@@ -26,7 +26,7 @@ from benchmarks.append import append_json_lines, rows_in
 from lineartime.errors import LineartimeError
 from lineartime.release.provenance import provenance
 from lineartime.runtime import available_bytes, bytes_of, choose_settings, peak_bytes
-from lineartime.settings import require, require_precision
+from lineartime.settings import PRECISIONS, require, require_name
 from lineartime.training import out_of_memory
 
 Progress = Callable[[str], None]
@@ -120,7 +120,7 @@ def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> 
 def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
     """Raise UsageError for an unknown type, and where a number is below 1."""
     for precision in precisions:
-        require_precision(precision)
+        require_name("precision", precision, PRECISIONS)
     require(min(counts.values()) >= 1, "nothing to measure",
             ", ".join(f"{name} = {count:,}" for name, count in counts.items()), "they take whole numbers from 1")
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lineartime.data.tokens import open_split
     from lineartime.documents.classify import classify
     from lineartime.documents.embed import embed
+    from lineartime.errors import LineartimeError
     from lineartime.evaluation import evaluate
     from lineartime.finetune_config import FineTuning
     from lineartime.finetuning import finetune
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "ModelConfig",
-           "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate", "evaluate_questions", "finetune",
-           "generate", "load_classifier", "load_model", "load_span_model", "measure_context_use", "model_config",
-           "model_folder", "open_split", "prepare", "read", "read_questions", "score", "train"]
+__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel",
+           "LineartimeError", "ModelConfig", "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate",
+           "evaluate_questions", "finetune", "generate", "load_classifier", "load_model", "load_span_model",
+           "measure_context_use", "model_config", "model_folder", "open_split", "prepare", "read", "read_questions",
+           "score", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
          "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
          "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
@@ -41,7 +43,7 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "generate": "generation.generate", "read": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
          "evaluate_questions": "qa.spans", "model_folder": "model_names", "embed": "documents.embed",
-         "classify": "documents.classify", "load_classifier": "load", "score": "scoring"}
+         "classify": "documents.classify", "load_classifier": "load", "score": "scoring", "LineartimeError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from lineartime.distributed.ranks import ALONE, Ranks
 from lineartime.errors import DataError, NumericsError
 from lineartime.evaluation import batches, scored
 from lineartime.model import LanguageModel
-from lineartime.settings import require, require_precision
+from lineartime.settings import PRECISIONS, require, require_name
 
 TOKENS_AT_ONCE = 1 << 15
 """Rows are scored together up to this many tokens."""
@@ -77,7 +77,7 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     at another context; nothing checks it. ranks: see `evaluate`. progress counts tokens read. Raises UsageError for
     wrong contexts or a model that is not causal, DataError if no document is long enough, NumericsError for a loss that
     is not finite."""
-    require_precision(precision)
+    require_name("precision", precision, PRECISIONS)
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,

@@ -25,7 +25,7 @@ from lineartime.model import (
     masked_token_losses,
     token_losses,
 )
-from lineartime.settings import require, require_precision
+from lineartime.settings import PRECISIONS, require, require_name
 
 Row = TypeVar("Row")
 
@@ -115,7 +115,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
     called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
     without the [MASK] that the model needs; NumericsError for a loss that is not finite."""
-    require_precision(precision)
+    require_name("precision", precision, PRECISIONS)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     was_training = model.training
     model.eval()
@@ -204,6 +204,8 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
             f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
     require(context <= MOST_CONTEXT, "the context is too long", f"context = {context}", f"at most {MOST_CONTEXT:,}")
     model.check_length(context)
+    require(stream.vocab_size <= model.config.vocab_size, "the data have more tokens than the model",
+            f"{stream.vocab_size:,} and {model.config.vocab_size:,}", "prepare them with the model's --tokenizer")
     return context, min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
 
 

@@ -97,6 +97,7 @@ class LanguageModel(nn.Module):
                      ranks: Ranks) -> tuple[Tensor, Places, SequenceInfo]:
         """Rows as the layers take them, ids_BL first, from the arguments of `forward`. Raises UsageError as `hidden`
         does."""
+        require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)

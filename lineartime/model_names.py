@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lineartime.data.files import cached, is_address, reading, store_of
 from lineartime.errors import UsageError
+from lineartime.run_files import best_run
 from lineartime.settings import require, require_name
 
 MODELS = Path(__file__).parent / "models"
@@ -44,7 +45,7 @@ def weights_folder(name: str) -> Path:
     """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
     newest checkpoint that has a configuration. Of an address all but the weights are there. Raises UsageError if there
     is none."""
-    folder = copied(name, (".json",)) if is_address(name) else named_folder(name)
+    folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
     saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for each in (folder, *saved):
         if (each / "config.json").is_file():

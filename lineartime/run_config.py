@@ -191,6 +191,7 @@ def check_names(settings: dict[str, Any]) -> None:
     for other in ("model", "task"):
         require(not {other, "from"} <= settings.keys(), "weights have their own model",
                 f"{other} = {settings.get(other)}, from = {settings.get('from')}", "leave one out")
+    require_name("model", settings.get("model", "flash"), PRESETS)
     require(settings.get("data", "") != "", "training needs text", "no data is named",
             "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "training needs a folder for the run", "none is named",

@@ -22,7 +22,7 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.decoding.state import DecodingState, load_state, model_sha256, save_state
 from lineartime.errors import CheckpointError, NumericsError
 from lineartime.model import LanguageModel
-from lineartime.settings import require, require_name, require_precision
+from lineartime.settings import PRECISIONS, require, require_name
 
 SHOWN, WINDOW = 80, 2048
 """A row shows at most so many characters of its line; the model reads about so many tokens at once, in whole chunks."""
@@ -140,7 +140,7 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
     block is asked for. keep: leave a last line without its end in the state, for more to come; else it is scored.
     name: for messages. Raises DataError for text that is not UTF-8, after the rows before it, NumericsError for bits
     that are not finite, UsageError for another `per`, and as `open_state` does."""
-    require_precision(precision)
+    require_name("precision", precision, PRECISIONS)
     require_name("row", per, ("line", "token", "document"))
     state = open_state(model, tokenizer) if state is None else state
 

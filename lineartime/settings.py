@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from lineartime.errors import UsageError
 
+PRECISIONS = ("float32", "bfloat16")
+
 
 def require(condition: bool, what: str, where: str, todo: str | None = None) -> None:
     """Raise UsageError(what, where, todo) unless the condition holds."""
@@ -26,12 +28,6 @@ def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
     if name not in valid:
         near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
         raise UsageError(f"unknown {kind}", name, f"did you mean {near[0]}?" if near else f"one of {', '.join(valid)}")
-
-
-def require_precision(precision: str) -> None:
-    """Raise UsageError unless `precision` is "float32" or "bfloat16"."""
-    require(precision in ("float32", "bfloat16"), "wrong value", f"precision = {precision}",
-            "it takes float32 or bfloat16")
 
 
 def replace_fields(config: Any, fields: dict[str, Any]) -> Any:

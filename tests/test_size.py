@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = {"lineartime": 20_469, "benchmarks": 4_690, "studies": 960, "tests": 20_218}
+MOST = {"lineartime": 20_479, "benchmarks": 4_690, "studies": 960, "tests": 20_240}
 """The aim is 16,400, 3,500, 1,000 and 16,000."""
 
 

@@ -12,7 +12,7 @@ from lineartime.config import PRESETS, model_config, source_of
 from lineartime.data.files import exists, is_address, joined
 from lineartime.model_names import shipped_models, weights_folder
 from lineartime.run_config import read_config, run_config
-from lineartime.settings import describe_kind, field_text, replace_fields, require
+from lineartime.settings import describe_kind, field_text, replace_fields, require, require_name
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
@@ -43,6 +43,8 @@ def info(
     Of a model: its specification, the parameters of each part, training FLOPs per token and the size of its decoding
     state."""
     is_folder = model not in PRESETS and (model in shipped_models() or is_address(model) or Path(model).is_dir())
+    if not is_folder:
+        require_name("model or folder", model, PRESETS)
     is_data = is_folder and exists(joined(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     require(not is_data or not settings, "--set takes a model or a run", model, "leave out --set")

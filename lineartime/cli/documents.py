@@ -121,7 +121,7 @@ def write_results(verb: str, model: "LanguageModel", tokenizer: "Tokenizer", opt
             nonlocal n_tokens
             n_tokens = n
             terminal.count("documents", n_read, n_documents, speed())
-            stop.check(saved)
+            stop.check(saved if out is None or n_read or n_done else "no document is read; the command begins anew")
 
         # All are looked through first, so that a wrong document is refused before a model has read those before it.
         checked = stop.watch("nothing is read yet", terminal.count, "documents checked", None)

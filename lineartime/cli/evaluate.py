@@ -76,8 +76,10 @@ def evaluate(options: EvaluateOptions) -> None:
     if options.data is None:
         raise UsageError("evaluate needs prepared text", "evaluate",
                          "give --data DATA, or for a fine-tuned run --questions FILE")
+    from lineartime.data.mixture import read_mixture
     from lineartime.data.tokens import read_manifest
 
+    require(len(read_mixture(options.data)) == 1, "evaluate scores one text", options.data, "give one of its folders")
     read_manifest(options.data)  # refuses what is not prepared text, before torch is imported
     from lineartime.context_use import describe, measure_context_use
     from lineartime.evaluation import evaluate, load_with_split

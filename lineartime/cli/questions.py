@@ -40,7 +40,7 @@ def finetune(
     other = [name for name in given_options(plan) if name in OTHERS[plan.task]]
     other += ["--documents"] if of_questions and documents else []
     if other:
-        raise UsageError("this option is for another task", other[0], f"leave it out with --task {plan.task}")
+        raise UsageError(f"not an option of --task {plan.task}", other[0], "leave it out, or name another --task")
     if not plan.validation or not (plan.data if of_questions else documents):
         raise UsageError("options are missing", f"--task {plan.task}",
                          f"it takes --{'questions' if of_questions else 'documents'}, --validation and --out")

@@ -28,7 +28,7 @@ def read_mixture(text: str) -> dict[str, int]:
     if not SEVERAL.fullmatch(text) or Path(text).is_dir():
         require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
         return {text: 1}
-    named = [word.rpartition(":")[::2] for word in text.split(",")]
+    named = [word.strip().rpartition(":")[::2] for word in text.split(",")]
     require(len(dict(named)) == len(named), "a folder is named twice", text, "add its shares")
     require(all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", share) and float(share) > 0 for _, share in named),
             "a share is a positive number", text, "such as a:0.7,b:0.3")

@@ -19,7 +19,7 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.documents.examples import Example
 from lineartime.model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32, autocast_off
-from lineartime.settings import require, require_precision
+from lineartime.settings import PRECISIONS, require, require_name
 
 BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
 """So many batches of rows wait to be sorted by length, or so many that are full of tokens; a stop loses them."""
@@ -54,7 +54,7 @@ class Reading:
             value = getattr(self, name)
             require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
                     f"{name} = {value}", "it takes whole numbers from 1")
-        require_precision(self.precision)
+        require_name("precision", self.precision, PRECISIONS)
 
 
 def document_ids(tokenizer: Tokenizer, text: str, second: str | None = None,

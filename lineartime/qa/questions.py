@@ -60,6 +60,7 @@ def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Itera
     From files for the verified evaluation ("VerifiedEval") only the verified part is read. Raises DataError, with its
     place, for a record of another form, a missing file of evidence, and a repeated id."""
     seen: dict[str, str] = {}
+    names = [names] if isinstance(names, Name) else names
     for path in [path for name in names for path in expanded(name)]:
         empty = True
         for where, question in _read_file(path, evidence):

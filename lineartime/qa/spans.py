@@ -22,7 +22,7 @@ from lineartime.model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.qa.metrics import occurrences, score, words_of
 from lineartime.qa.questions import Question
-from lineartime.settings import require, require_precision
+from lineartime.settings import PRECISIONS, require, require_name
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
@@ -319,7 +319,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
     questions answered. The scores are "context", "windows", "loss" (nats per labelled window), "questions",
     "questions_without_document" and, if any question has an accepted answer, those of `metrics.score`. Raises
     UsageError for wrong values and a context that is too long, DataError for documents that cannot be read."""
-    require_precision(precision)
+    require_name("precision", precision, PRECISIONS)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,

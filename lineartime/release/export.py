@@ -13,7 +13,7 @@ from lineartime.atomic_io import read_text, remove_leftovers, system_errors, wri
 from lineartime.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
-from lineartime.data.files import Name, exists, is_address, uploaded
+from lineartime.data.files import Name, exists, is_address, is_folder, uploaded
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
@@ -58,6 +58,8 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
         needed = ["data_sha256", "from_sha256"] if "from" in description else ["data_sha256"]
         hashes = {name: description[name] for name in needed}
     named = str(data or description["data"])
+    for each in () if data else read_mixture(named):
+        require(is_folder(each), "the run's data are not here", each, "name their folder with --data")
     manifests = read_manifests(named)
     require(sha256_of(named, manifests) == hashes["data_sha256"], "this is not the run's data", named,
             f"give --data what the run was trained on; {run / RUN_FILE} has its hash")

@@ -63,5 +63,5 @@ def test_a_measurement_is_printed_and_kept(tmp_path: Path, monkeypatch: pytest.M
     assert code == 0 and "step: time of a step" in out and "round 2 of 2" in err, err
     assert [row["label"] for row in rows_in(tmp_path / "rows.jsonl")] == ["flash", "transformer++"]
     assert_refused(*call("step", "flash", "--contexts", "16,many", app=app)[::2], 2, "16,many")
-    for wrong, words in (("--repeats", "repeats = 0"), ("--precision", "precision = 0"), ("--threads", "threads = 0")):
+    for wrong, words in (("--repeats", "repeats = 0"), ("--precision", "precision: 0"), ("--threads", "threads = 0")):
         assert_refused(*call("step", "flash", wrong, "0", app=app)[::2], 2, words)

@@ -212,7 +212,10 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (3, ["not valid UTF-8", "bad.txt, byte 5"], ["generate", run, "--prompt-file", tmp_path / "bad.txt"]),
         (2, ["a stop text is empty"], ["generate", run, "x", "--stop", ""]),
         (2, ["--out"], ["plot", run, run]),
-        (2, ["the same label"], ["plot", f"a={run}", f"a={data}", "--out", tmp_path / "x"]),
+        (2, ["the same label", f"a={run}, a={data}"], ["plot", f"a={run}", f"a={data}", "--out", tmp_path / "x"]),
+        (2, ["unknown model or folder: nowhere"], ["info", "nowhere"]),
+        (2, ["unknown model: run.tml"], ["train", "run.tml"]),
+        (2, ["evaluate scores one text", f"{data}:2,{short}:1"], [*evaluate[:3], f"{data}:2,{short}:1"]),
     ]:
         got, _, err = call(*arguments)
         assert_refused(got, err, code, *words)

@@ -210,6 +210,8 @@ def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
                   {"padding_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
         with pytest.raises(UsageError, match="wrong shape"):
             model(ids_BT, **wrong)
+    with pytest.raises(UsageError, match="wrong shape of ids"):
+        model(ids_BT[0])
     for wrong in ({"segment_ids": ids_BT.T}, {"padding_mask": ids_BT[0]}):
         with pytest.raises(UsageError, match="wrong shape"):
             layer(model.embed(ids_BT), **wrong)

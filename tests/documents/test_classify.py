@@ -335,6 +335,7 @@ def test_classify_writes_what_python_says(folder, done, tmp_path, call, monkeypa
     code, out, err = call("classify", done, folder / "test-one.jsonl")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [row["label"] for row in rows] == [each.label for each in found], err
+    assert call("info", done)[0] == 0  # of the best
     assert [row["scores"] for row in rows] == [each.scores for each in found]
     with monkeypatch.context() as patch, pytest.raises(Died):
         patch.setattr(results, "write_rows", die)
@@ -391,7 +392,7 @@ def test_bad_input_is_one_line(folder, done, tmp_path, call):
     for option, value, words in (
             ("--labels", "many", "'many' is not one of"), ("--set", "chunk_size=8", "unknown setting of training"),
             ("--set", "eval_tokens=9", "all held-out texts are scored"),
-            ("--task", "classification", "is not one of 'questions'"), ("--stride", 3, "for another task"),
+            ("--task", "classification", "is not one of 'questions'"), ("--stride", 3, "not an option of --task cl"),
             ("--patience", 0, "patience = 0"), ("--max-tokens", 0, "max_tokens = 0"), ("--context", 1, "context = 1")):
         refuse(2, words, more=[option, value])
     (tmp_path / "taken").write_text("notes")

@@ -131,6 +131,16 @@ def test_what_is_no_text_is_refused(folder, texts, words):
         lineartime.embed(model, tokenizer, texts)
 
 
+def test_a_signal_before_the_first_row_keeps_nothing_and_says_so(folder, tmp_path, call, monkeypatch):
+    def stopped(*_, progress):
+        signal.raise_signal(signal.SIGTERM)
+        yield progress(9)
+
+    monkeypatch.setattr("lineartime.documents.pooling.named_means", stopped)
+    code, _, err = call("embed", folder / "model", folder / "texts.jsonl", "--out", tmp_path / "v.npy")
+    assert code == 143 and "no document is read; the command begins anew" in err and not [*tmp_path.iterdir()]
+
+
 def test_a_signal_keeps_what_is_read(folder, tmp_path, warm_command):
     (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": text * 30}) + "\n" for text in TEXTS * 100))
     line = [*warm_command, "embed", folder / "model", tmp_path / "many.jsonl", "--out", tmp_path / "v.npy"]

@@ -119,7 +119,7 @@ def test_evidence_may_lie_elsewhere(tmp_path):
     (tmp_path / "evidence").rename(tmp_path / "proof")
     with pytest.raises(DataError, match=r"no such file of evidence: .*Ada\.txt.*Data\[0\].*--evidence"):
         list(read_questions([path]))
-    (found,) = read_questions([path], tmp_path / "proof")
+    (found,) = read_questions(path, tmp_path / "proof")
     assert found.documents[0].text() == TEXT
 
 

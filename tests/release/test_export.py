@@ -280,12 +280,15 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call) -> None
     other, out = prepare_text(tmp_path / "text", first=40_000), tmp_path / "new" / "out"
     shutil.copytree(run, lost := tmp_path / "lost", symlinks=True)
     (lost / "run.json").write_text((run / "run.json").read_text().replace("data_sha256", "lost"))
+    shutil.copytree(run, moved := tmp_path / "moved", symlinks=True)
+    (moved / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"data": "not/here"}))
     for code, words, arguments in [
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
         (2, ["not a run"], [run / f"step-{SAVED:08d}", "--out", out]),
         (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
+        (2, ["the run's data are not here: not/here", "--data"], [moved, "--out", out]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
         (4, [f"damaged: {lost / 'run.json'}; 'data_sha256' is missing"], [lost, "--out", out]),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from lineartime.config import model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
-from lineartime.errors import NumericsError
+from lineartime.errors import NumericsError, UsageError
 from lineartime.evaluation import Evaluation, by_position, evaluate, evaluate_data, mixed
 from lineartime.model import LanguageModel
 
@@ -110,6 +111,8 @@ def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
     for ids in map(torch.from_numpy, eval_rows(stream, 32)):
         log_p = model(ids[None, :-1])[0].log_softmax(-1)
         nll -= log_p[torch.arange(len(ids) - 1), ids[1:]].sum().item()
+    with pytest.raises(UsageError, match="the data have more tokens than the model"):
+        evaluate(LanguageModel(replace(model.config, vocab_size=9, end_of_document=None)), stream)
     for batch_rows in (1, 3, 10**400):
         assert evaluate(model, stream, context=32, batch_rows=batch_rows).nll == pytest.approx(nll, rel=1e-12)
 

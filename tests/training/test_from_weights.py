@@ -258,7 +258,7 @@ def test_every_text_has_given_its_share_to_within_one_row(weights: list[int]) ->
 
 
 def test_a_mixture_is_read_from_one_word(tmp_path: Path) -> None:
-    assert [*read_mixture("a:0.7,b:0.3").items()] == [("a", 7), ("b", 3)] == [*read_mixture("a:70,b:30").items()]
+    assert [*read_mixture("a:0.7,b:0.3").items()] == [("a", 7), ("b", 3)] == [*read_mixture("a:70, b:30").items()]
     assert [*read_mixture("a:1,b:.5,c:0.25").items()] == [("a", 4), ("b", 2), ("c", 1)]
     assert read_mixture("C:/x") == {"C:/x": 1}
     (tmp_path / "a:1,b:2").mkdir()
