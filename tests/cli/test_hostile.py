@@ -161,7 +161,7 @@ def test_a_stdout_that_is_full_or_closed(tmp_path: Path, warm_command: list[str]
 
 def test_what_a_terminal_lacks_is_written_as_an_escape(tmp_path: Path, warm_command: list[str]) -> None:
     done = shell("lineartime info 'naïve東京'", PYTHONIOENCODING="latin-1")
-    assert done.returncode == 2 and done.stderr.startswith("error: unknown model: na")
+    assert done.returncode == 2 and done.stderr.startswith("error: unknown model or folder: na")
     markup = tmp_path / "[red]x[/red]"
     markup.mkdir(parents=True)
     (markup / "a.txt").write_text("text")

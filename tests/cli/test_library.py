@@ -58,8 +58,8 @@ def test_what_is_wrong_is_an_error_of_ours(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the model has no \[SEP\]"):
         lineartime.finetune(lineartime.FineTuning(lineartime.model_folder("small"), ("a",), ("b",), tmp_path / "out"))
     stream = lineartime.open_split(data, "validation")
-    for wrong in ({"precision": "float8"}, {"context": 0}, {"batch_rows": 0}):
-        with pytest.raises(UsageError, match="wrong value"):
+    for wrong, words in (({"precision": "float8"}, "unknown"), ({"context": 0}, "wrong"), ({"batch_rows": 0}, "wrong")):
+        with pytest.raises(UsageError, match=words):
             lineartime.evaluate(model, stream, **wrong)
 
 
