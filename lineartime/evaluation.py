@@ -114,7 +114,7 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     context of 8K; it changes only rounding, because sums are in float64. max_tokens: stop after about this many.
     precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
     called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
-    without the [MASK] that the model needs; NumericsError for a loss that is not finite."""
+    with more tokens than the model or without its [MASK]; NumericsError for a loss that is not finite."""
     require_name("precision", precision, PRECISIONS)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     was_training = model.training
