@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from lineartime.context_use import measure_context_use
     from lineartime.data.prepare import prepare
     from lineartime.data.tokens import open_split
-    from lineartime.documents.classify import classify
-    from lineartime.documents.embed import embed
     from lineartime.errors import LineartimeError
     from lineartime.evaluation import evaluate
     from lineartime.finetune_config import FineTuning
@@ -20,10 +18,11 @@ if TYPE_CHECKING:
     from lineartime.gau import GatedAttentionUnit
     from lineartime.generation.generate import generate, read
     from lineartime.generation.step import DecodeStep
-    from lineartime.load import load_classifier, load_model, load_span_model
+    from lineartime.load import load_model, load_span_model
     from lineartime.mhsa import FeedForward, MultiHeadAttention
     from lineartime.model import LanguageModel
     from lineartime.model_names import model_folder
+    from lineartime.pooling import embed
     from lineartime.qa.questions import read_questions
     from lineartime.qa.spans import evaluate_questions
     from lineartime.scoring import score
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel",
-           "LineartimeError", "ModelConfig", "MultiHeadAttention", "TrainConfig", "classify", "embed", "evaluate",
-           "evaluate_questions", "finetune", "generate", "load_classifier", "load_model", "load_span_model",
+           "LineartimeError", "ModelConfig", "MultiHeadAttention", "TrainConfig", "embed", "evaluate",
+           "evaluate_questions", "finetune", "generate", "load_model", "load_span_model",
            "measure_context_use", "model_config", "model_folder", "open_split", "prepare", "read", "read_questions",
            "score", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
@@ -42,8 +41,8 @@ _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", 
          "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
          "generate": "generation.generate", "read": "generation.generate", "DecodeStep": "generation.step",
          "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
-         "evaluate_questions": "qa.spans", "model_folder": "model_names", "embed": "documents.embed",
-         "classify": "documents.classify", "load_classifier": "load", "score": "scoring", "LineartimeError": "errors"}
+         "evaluate_questions": "qa.spans", "model_folder": "model_names", "embed": "pooling",
+         "score": "scoring", "LineartimeError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

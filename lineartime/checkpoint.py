@@ -62,9 +62,8 @@ Content = bytes | Mapping[str, Tensor]
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
-         files: Mapping[str, str], keep: int, spare: int | None = None, ranks: Ranks = ALONE) -> Path:
-    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones, but for that of
-    the step `spare`. The caller must hold `lock`.
+         files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
+    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones. The caller must hold `lock`.
 
     run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once). files: texts by
     file name. Each of several ranks writes its own files into one folder, which rank 0 makes and renames. An existing
@@ -93,7 +92,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         if ranks.is_first:
             _fsync_dir(run_dir)
             point(run_dir / "latest", target.name)
-            _retain(run_dir, step, keep, spare)
+            _retain(run_dir, step, keep)
         wait_for_all(ranks)
     except OSError as error:
         n_bytes = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
@@ -404,15 +403,15 @@ def point(link: Path, target: Path | str) -> None:
         _remove_leftovers(link.parent)
 
 
-def _retain(run_dir: Path, saved: int, keep: int, spare: int | None) -> None:
-    """Remove checkpoints older than the `keep` newest valid ones up to `saved`, which is valid, but not `spare`."""
+def _retain(run_dir: Path, saved: int, keep: int) -> None:
+    """Remove checkpoints older than the `keep` newest valid ones up to `saved`, which is valid."""
     valid = 1
     # A damaged checkpoint does not count, but is not removed before it is old: it may be all that somebody has.
     for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         if step < saved and valid < keep:
             valid += _run_of(path) is not None
-        elif step < saved and step != spare:
+        elif step < saved:
             _rename(path, _trash(path))
     _remove_leftovers(run_dir)
 

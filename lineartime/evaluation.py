@@ -18,8 +18,6 @@ from lineartime.errors import NumericsError, UsageError
 from lineartime.load import load_model
 from lineartime.masking import masked_rows
 from lineartime.model import (
-    DocumentClassifier,
-    DocumentEncoder,
     LanguageModel,
     SpanModel,
     masked_token_losses,
@@ -93,8 +91,6 @@ def load_with_split(run: Path, data: Name,
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
-    if isinstance(model, DocumentClassifier | DocumentEncoder):
-        raise UsageError("this model is for documents, not for text", run, "its scores are in report.md")
     stream = open_split(data, split)
     if stream.tokenizer_sha256 != tokenizer.sha256:
         raise UsageError("the run and the data have different tokenizers",

@@ -1,7 +1,6 @@
-"""Fine-tuning: a pretrained model learns a downstream task, once per learning rate, and the best run is kept.
+"""Fine-tuning: a pretrained model learns to find answers, once per learning rate, and the best run is kept.
 
-`DIR/lr-1e-04`, ... are ordinary runs. `DIR/result.json` names the best of them, `DIR/best` is a link to it.
-`qa.finetune` and `documents.tasks` say what a task is: its data, its loss, its scores and what it writes."""
+`DIR/lr-1e-04`, ... are ordinary runs. `DIR/result.json` names the best of them, `DIR/best` is a link to it."""
 
 import json
 import logging
@@ -17,8 +16,7 @@ from lineartime import checkpoint
 from lineartime.atomic_io import write_json
 from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.distributed.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
-from lineartime.documents.tasks import DocumentTask
-from lineartime.finetune_config import FineTuning, in_words, name_of
+from lineartime.finetune_config import FineTuning, name_of
 from lineartime.load import load_model
 from lineartime.model import LanguageModel
 from lineartime.qa.finetune import PREDICTIONS_FILE, QuestionTask
@@ -28,20 +26,7 @@ from lineartime.run_files import RESULT_FILE, RUN_FILE, read_fine_tuning
 from lineartime.runtime import pick_device
 from lineartime.settings import require
 from lineartime.training import Callbacks, Progress, Setup, StopSignal, fit_once
-from lineartime.weights.transfer import is_flash, load_step
-
-FINE_TUNINGS: dict[str, type[QuestionTask] | type[DocumentTask]] = {
-    "questions": QuestionTask, "classify": DocumentTask, "embed": DocumentTask}
-"""What a model can learn. A task has
-
-- `config` of the new model, `new_model(seed)` with the pretrained weights and a drawn head, and its `files()`;
-- `read()`, which reads the data and returns the number of rows to train on; after that `facts`, what a run depends on
-  beside the configurations, and `result_facts`, what the result depends on too;
-- `objective(run, ranks)`: what `fit` trains on and scores by, an `objectives.Objective`;
-- `patience`: a run ends after so many held-out scorings without a better score or loss, and its best step counts; None:
-  it goes on to its last step, which counts;
-- `score(run, model, ranks)`: all held-out scores of a trained model; `rank(scores)`: a tuple, largest for the best run;
-- `finish(best, rates, device, ranks)`, which writes into the folder and returns what the result has besides."""
+from lineartime.weights.transfer import is_flash
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +43,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     rank_timeout: see `train`. Raises UsageError for a wrong pretrained model, wrong settings or a folder with another
     fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model` and `fit_once` do."""
     stop, out = stop or StopSignal(), plan.out
-    require(bool(plan.data and plan.validation), "files are missing", f"task = {plan.task}", "give data and validation")
+    require(bool(plan.data and plan.validation), "files are missing", "finetune", "give data and validation")
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
     require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
     picked = pick_device(device)
@@ -68,10 +53,10 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         saved = "what is trained is saved" if out.exists() else "nothing is trained yet"
         return stop.watch(f"{saved}; the same command goes on", progress, what, total, ranks)
 
-    task = FINE_TUNINGS[plan.task](plan, loaded, watch)
+    task = QuestionTask(plan, loaded, watch)
     runs_of(plan, task.config, 1 << 40)  # wrong settings are refused before the data are read
     runs = runs_of(plan, task.config, task.read())
-    settings = {**task.facts, **task.result_facts, "model": to_dict(task.config),
+    settings = {**task.facts, "model": to_dict(task.config),
                 "train": {name: to_dict(run.train) for name, run in runs.items()}}
     # One process at a time has the folder. A complete one is only compared; else its runs begin, or go on, in order.
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
@@ -87,11 +72,9 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
         for name, run in runs.items():
             logger.info(f"learning rate {name}")
             rates[name] = train_rate(task, run, picked, Callbacks(stop, on_step))
-            step = rates[name].get("best_step", run.train.steps)
-            scores = rates[name].get("held_out", rates[name])
-            logger.info(f"  {in_words(scores)}, held out, step {step:,} of {run.train.steps:,}")
-        best = max(rates, key=lambda name: task.rank(rates[name]))
-        result = {"best": f"lr-{best}", "learning_rates": rates, **task.finish(runs[best], rates, picked, ranks),
+            logger.info(f"  EM {rates[name]['exact_match']:6.2f}  F1 {rates[name]['f1']:6.2f}, held out")
+        best = max(rates, key=lambda name: (rates[name]["f1"], rates[name]["exact_match"]))
+        result = {"best": f"lr-{best}", "learning_rates": rates, "train_questions": task.train.counts,
                   "fine_tuning": settings}
         if ranks.is_first:
             point_to_best(out, result)
@@ -105,25 +88,17 @@ def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, Run
     clip = None if is_flash(config) else TrainConfig().clip
     data = ", ".join(map(str, plan.data))
     return {name_of(rate): RunConfig(config, plan.train_config(rate, config.context, n_rows, clip),
-                                     "fine-tuned", plan.task, data, str(plan.out / f"lr-{name_of(rate)}"))
-            for rate in plan.rates}
+                                     "fine-tuned", "questions", data, str(plan.out / f"lr-{name_of(rate)}"))
+            for rate in plan.learning_rates}
 
 
-def train_rate(task: QuestionTask | DocumentTask, config: RunConfig, device: torch.device,
-               callbacks: Callbacks) -> dict[str, Any]:
-    """Train at one learning rate, or resume; returns the scores of its last step or, with patience, of its best."""
+def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, callbacks: Callbacks) -> dict[str, Any]:
+    """Train at one learning rate, or resume; returns the scores of its last step."""
     def begin(ranks: Ranks) -> Setup:
-        return Setup(task.new_model(config.train.seed), task.objective(config, ranks), task.files(),
-                     patience=task.patience, score_last=task.patience is not None)
+        return Setup(task.new_model(config.train.seed), task.objective(config, ranks), task.files(), score_last=False)
 
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-        steps = {"steps": config.train.steps}
-        if task.patience is None:
-            return steps | task.score(config, model, ranks)
-        best_step = config.train.steps if run.best is None else run.best
-        load_step(run.out, best_step, model)
-        scores = task.score(config, model, ranks)
-        return steps | {"best_step": best_step, "score": scores["score"], "held_out": scores}
+        return {"steps": config.train.steps, **task.score(config, model, ranks)}
 
     result, _ = fit_once(config, task.facts, device, begin, score, callbacks)
     return {name: value for name, value in result.items() if name != "run"}
@@ -132,8 +107,7 @@ def train_rate(task: QuestionTask | DocumentTask, config: RunConfig, device: tor
 def point_to_best(out: Path, result: dict[str, Any]) -> None:
     """Point the link `best` in `out` at the best weights and, for questions, `predictions.json` at the best answers."""
     best = result["best"]
-    step = result["learning_rates"][best.removeprefix("lr-")].get("best_step")
-    checkpoint.point(out / "best", Path(best) / ("latest" if step is None else f"step-{step:08d}"))
+    checkpoint.point(out / "best", Path(best) / "latest")
     if (out / best / PREDICTIONS_FILE).exists():
         checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)
 

@@ -38,12 +38,12 @@ from transformers.utils.generic import can_return_tuple
 from lineartime.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
-from lineartime.documents.pooling import document_means
 from lineartime.errors import CheckpointError, UsageError
 from lineartime.hf_cache import LineartimeCache
 from lineartime.load import check_shared, has_optimizer, weight_files
-from lineartime.model import LanguageModel, SpanModel, init_head, init_weights, label_logits
+from lineartime.model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.pooling import document_means
 from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.settings import require
 from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, LONGEST, padding_token
@@ -545,8 +545,7 @@ class LineartimeForQuestionAnswering(LineartimeModel):
 class LineartimeForSequenceClassification(LineartimeModel):
     """A class, several, or numbers for each row: a linear layer, `score`, on the mean over the row's tokens.
 
-    `config.problem_type` is that of transformers: by default a number for one label, else by the labels. A number that
-    `lineartime finetune` has learned is the output times `config.label_std`, plus `config.label_mean`."""
+    `config.problem_type` is that of transformers: by default a number for one label, else by the labels."""
 
     accepts_loss_kwargs = False  # the mean over micro-batches is then taken by Trainer
 
@@ -565,8 +564,7 @@ class LineartimeForSequenceClassification(LineartimeModel):
         The loss is that of transformers: the mean in nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, n=1)[:, 0]
-        scale = [getattr(self.config, name, None) for name in ("label_mean", "label_std")]
-        logits_BL, loss = label_logits(self.score, mean_BD, *scale).to(self.score.weight.dtype), None
+        logits_BL, loss = self.score(mean_BD.to(self.score.weight.dtype)), None
         if labels is not None:
             loss = self.loss_function(labels, at_least_float32(logits_BL), self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)

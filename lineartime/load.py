@@ -12,16 +12,13 @@ from lineartime import checkpoint
 from lineartime.atomic_io import read_json, read_text
 from lineartime.checkpoint import MANIFEST
 from lineartime.config_json import (
-    CLASSIFICATION,
     QUESTION_ANSWERING,
     architecture_of,
-    head_from_json,
-    is_encoder,
     model_config_from_json,
 )
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.errors import CheckpointError, UsageError
-from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel, Undrawn
+from lineartime.model import LanguageModel, SpanModel, Undrawn
 from lineartime.model_names import named_folder
 from lineartime.run_files import CONFIG_FILE, OPTIMIZER, RUN_FILE, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
 
@@ -39,8 +36,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
     `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
     the package, "small". If a run's newest checkpoint is damaged, a warning says so and an older one is read;
-    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`, a `DocumentClassifier` or a
-    `DocumentEncoder`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
+    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
     CheckpointError for a checkpoint that is damaged, of another run or not finite, DataError for a bad tokenizer."""
     # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's newest checkpoint.
     path = best_run(named_folder(path))
@@ -58,7 +54,6 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     try:
         config = model_config_from_json(files[CONFIG_FILE])
         kind = architecture_of(files[CONFIG_FILE])
-        head = head_from_json(files[CONFIG_FILE]) if kind == CLASSIFICATION else None
         tokenizer = Tokenizer(as_saved(files[TOKENIZER_FILE], folder), str(folder / TOKENIZER_FILE))
     except UsageError as e:
         where = folder / CONFIG_FILE
@@ -68,8 +63,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     # Built without memory of its own; then the weights that were read become its parameters.
     with torch.device("meta"), Undrawn():
-        model = (DocumentClassifier(config, head) if head else SpanModel(config) if kind == QUESTION_ANSWERING else
-                 DocumentEncoder(config) if is_encoder(files[CONFIG_FILE]) else LanguageModel(config))
+        model = SpanModel(config) if kind == QUESTION_ANSWERING else LanguageModel(config)
     weights = checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)
@@ -103,14 +97,6 @@ def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, An
     model, tokenizer, facts = load_model(run)
     if not isinstance(model, SpanModel):
         raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
-    return model, tokenizer, facts
-
-
-def load_classifier(run: Path | str) -> tuple[DocumentClassifier, Tokenizer, dict[str, Any]]:
-    """`load_model` for a model fine-tuned on labels. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run)
-    if not isinstance(model, DocumentClassifier):
-        raise UsageError("this model was not fine-tuned on labels", run, "see `lineartime finetune --task classify`")
     return model, tokenizer, facts
 
 

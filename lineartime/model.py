@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lineartime.ablations import AblatedGatedAttentionUnit
 from lineartime.config import ModelConfig, check_context_parallel
-from lineartime.config_json import Head
 from lineartime.decoding.cache import Cache
 from lineartime.decoding.inputs import DecodeInputs
 from lineartime.decoding.state import DecodingState
@@ -32,7 +31,6 @@ from lineartime.layers import (
     tokens_first,
 )
 from lineartime.mhsa import FeedForward, MultiHeadAttention
-from lineartime.ops.dtypes import at_least_float32, autocast_off
 from lineartime.settings import require
 
 
@@ -369,33 +367,3 @@ def init_head(head: nn.Linear) -> None:
     """Set the initial values of a head, from torch's global generator: weights normal(0, 0.02), bias 0."""
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
-
-
-class DocumentClassifier(LanguageModel):
-    """A `LanguageModel` with a linear layer, `score`, on the mean of a document's last hidden states, an output for
-    each label. Its weights have the names that they have in `transformers`.
-
-    The language model's head is unused but stays in the state dict."""
-
-    def __init__(self, config: ModelConfig, head: Head):
-        super().__init__(config)
-        self.head = head
-        self.score = nn.Linear(config.d_model, len(head.labels))
-        init_head(self.score)
-
-    def label_logits(self, mean_BD: Tensor) -> Tensor:
-        """The logits of the labels, or numbers, for means of last hidden states: `[B, L]`, float32 at least."""
-        return label_logits(self.score, mean_BD, self.head.label_mean, self.head.label_std)
-
-
-def label_logits(score: nn.Linear, mean_BD: Tensor, label_mean: float | None, label_std: float | None) -> Tensor:
-    """score(mean) * label_std + label_mean, `[B, L]`, float32 at least. Not under autocast, which would round what one
-    token of a long document adds to its mean."""
-    with autocast_off(mean_BD):
-        logits_BL = at_least_float32(score(mean_BD.to(score.weight.dtype)))
-    return logits_BL if label_std is None else logits_BL * label_std + (label_mean or 0.0)
-
-
-class DocumentEncoder(LanguageModel):
-    """A `LanguageModel` that was trained to give documents vectors, the means of their last hidden states. The language
-    model's head is unused but stays in the state dict."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_FILE = "loss.png"
-UNITS = {"questions": "nats per window", "classify": "loss per label", "embed": "nats per text of a pair"}
+UNITS = {"questions": "nats per window"}
 """The unit of the loss of a fine-tuned run, by task."""
 DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")

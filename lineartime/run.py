@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -52,8 +51,6 @@ class Run:
         run; CheckpointError if the run there has lost its description."""
         self.out, self.config, self.ranks = out, config, ranks
         self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
-        self.best: int | None = None
-        """The step whose checkpoint is kept, see `best_so_far`."""
 
     @property
     def is_sharded(self) -> bool:
@@ -171,24 +168,7 @@ class Run:
             with suppress(OSError), open_regular(self.out / METRICS_FILE) as metrics:
                 os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
         checkpoint.save(self.out, step, run=self.id, tensors=tensors, files=files if ranks.is_first else {},
-                        keep=self.config.train.keep, spare=self.best, ranks=ranks)
-
-    def best_so_far(self) -> int:
-        """The number of evaluations since the last whose held-out "score" or loss was better than all before. (A score
-        such as macro F1 may stand still while the model learns.) From now on the checkpoint of `best` is kept: the step
-        of the highest score, and among equal ones of the lowest loss."""
-        # The metrics have every score, so that a run that goes on knows its best.
-        lines = read_metrics(self.out) if self.ranks.is_first else []
-        scored = gather_json([(line["step"], line["held_out"]["score"], -line["held_out"]["loss"]) for line in lines
-                              if "held_out" in line], self.ranks)[0]
-        if not scored:
-            return 0
-        self.best = max(scored, key=lambda each: each[1:])[0]
-        n_since, most = 0, (-math.inf, -math.inf)
-        for _, score, gain in scored:
-            n_since = 0 if score > most[0] or gain > most[1] else n_since + 1
-            most = max(most[0], score), max(most[1], gain)
-        return n_since
+                        keep=self.config.train.keep, ranks=ranks)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises ResourceError."""

@@ -20,10 +20,8 @@ from lineartime.config import (
     model_config,
 )
 from lineartime.config_json import (
-    CLASSIFICATION,
     QUESTION_ANSWERING,
     architecture_of,
-    is_encoder,
     model_config_from_json,
 )
 from lineartime.errors import UsageError
@@ -269,9 +267,7 @@ def read_source(name: str) -> ModelConfig:
     """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where there are none, and
     for a model with another head; CheckpointError for files that cannot be read."""
     config, text = read_config(weights_folder(name))
-    for head, does in ((QUESTION_ANSWERING, "answers questions"), (CLASSIFICATION, "labels documents")):
-        require(architecture_of(text) != head, f"this model {does}", name, "begin with a language model")
-    require(not is_encoder(text), "this model gives documents vectors", name, "begin with a language model")
+    require(architecture_of(text) != QUESTION_ANSWERING, "this model answers questions", name, "begin with a language model")
     return config
 
 

@@ -78,19 +78,14 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
 
 
 def best_run(out: Path) -> Path:
-    """The best run in a completed folder of `lineartime finetune`; after classify or embed the best checkpoint of that
-    run. Any other folder is returned as it is. Raises CheckpointError for a damaged folder."""
+    """The best run in a completed folder of `lineartime finetune`. Any other folder is returned as it is. Raises
+    CheckpointError for a damaged folder."""
     if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
-    result = read_fine_tuning(out)
-    best = out / result["best"]
+    best = out / read_fine_tuning(out)["best"]
     if not (best / RUN_FILE).exists():
         raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
-    if "task" not in result:
-        return best
-    with damaged(out / RESULT_FILE):
-        step = int(result["learning_rates"][result["best"].removeprefix("lr-")]["best_step"])
-    return best / f"step-{step:08d}"
+    return best
 
 
 def require_numbers(*values: Any) -> None:

@@ -3,17 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-from lineartime.atomic_io import read_json
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
 from lineartime.data.files import joined
 from lineartime.model_names import named_folder
-from lineartime.run_files import RESULT_FILE, RUN_FILE, require_run
+from lineartime.run_files import require_run
 from lineartime.settings import require
 
 
 def export(
-    run: Annotated[str, "A run of `lineartime train`, or a folder of `finetune --task classify` or `embed`.", "RUN"],
+    run: Annotated[str, "A run of `lineartime train`.", "RUN"],
     out: Annotated[str, "New folder for the model, or its address in a store."],
     data: Annotated[str | None, "Prepared text that the card's scores are from; by default what the run was trained "
                     "on."] = None,
@@ -21,20 +20,9 @@ def export(
     device: Device = None,
 ) -> None:
     """Export a run to a folder for sharing.
-    It holds weights in bfloat16 and a model card with held-out scores; of a model that labels documents or gives them
-    vectors, weights in float32 and the report of its fine-tuning as the card."""
+    It holds weights in bfloat16 and a model card with held-out scores."""
     results_are_files()
     folder = named_folder(run)
-    result = folder / RESULT_FILE
-    if result.exists() and not (folder / RUN_FILE).exists() and "task" in read_json(result):  # labels or vectors
-        require(data is None and about is None, "options that do not go together", "export",
-                "its report is the card: leave out --data and --about")
-        from lineartime.release.export import export_documents
-
-        n_bytes = export_documents(folder, out)
-        say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model, "
-            "transformers or sentence-transformers)")
-        return
     from lineartime.data.read_text import read_small
     from lineartime.release.export import export
     from lineartime.runtime import pick_device

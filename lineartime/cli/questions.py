@@ -1,80 +1,44 @@
 """`lineartime finetune` and `lineartime answer`."""
 
 import json
-from dataclasses import replace
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated
 
-from lineartime.cli.options import Device, RankTimeout, given_options
-from lineartime.cli.terminal import Terminal, counted, results_are_files, say, say_stopping
+from lineartime.cli.options import Device, RankTimeout
+from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping
 from lineartime.data.files import require_there
 from lineartime.distributed.ranks import TIMEOUT_S
 from lineartime.errors import DataError, UsageError
-from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride, in_words
+from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
 from lineartime.settings import require
 
-FOR_QUESTIONS = ("--questions", "--evidence", "--negatives", "--stride", "--max-answer-tokens")
-FOR_LABELS = ("--labels", "--label-field")
-FOR_DOCUMENTS = ("--test", "--text-field", "--pair-field", "--encoding", "--stdin", "--patience",
-                 "--max-tokens")
-OTHERS = {"questions": (*FOR_LABELS, *FOR_DOCUMENTS), "classify": FOR_QUESTIONS, "embed": (*FOR_QUESTIONS, *FOR_LABELS)}
-"""The options of `finetune` that a task does not take."""
 
-
-def finetune(
-    *,
-    documents: Annotated[tuple[str, ...], "For classify and embed: documents to train on (for classify with labels): "
-                         ".csv, .jsonl, .parquet, a folder of folders by label, or hub:NAME/SPLIT; may be given again."
-                         ] = (),
-    plan: FineTuning,
-    device: Device = None,
-    rank_timeout: RankTimeout = TIMEOUT_S,
-) -> None:
-    """Teach a model to answer, label or embed documents.
-    It is trained once for each learning rate, and the best is kept. questions: a masked model finds answers in
-    documents. classify: any model labels documents of any length. embed: it gives them vectors that are near for the
-    two texts of a pair. To teach a causal model more text, use `lineartime train --from RUN`."""
+def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeout = TIMEOUT_S) -> None:
+    """Teach a masked model to find answers in documents.
+    It is trained once for each learning rate, and the best is kept. To teach a causal model more text, use `lineartime
+    train --from RUN`."""
     results_are_files()
-    of_questions = plan.task == "questions"
-    other = [name for name in given_options(plan) if name in OTHERS[plan.task]]
-    other += ["--documents"] if of_questions and documents else []
-    if other:
-        raise UsageError(f"not an option of --task {plan.task}", other[0], "leave it out, or name another --task")
-    if not plan.validation or not (plan.data if of_questions else documents):
-        raise UsageError("options are missing", f"--task {plan.task}",
-                         f"it takes --{'questions' if of_questions else 'documents'}, --validation and --out")
-    plan = plan if of_questions else replace(plan, data=documents)
+    if not plan.validation or not plan.data:
+        raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
     named_folder(plan.run)
-    require_there([*plan.data, *plan.validation, *plan.test])
+    require_there([*plan.data, *plan.validation])
     from lineartime.finetuning import finetune
     from lineartime.training import StopSignal
 
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
                           rank_timeout=rank_timeout)
-    say_fine_tuning(plan, result)
-
-
-def say_fine_tuning(plan: FineTuning, result: dict[str, Any]) -> None:
-    """Say the scores of each learning rate, of a baseline and of the test, and where all is."""
-    out, best, named = plan.out, result["best"], quote(str(plan.out))
+    out, named = plan.out, quote(str(plan.out))
     if "already" in result:
         say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
     say("")
     for name, scores in result["learning_rates"].items():
-        say(f"lr {name:<9} {in_words(scores.get('held_out', scores))}" + "  <- best" * (best == f"lr-{name}"))
-    if test := result.get("test"):
-        n_test = counted(test["n_documents"], "pair" if plan.task == "embed" else "document")
-        say(f"test         {in_words(test)} on {n_test}")
-    for baseline in ("without_reading", "without_training", "TF-IDF"):
-        if baseline in result:
-            say(f"{baseline.replace('_', ' '):<12} {in_words(result[baseline])}, on the same held-out texts")
-    report, following = (("predictions.json", f'answer {named} --question "Who wrote it?" --document FILE')
-                         if plan.task == "questions" else ("report.md", f"{plan.task} {named} FILES"))
+        say(f"lr {name:<9} EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
+            + "  <- best" * (result["best"] == f"lr-{name}"))
     say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
-    say(f"report   {out / report}")
-    say(f"next     lineartime {following}")
+    say(f"report   {out / 'predictions.json'}")
+    say(f'next     lineartime answer {named} --question "Who wrote it?" --document FILE')
 
 
 def answer(

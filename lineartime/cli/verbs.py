@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lineartime.cli import describe, documents, evaluate, export_plot, generate, prepare, questions, score, train
+from lineartime.cli import describe, evaluate, export_plot, generate, prepare, questions, score, train
 from lineartime.cli.exits import exit_code
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
@@ -38,13 +38,8 @@ VERBS: dict[Callable[..., None], list[str]] = {
     export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
     describe.info: ["info flash --set context=8192", "info data --verify"],
-    questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512",
-                         "finetune small --task classify --documents train.csv --validation dev.csv --out labels",
-                         "finetune small --task embed --documents texts/ --validation held-out/ --out vectors"],
-    questions.answer: ['answer qa --question "Who wrote it?" --document book.txt'],
-    documents.classify: ["classify labels reviews.csv --out found.jsonl",
-                         "cat book.txt | lineartime classify labels -"],
-    documents.embed: ["embed small books/ --out vectors.npy", "cat book.txt | lineartime embed run -"]}
+    questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"],
+    questions.answer: ['answer qa --question "Who wrote it?" --document book.txt']}
 """The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
 
 

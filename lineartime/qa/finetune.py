@@ -20,10 +20,10 @@ from lineartime.data.files import hash_of
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.documents.pooling import padded
 from lineartime.errors import DataError
 from lineartime.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model import LanguageModel, SpanModel
+from lineartime.pooling import padded
 from lineartime.qa.metrics import score
 from lineartime.qa.questions import read_questions
 from lineartime.qa.spans import WindowConfig, answer_questions, span_logits, span_losses, training_windows
@@ -73,14 +73,12 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 
 
 class QuestionTask:
-    """Fine-tuning on questions, see `finetuning.FINE_TUNINGS`. Raises UsageError for a model without [SEP] or that is
-    causal, and for wrong settings."""
-
-    patience: int | None = None
+    """What `finetuning` trains: the data, the loss and the scores of questions. Raises UsageError for a model without
+    [SEP] or that is causal, and for wrong settings."""
 
     def __init__(self, plan: FineTuning, loaded: tuple[LanguageModel, Tokenizer, dict[str, Any]],
                  watch: Callable[..., Callable[[int], None]]):
-        self.plan, self.watch, self.result_facts = plan, watch, dict[str, Any]()
+        self.plan, self.watch = plan, watch
         self.pretrained, self.tokenizer, self.loaded_from = loaded
         separator = self.tokenizer.separator
         require(separator is not None and separator < self.pretrained.config.vocab_size, "the model has no [SEP]",
@@ -137,12 +135,6 @@ class QuestionTask:
         if ranks.is_first:
             write_json(Path(run.out) / PREDICTIONS_FILE, answers, ascii_only=False)
         return {**score(self.validation, answers), "loss": loss, "n_windows": n_windows}
-
-    def rank(self, scores: dict[str, Any]) -> tuple[float, ...]:
-        return scores["f1"], scores["exact_match"]
-
-    def finish(self, best: RunConfig, rates: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str, Any]:
-        return {"train_questions": self.train.counts}
 
 
 class SpanObjective:

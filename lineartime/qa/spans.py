@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.documents.pooling import padded
 from lineartime.model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.pooling import padded
 from lineartime.qa.metrics import occurrences, score, words_of
 from lineartime.qa.questions import Question
 from lineartime.settings import PRECISIONS, require, require_name

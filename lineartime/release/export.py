@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lineartime.atomic_io import read_text, remove_leftovers, system_errors, written_aside
+from lineartime.atomic_io import remove_leftovers, system_errors, written_aside
 from lineartime.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.config import model_config
 from lineartime.config_json import model_config_json
@@ -17,18 +17,17 @@ from lineartime.data.files import Name, exists, is_address, is_folder, uploaded
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
-from lineartime.documents.report import REPORT_FILE
-from lineartime.errors import CheckpointError, UsageError
+from lineartime.errors import UsageError
 from lineartime.evaluation import Evaluation, evaluate_data
 from lineartime.generation.generate import generate
 from lineartime.load import is_exported, load_model
-from lineartime.model import DocumentClassifier, DocumentEncoder, LanguageModel, SpanModel
-from lineartime.release.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, Card, front_matter, model_card
+from lineartime.model import LanguageModel, SpanModel
+from lineartime.release.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, Card, model_card
 from lineartime.release.provenance import provenance
 from lineartime.run_files import CONFIG_FILE, METRICS_FILE, RUN_FILE, WEIGHTS_FILE, damaged, read_metrics, read_run
 from lineartime.settings import require
 from lineartime.training import Progress, StopSignal
-from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, sentence_files, tokenizer_files
+from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, tokenizer_files
 
 logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
@@ -50,8 +49,6 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("a model that answers questions is not exported", str(run), "export a language model")
-    if isinstance(model, DocumentClassifier | DocumentEncoder):
-        raise UsageError("this is one run of a fine-tuning on documents", str(run), "name the folder that holds it")
     # The card has the command that trains such a model, and the hashes of what it was trained from.
     with damaged(run / RUN_FILE):
         model_config(description["preset"], description["task"])
@@ -84,26 +81,6 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
         card = replace(card, n_bytes=n_bytes, scores=scores, sample=sample)
         (aside / CARD_FILE).write_text(model_card(card, about), encoding="utf-8")
     return scores, n_bytes
-
-
-def export_documents(folder: Path, out: Name) -> int:
-    """Write the best model of a folder of `lineartime finetune --task classify` or `embed` to the new folder `out`:
-    weights in float32, what `transformers` and `sentence-transformers` read, and its report as the card; returns the
-    bytes of the weights. Raises UsageError if `out` exists, CheckpointError for damage, ResourceError for the disk."""
-    require_new(out)
-    model, tokenizer, facts = load_model(folder)
-    config_json = read_text(Path(facts["checkpoint"]) / CONFIG_FILE)
-    does = "text-classification" if isinstance(model, DocumentClassifier) else "feature-extraction"
-    report = read_text(folder / REPORT_FILE)
-    if not report.startswith("# "):
-        raise CheckpointError("damaged report", folder / REPORT_FILE,
-                              "take it from a copy, or fine-tune into another folder")
-    card = {CARD_FILE: front_matter(model.config, does) + report}
-    with new_folder(out, model, config_json, tokenizer, torch.float32) as (aside, n_bytes):
-        for name, text in (card | sentence_files(model.config.d_model)).items():
-            (aside / name).parent.mkdir(exist_ok=True)
-            (aside / name).write_bytes(text.encode())
-    return n_bytes
 
 
 def require_new(out: Name) -> None:

@@ -59,8 +59,6 @@ class Setup(NamedTuple):
     """Gives the weights to begin with, see `Run.resume`; None: those of `model`."""
     score_last: bool = True
     """Whether the last step is scored too, if it is a multiple of `eval_every`."""
-    patience: int | None = None
-    """End after so many evaluations without a better one, see `Run.best_so_far`; the best checkpoint is kept."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,6 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
         # Once in a while: score the model. A stop or a kill meanwhile loses no step, and a resume scores again.
         if is_due and (setup.score_last or not is_last):
             loop.score(step)
-            if setup.patience is not None and run.best_so_far() >= setup.patience:
-                break  # the scores have not become better for long
         if is_last:
             break
         # One training step, and once in a while a checkpoint.
@@ -117,8 +113,6 @@ class Loop:
         self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
         if self.config.shard:
             self.division.share_updates()
-        if setup.patience is not None:
-            run.best_so_far()  # before a save, which removes others
         if self.saved:  # a kill may have left the end of the last save undone
             run.save(self.saved, self.model, self.division.parts, self.optimizer, setup.extra_files)
         self.model.train()
@@ -152,8 +146,6 @@ class Loop:
 
     def score(self, step: int) -> None:
         """Score the model on held-out data."""
-        if self.setup.patience is not None:
-            self.save(step)  # it may be the best
         held_out = self.setup.objective.evaluate(self.model.eval(), lambda n_scored: self.stop_if_asked(step))
         self.model.train()
         self.log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})

@@ -1,6 +1,5 @@
 """The weights of a pretrained model in a model with a new head, another row length or another chunk size."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from lineartime.gau import GatedAttentionUnit
 from lineartime.layers import RelPosBias
 from lineartime.mhsa import MultiHeadAttention
 from lineartime.model import LanguageModel
-from lineartime.run_files import WEIGHTS
 from lineartime.settings import replace_fields
 
 
@@ -96,9 +94,3 @@ def scale_queries(layer: GatedAttentionUnit | MultiHeadAttention, old: ModelConf
             part[: config.d_model] *= ratio
         if config.attn_type == "mixed_chunk":
             layer.scale_offset.gamma[0] /= ratio
-
-
-def load_step(run: Path, step: int, model: LanguageModel) -> None:
-    """Give a model the weights of a run's checkpoint. Raises CheckpointError."""
-    found = checkpoint.check(run / f"step-{step:08d}")
-    model.load_state_dict(checkpoint.read_whole(found.path, WEIGHTS))

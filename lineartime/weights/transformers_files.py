@@ -1,5 +1,5 @@
 """Files by which `transformers` opens a folder of ours: one that imports the classes, for `trust_remote_code=True`, and
-the tokenizer with its settings. Also the files that `sentence-transformers` reads."""
+the tokenizer with its settings."""
 
 import json
 from typing import Any
@@ -29,8 +29,8 @@ CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
            "AutoModelForSequenceClassification": "LineartimeForSequenceClassification",
            "AutoModelForTokenClassification": "LineartimeForTokenClassification"}
 AUTO_MAP = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
-POOLING, LONGEST = "1_Pooling", 1 << 30
-"""The folder of pooling, and more tokens than any text has, for `sentence-transformers`."""
+LONGEST = 1 << 30
+"""More tokens than any text has."""
 
 
 def config_with_code(config_json: str) -> str:
@@ -56,22 +56,6 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         settings["auto_map"] = {"AutoTokenizer": [None, f"{MODULE}.LineartimeTokenizer"]}
     return {TOKENIZER_FILE: json_text or tokenizer.json,
             TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=1) + "\n"}
-
-
-def sentence_files(width: int) -> dict[str, str]:
-    """The files by which `sentence-transformers` opens a folder that `transformers` opens: the mean of a text's last
-    hidden states, `width` numbers. With `LONGEST` it cuts no text, which it would do in silence."""
-    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-               {"idx": 1, "name": "1", "path": POOLING, "type": "sentence_transformers.models.Pooling"}]
-    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True,
-               "pooling_mode_max_tokens": False, "pooling_mode_mean_sqrt_len_tokens": False,
-               "pooling_mode_weightedmean_tokens": False, "pooling_mode_lasttoken": False, "include_prompt": True}
-    contents: dict[str, Any] = {
-        "modules.json": modules, f"{POOLING}/config.json": pooling,
-        "sentence_bert_config.json": {"max_seq_length": LONGEST, "do_lower_case": False},
-        "config_sentence_transformers.json": {"prompts": {}, "default_prompt_name": None,
-                                              "similarity_fn_name": "cosine"}}
-    return {name: json.dumps(content, indent=1) + "\n" for name, content in contents.items()}
 
 
 def padding_token(masked: bool, has_gaps: bool, has_pad: bool) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_law import assert_near, tiny
 from lineartime.config import ModelConfig
 from lineartime.document_grid import places_of
-from lineartime.documents.pooling import document_means, row_means
+from lineartime.pooling import document_means, row_means
 from lineartime.layers import tokens_first
 from lineartime.model import LanguageModel, masked_token_losses, token_losses
 from marks import rest

@@ -24,7 +24,7 @@ from lineartime.data.tokenizer import (
     train_tokenizer,
     with_tokens,
 )
-from lineartime.documents.pooling import document_ids
+from lineartime.pooling import document_ids
 from lineartime.errors import DataError
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4

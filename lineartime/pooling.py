@@ -5,10 +5,8 @@ A document that fits into a row is read in a batch of documents of similar lengt
 window: by a causal model with the state carried, which equals one long row; by any other model as windows without
 overlap that do not see each other. Either way every token counts once."""
 
-import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.documents.examples import Example
 from lineartime.model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32, autocast_off
 from lineartime.settings import PRECISIONS, require, require_name
@@ -25,17 +22,6 @@ BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
 """So many batches of rows wait to be sorted by length, or so many that are full of tokens; a stop loses them."""
 BETWEEN = "\n\n"
 """What stands between the two texts of a pair where the tokenizer has no [SEP]."""
-
-
-class Mean(NamedTuple):
-    """What is read from a document."""
-
-    vector_D: np.ndarray
-    """The mean of its tokens' last hidden states, float64 `[D]`."""
-    n_tokens: int
-    """Tokens read, the end-of-document token before the text included."""
-    is_cut: bool
-    """Whether the document has more tokens, which `max_tokens` left out."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +62,6 @@ def document_ids(tokenizer: Tokenizer, text: str, second: str | None = None,
             if max_tokens is not None and sum(map(len, parts)) > max_tokens:  # the rest is not even tokenised
                 return np.concatenate(parts)[:max_tokens], True
     return np.concatenate(parts), False
-
-
-def named_means(model: LanguageModel, tokenizer: Tokenizer, examples: Iterable[Example], reading: Reading, *,
-                progress: Callable[[int], None] | None = None) -> Iterator[tuple[Example, Mean]]:
-    """`read_means` of documents, each with its example. Raises DataError as the reader of the documents does."""
-    waiting: collections.deque[tuple[Example, int, bool]] = collections.deque()
-
-    def ids() -> Iterator[np.ndarray]:
-        for example in examples:
-            ids_N, is_cut = document_ids(tokenizer, example.text, example.second, reading.max_tokens)
-            waiting.append((example, len(ids_N), is_cut))
-            yield ids_N
-
-    for vector_D in read_means(model, ids(), reading, progress=progress):
-        example, n_tokens, is_cut = waiting.popleft()
-        yield example, Mean(vector_D, n_tokens, is_cut)
 
 
 def carries_state(config: ModelConfig) -> bool:
@@ -204,3 +174,17 @@ def carried_mean(model: LanguageModel, ids_N: np.ndarray, reading: Reading, coun
         sum_D += x_1TD[0].double().sum(0).cpu().numpy()
         count(ids_1T.shape[1])
     return sum_D / len(ids_N)
+
+
+def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str], *, max_tokens: int | None = None,
+          batch_rows: int = 8, precision: str = "float32",
+          progress: Callable[[int], None] | None = None) -> np.ndarray:
+    """The vectors of texts of any length: `[N, D]`, float64 for a float64 model, else float32.
+
+    max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only rounding. progress
+    is called with the number of tokens read. Raises UsageError for wrong values, DataError for text that the tokenizer
+    lacks."""
+    ids = (document_ids(tokenizer, text, None, max_tokens)[0] for text in texts)
+    vectors = list(read_means(model, ids, Reading(max_tokens, batch_rows, precision), progress=progress))
+    wide = model.embed.weight.dtype == torch.float64
+    return np.array(vectors, np.float64 if wide else np.float32).reshape(len(vectors), model.config.d_model)
