@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import lineartime.data.prepare
 import lineartime.data.units
 from dying_saves import limited
-from lineartime.data import shares
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.read_text import READS
