@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lineartime.atomic_io import read_json_lines
-from lineartime.errors import ResourceError
+from lineartime.base.atomic_io import read_json_lines
+from lineartime.base.errors import ResourceError
 
 
 def rows_in(path: Path, parse: Callable[[Any], dict[str, Any]] = dict, what: str = "a row") -> list[dict[str, Any]]:

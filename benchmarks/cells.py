@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.append import append_json_lines, rows_in
 from lineartime.config import ModelConfig, model_config
-from lineartime.settings import require_name
+from lineartime.base.settings import require_name
 
 LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("cells.toml").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = LISTS.pop("shapes")  # type: ignore[assignment]

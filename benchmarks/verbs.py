@@ -23,11 +23,11 @@ from benchmarks.speed import read_rows, speed_section, tables_of
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
-from lineartime.errors import DataError, ResourceError
+from lineartime.base.errors import DataError, ResourceError
 from lineartime.model_names import named_folder, shipped_models
-from lineartime.runtime import pick_device
-from lineartime.settings import require, require_name
-from lineartime.training import StopSignal
+from lineartime.training.runtime import pick_device
+from lineartime.base.settings import require, require_name
+from lineartime.training.stop import StopSignal
 
 SPEED, RECALL, LAWS = "speed", "recall", "laws"
 """Reports beside those of the tables."""

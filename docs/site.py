@@ -3,7 +3,7 @@
     python docs/site.py pages FOLDER     copy the pages; a source file that a page links to becomes a page too
     python docs/site.py check FOLDER     every link and anchor of the built HTML leads somewhere
 
-On a code host a link such as ../lineartime/gau.py opens the file. A site has no files, so there it opens a page with
+On a code host a link such as ../lineartime/model/gau.py opens the file. A site has no files, so there it opens a page with
 the file's text.
 """
 

@@ -13,7 +13,7 @@ from importlib import resources
 import torch
 
 import lineartime
-from lineartime.generation.generate import decode_step, prefill
+from lineartime.weights.generation.generate import decode_step, prefill
 
 
 def main(n_tokens: int = 20_000) -> list[tuple[int, int, float]]:

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
-    from lineartime.context_use import measure_context_use
+    from lineartime.training.context_use import measure_context_use
     from lineartime.data.prepare import prepare
     from lineartime.data.tokens import open_split
-    from lineartime.errors import LineartimeError
-    from lineartime.evaluation import evaluate
-    from lineartime.finetune_config import FineTuning
-    from lineartime.finetuning import finetune
-    from lineartime.gau import GatedAttentionUnit
-    from lineartime.generation.generate import generate, read
-    from lineartime.generation.step import DecodeStep
-    from lineartime.load import load_model, load_span_model
-    from lineartime.mhsa import FeedForward, MultiHeadAttention
-    from lineartime.model import LanguageModel
+    from lineartime.base.errors import LineartimeError
+    from lineartime.training.evaluation import evaluate
+    from lineartime.tasks.finetune_config import FineTuning
+    from lineartime.tasks.finetuning import finetune
+    from lineartime.model.gau import GatedAttentionUnit
+    from lineartime.weights.generation.generate import generate, read
+    from lineartime.weights.generation.step import DecodeStep
+    from lineartime.weights.load import load_model, load_span_model
+    from lineartime.model.mhsa import FeedForward, MultiHeadAttention
+    from lineartime.model.language_model import LanguageModel
     from lineartime.model_names import model_folder
-    from lineartime.pooling import embed
-    from lineartime.qa.questions import read_questions
-    from lineartime.qa.spans import evaluate_questions
-    from lineartime.scoring import score
-    from lineartime.training import train
+    from lineartime.tasks.pooling import embed
+    from lineartime.tasks.qa.questions import read_questions
+    from lineartime.tasks.qa.spans import evaluate_questions
+    from lineartime.use.scoring import score
+    from lineartime.training.language import train
 
     __version__: str
 
@@ -36,13 +36,13 @@ __all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttention
            "measure_context_use", "model_config", "model_folder", "open_split", "prepare", "read", "read_questions",
            "score", "train"]
 _HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
-         "GatedAttentionUnit": "gau", "MultiHeadAttention": "mhsa", "FeedForward": "mhsa", "LanguageModel": "model",
-         "prepare": "data.prepare", "open_split": "data.tokens", "train": "training", "load_model": "load",
-         "load_span_model": "load", "evaluate": "evaluation", "measure_context_use": "context_use",
-         "generate": "generation.generate", "read": "generation.generate", "DecodeStep": "generation.step",
-         "FineTuning": "finetune_config", "finetune": "finetuning", "read_questions": "qa.questions",
-         "evaluate_questions": "qa.spans", "model_folder": "model_names", "embed": "pooling",
-         "score": "scoring", "LineartimeError": "errors"}
+         "GatedAttentionUnit": "model.gau", "MultiHeadAttention": "model.mhsa", "FeedForward": "model.mhsa", "LanguageModel": "model.language_model",
+         "prepare": "data.prepare", "open_split": "data.tokens", "train": "training.language", "load_model": "weights.load",
+         "load_span_model": "weights.load", "evaluate": "training.evaluation", "measure_context_use": "training.context_use",
+         "generate": "weights.generation.generate", "read": "weights.generation.generate", "DecodeStep": "weights.generation.step",
+         "FineTuning": "tasks.finetune_config", "finetune": "tasks.finetuning", "read_questions": "tasks.qa.questions",
+         "evaluate_questions": "tasks.qa.spans", "model_folder": "model_names", "embed": "tasks.pooling",
+         "score": "use.scoring", "LineartimeError": "base.errors"}
 
 
 def __getattr__(name: str) -> Any:

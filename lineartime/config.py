@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from lineartime.errors import CheckpointError
-from lineartime.settings import Rule, check_fields, check_rules, replace_fields, require, require_name
+from lineartime.base.errors import CheckpointError
+from lineartime.base.settings import Rule, check_fields, check_rules, replace_fields, require, require_name
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
-from lineartime.errors import UsageError
-from lineartime.settings import require
+from lineartime.base.errors import UsageError
+from lineartime.base.settings import require
 
 QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
 

@@ -30,11 +30,11 @@ import lineartime
 from benchmarks import Row
 from benchmarks.append import append_json_lines
 from benchmarks.paper.memory import difference_text
-from lineartime.markdown import markdown
-from lineartime.model import LanguageModel
+from lineartime.base.markdown import markdown
+from lineartime.model.language_model import LanguageModel
 from lineartime.model_names import named_folder
-from lineartime.release.provenance import installed_version, provenance
-from lineartime.settings import require_name
+from lineartime.use.release.provenance import installed_version, provenance
+from lineartime.base.settings import require_name
 from studies import missing, named_models, run
 from studies.labelled_texts import books, topics
 

@@ -11,11 +11,12 @@ from benchmarks import Row
 from benchmarks.peers import Peer, state_size
 from benchmarks.recall.tasks import Rows, Task
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import parts_of
-from lineartime.distributed.ranks import ALONE, Ranks
-from lineartime.errors import NumericsError
-from lineartime.model import LanguageModel
-from lineartime.training import compute_gradient, learning_rate_at, make_optimizer
+from lineartime.training.ordered import parts_of
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.base.errors import NumericsError
+from lineartime.model.language_model import LanguageModel
+from lineartime.training.gradient import compute_gradient
+from lineartime.training.optimizers import learning_rate_at, make_optimizer
 
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, open_split
-from lineartime.errors import DataError
+from lineartime.base.errors import DataError
 
 N_KEYS, N_VALUES, N_NOISE = 64, 16, 16
 """Tokens of each kind in the small vocabulary."""

@@ -9,10 +9,10 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import PRESETS, model_config, source_of
-from lineartime.data.files import exists, is_address, joined
+from lineartime.base.stores import exists, is_address, joined
 from lineartime.model_names import shipped_models, weights_folder
-from lineartime.run_config import read_config, run_config
-from lineartime.settings import describe_kind, field_text, replace_fields, require, require_name
+from lineartime.training.run_config import read_config, run_config
+from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
@@ -55,7 +55,7 @@ def info(
     chosen = {"model": model, "task": task, **settings}
     made, title = ((replace_fields(read_config(weights_folder(model))[0], settings), model) if is_folder else
                    (model_config(**chosen), f"{chosen['model']} ({chosen['task']})"))
-    from lineartime.info import print_description
+    from lineartime.use.info import print_description
 
     print_description(made, title)
 

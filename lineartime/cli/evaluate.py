@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.atomic_io import check_place, write_atomically, write_json
+from lineartime.base.atomic_io import check_place, write_atomically, write_json
 from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.data.files import require_there
-from lineartime.distributed.ranks import connected, launched
-from lineartime.errors import UsageError
-from lineartime.finetune_config import Evidence, MaxAnswerTokens, Stride
+from lineartime.base.stores import require_there
+from lineartime.base.ranks import connected, launched
+from lineartime.base.errors import UsageError
+from lineartime.tasks.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 NEEDS = {"--document-tokens": "--contexts", "--predictions": "--questions", "--evidence": "--questions",
          "--stride": "--questions", "--max-answer-tokens": "--questions"}
@@ -81,9 +81,9 @@ def evaluate(options: EvaluateOptions) -> None:
 
     require(len(read_mixture(options.data)) == 1, "evaluate scores one text", options.data, "give one of its folders")
     read_manifest(options.data)  # refuses what is not prepared text, before torch is imported
-    from lineartime.context_use import describe, measure_context_use
-    from lineartime.evaluation import evaluate, load_with_split
-    from lineartime.runtime import pick_device
+    from lineartime.training.context_use import describe, measure_context_use
+    from lineartime.training.evaluation import evaluate, load_with_split
+    from lineartime.training.runtime import pick_device
 
     model, stream, facts = load_with_split(folder, options.data, options.split)
     picked = pick_device(options.device)
@@ -118,10 +118,10 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
 
 def score_answers(run: Path, options: EvaluateOptions) -> None:
     """Score the answers of a fine-tuned run by the official rules, and print the scores."""
-    from lineartime.load import load_span_model
-    from lineartime.qa.questions import read_questions
-    from lineartime.qa.spans import evaluate_questions
-    from lineartime.runtime import pick_device
+    from lineartime.weights.load import load_span_model
+    from lineartime.tasks.qa.questions import read_questions
+    from lineartime.tasks.qa.spans import evaluate_questions
+    from lineartime.training.runtime import pick_device
 
     predictions = options.predictions
     require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")

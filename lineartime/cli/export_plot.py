@@ -5,10 +5,10 @@ from typing import Annotated
 
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
-from lineartime.data.files import joined
+from lineartime.base.stores import joined
 from lineartime.model_names import named_folder
 from lineartime.run_files import require_run
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 
 def export(
@@ -24,8 +24,8 @@ def export(
     results_are_files()
     folder = named_folder(run)
     from lineartime.data.read_text import read_small
-    from lineartime.release.export import export
-    from lineartime.runtime import pick_device
+    from lineartime.use.release.export import export
+    from lineartime.training.runtime import pick_device
 
     text = read_small(about) if about is not None else ""
     with Terminal() as terminal:
@@ -49,6 +49,6 @@ def plot(
     require(len(named) == len(runs), "two runs have the same label", ", ".join(runs), "name each as LABEL=RUN")
     for run in named.values():
         require_run(run)
-    from lineartime.plot import plot_run, plot_side_by_side
+    from lineartime.training.plot import plot_run, plot_side_by_side
 
     say(str(plot_run(*named.values()) if out is None else plot_side_by_side(named, out)))

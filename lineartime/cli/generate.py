@@ -6,20 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lineartime.atomic_io import check_new
+from lineartime.base.atomic_io import check_new
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
-from lineartime.data.files import packing_of, require_there, size_of
+from lineartime.base.stores import packing_of, require_there, size_of
 from lineartime.data.read_text import ending_of, is_one_document, read_small, require_encoding, text_of
 from lineartime.data.rows import UTF8, is_utf8
-from lineartime.errors import UsageError
-from lineartime.finetune_config import Encoding
+from lineartime.base.errors import UsageError
+from lineartime.tasks.finetune_config import Encoding
 from lineartime.model_names import named_folder
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
-    from lineartime.model import LanguageModel
+    from lineartime.model.language_model import LanguageModel
 
 LONG_PROMPT = 20_000
 """Tokens of a prompt, at least, that is read with a progress bar."""
@@ -47,8 +47,8 @@ def generate(
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
-    from lineartime.decoding.state import DecodingState
-    from lineartime.generation.generate import check_sampling, generate, ids_of_prompts
+    from lineartime.model.decoding.state import DecodingState
+    from lineartime.weights.generation.generate import check_sampling, generate, ids_of_prompts
 
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     loaded, tokenizer = load_writer(run, device, precision)
@@ -82,9 +82,9 @@ def load_writer(folder: Path, device: str | None, precision: str) -> tuple["Lang
     """A model that can continue text, on its device, and its tokenizer. Raises UsageError for any other model."""
     import torch
 
-    from lineartime.load import load_model
-    from lineartime.model import LanguageModel
-    from lineartime.runtime import pick_device
+    from lineartime.weights.load import load_model
+    from lineartime.model.language_model import LanguageModel
+    from lineartime.training.runtime import pick_device
 
     loaded, tokenizer, _ = load_model(folder)
     require(loaded.config.causal and type(loaded) is LanguageModel, "only a causal language model continues text",
@@ -109,7 +109,7 @@ def read(
     require_encoding(encoding)
     require_there([book])
     folder = named_folder(model)
-    from lineartime.generation.generate import read as read_text
+    from lineartime.weights.generation.generate import read as read_text
 
     loaded, tokenizer = load_writer(folder, device, precision)
     empty = loaded.decoding_state(1)

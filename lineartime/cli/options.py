@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from lineartime.config import PRESETS, TASKS
-from lineartime.errors import UsageError
-from lineartime.run_config import SIZES, parse_setting
+from lineartime.base.errors import UsageError
+from lineartime.training.run_config import SIZES, parse_setting
 
 Model = Annotated[str, f"A model: {', '.join(PRESETS)}.", "MODEL", PRESETS]
 Size = Annotated[str, f"{', '.join(SIZES)}.", SIZES]

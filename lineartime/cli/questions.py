@@ -6,12 +6,12 @@ from typing import Annotated
 
 from lineartime.cli.options import Device, RankTimeout
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping
-from lineartime.data.files import require_there
-from lineartime.distributed.ranks import TIMEOUT_S
-from lineartime.errors import DataError, UsageError
-from lineartime.finetune_config import FineTuning, MaxAnswerTokens, Stride
+from lineartime.base.stores import require_there
+from lineartime.base.ranks import TIMEOUT_S
+from lineartime.base.errors import DataError, UsageError
+from lineartime.tasks.finetune_config import FineTuning, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 
 def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeout = TIMEOUT_S) -> None:
@@ -23,8 +23,8 @@ def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeo
         raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
     named_folder(plan.run)
     require_there([*plan.data, *plan.validation])
-    from lineartime.finetuning import finetune
-    from lineartime.training import StopSignal
+    from lineartime.tasks.finetuning import finetune
+    from lineartime.training.stop import StopSignal
 
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
@@ -60,15 +60,15 @@ def answer(
     folder = named_folder(run)
     from lineartime.data.read_text import read_small
     from lineartime.data.rows import checked
-    from lineartime.qa.questions import MOST_BYTES, Document, Question
+    from lineartime.tasks.qa.questions import MOST_BYTES, Document, Question
 
     checked(question, "the question", "--question")
     documents = tuple(Document("stdin" if name == "-" else name, read_small(name, MOST_BYTES)) for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
-    from lineartime.load import load_span_model
-    from lineartime.qa.spans import WindowConfig, predict
-    from lineartime.runtime import pick_device
+    from lineartime.weights.load import load_span_model
+    from lineartime.tasks.qa.spans import WindowConfig, predict
+    from lineartime.training.runtime import pick_device
 
     model, tokenizer, facts = load_span_model(folder)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)

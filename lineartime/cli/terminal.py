@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from lineartime.errors import escaped
+from lineartime.base.errors import escaped
 
 if TYPE_CHECKING:
     from rich.progress import Progress

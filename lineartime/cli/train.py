@@ -7,18 +7,18 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.atomic_io import read_toml
+from lineartime.base.atomic_io import read_toml
 from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import PRESETS, TASKS
-from lineartime.distributed.ranks import TIMEOUT_S, launched
-from lineartime.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data
+from lineartime.base.ranks import TIMEOUT_S, launched
+from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data
 from lineartime.run_files import RESULT_FILE, WEIGHTS_FILE, saved_run
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
-    from lineartime.training import TrainResult
+    from lineartime.training.language import TrainResult
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def train(
     given = options.settings() | settings
     config = config_for_data(given)
     from lineartime.data.tokens import read_manifests
-    from lineartime.training import StopSignal, train
+    from lineartime.training.language import train
+    from lineartime.training.stop import StopSignal
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, given.get("size"))
@@ -98,7 +99,7 @@ def train(
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
     """Print what a run will read and make, unless it is complete. size: the one that was named; None: the default."""
     from lineartime.data.mixture import read_mixture
-    from lineartime.model import number_of_parameters
+    from lineartime.model.language_model import number_of_parameters
 
     there = saved_run(Path(config.out)).get("train", {"steps": config.train.steps})
     if (Path(config.out) / RESULT_FILE).exists() and there["steps"] >= config.train.steps:

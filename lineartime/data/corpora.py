@@ -5,7 +5,7 @@ structure markers. PG-19 is a `.txt` per book or the parquet of `emozilla/pg19`,
 
 import re
 
-from lineartime.errors import DataError
+from lineartime.base.errors import DataError
 
 MARKER = re.compile("_START_(ARTICLE|SECTION|PARAGRAPH)_")
 PG19 = ((28_602, 1_973_136_207), (50, 3_007_061), (100, 6_966_499))

@@ -6,7 +6,7 @@ from bisect import bisect_left
 import numpy as np
 
 from lineartime.data.units import ReadArguments, Slice, read_slice
-from lineartime.errors import DataError
+from lineartime.base.errors import DataError
 
 LINE_SEARCH = 1 << 16
 """A single document is cut at a line that begins within this many characters."""

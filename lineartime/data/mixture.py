@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 SEVERAL = re.compile(r"[^,]+:[0-9.]+(,[^,]+:[0-9.]+)*")
 LONGEST_PERIOD = 100_000

@@ -20,9 +20,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
-from lineartime.atomic_io import MAX_BYTES
+from lineartime.base.atomic_io import MAX_BYTES
 from lineartime.data.corpora import wiki40b_document
-from lineartime.data.files import Name, file_blocks, files_below, packing_of, reading, size_of, unpacked
+from lineartime.base.stores import Name, file_blocks, files_below, packing_of, reading, size_of, unpacked
 from lineartime.data.rows import (
     UTF8,
     Row,
@@ -36,7 +36,7 @@ from lineartime.data.rows import (
     table_rows,
     text_field,
 )
-from lineartime.errors import DataError, UsageError
+from lineartime.base.errors import DataError, UsageError
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"

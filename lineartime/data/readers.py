@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lineartime.data.files import Name
+from lineartime.base.stores import Name
 from lineartime.data.mixture import orders
 from lineartime.data.tokens import open_split
 

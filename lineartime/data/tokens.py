@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.atomic_io import MAX_LINES_BYTES, write_atomically
+from lineartime.base.atomic_io import MAX_LINES_BYTES, write_atomically
 from lineartime.data.corpora import published_words
-from lineartime.data.files import (
+from lineartime.base.stores import (
     Name,
     cached,
     exists,
@@ -35,8 +35,8 @@ from lineartime.data.files import (
 )
 from lineartime.data.mixture import places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from lineartime.errors import DataError
-from lineartime.settings import require
+from lineartime.base.errors import DataError
+from lineartime.base.settings import require
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"

@@ -37,7 +37,7 @@ from lineartime.ops.dispatch import (
     use_kernels,
     use_windows,
 )
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic

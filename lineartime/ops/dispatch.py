@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from lineartime.ops.dtypes import matmul_dtype
 
 logger = logging.getLogger(__name__)

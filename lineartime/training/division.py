@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import ParameterPart, exchange, gather_parts, parts_of, sum_over_row
-from lineartime.distributed.ranks import ALONE, Ranks, gather
-from lineartime.distributed.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
-from lineartime.model import LanguageModel
+from lineartime.training.ordered import ParameterPart, exchange, gather_parts, parts_of, sum_over_row
+from lineartime.base.ranks import ALONE, Ranks, gather
+from lineartime.training.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
+from lineartime.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True)

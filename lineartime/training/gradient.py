@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import TrainConfig
-from lineartime.distributed.ordered import Sums, merge_all, norm_of, parts_of, push
-from lineartime.distributed.ranks import Ranks
-from lineartime.distributed.shard import local
-from lineartime.distributed.windows import differentiate_windows
-from lineartime.errors import NumericsError
-from lineartime.objectives import Objective
+from lineartime.training.ordered import Sums, merge_all, norm_of, parts_of, push
+from lineartime.base.ranks import Ranks
+from lineartime.training.shard import local
+from lineartime.training.windows import differentiate_windows
+from lineartime.base.errors import NumericsError
+from lineartime.training.objectives import Objective
 from lineartime.training.division import Division
 
 

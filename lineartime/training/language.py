@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from lineartime.atomic_io import read_bytes, write_atomically
+from lineartime.base.atomic_io import read_bytes, write_atomically
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
-from lineartime.distributed.ranks import TIMEOUT_S, Ranks, gather, launched
-from lineartime.errors import ResourceError
-from lineartime.evaluation import evaluate_data
-from lineartime.generation.generate import generate
-from lineartime.model import LanguageModel, number_of_parameters
-from lineartime.objectives import MaskedTokens, NextToken
-from lineartime.plot import PLOT_FILE, plot_run
-from lineartime.run import Run
-from lineartime.run_config import RunConfig, config_for_data
+from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
+from lineartime.base.errors import ResourceError
+from lineartime.training.evaluation import evaluate_data
+from lineartime.weights.generation.generate import generate
+from lineartime.model.language_model import LanguageModel, number_of_parameters
+from lineartime.training.objectives import MaskedTokens, NextToken
+from lineartime.training.plot import PLOT_FILE, plot_run
+from lineartime.training.run import Run
+from lineartime.training.run_config import RunConfig, config_for_data
 from lineartime.run_files import saved_run
-from lineartime.runtime import available_bytes, peak_bytes
+from lineartime.training.runtime import available_bytes, peak_bytes
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
 from lineartime.weights.transformers_files import tokenizer_files

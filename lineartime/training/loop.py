@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime import checkpoint
-from lineartime.atomic_io import write_json
+from lineartime.weights import checkpoint
+from lineartime.base.atomic_io import write_json
 from lineartime.config import to_dict
-from lineartime.distributed.ordered import require_fitting
-from lineartime.distributed.ranks import (
+from lineartime.training.ordered import require_fitting
+from lineartime.base.ranks import (
     TIMEOUT_S,
     Ranks,
     connected,
@@ -27,14 +27,14 @@ from lineartime.distributed.ranks import (
     require_same,
     wait_for_all,
 )
-from lineartime.distributed.shard import forget_shards
-from lineartime.errors import NumericsError, ResourceError
-from lineartime.model import LanguageModel
-from lineartime.objectives import Objective
-from lineartime.run import Run, Wanted
-from lineartime.run_config import RunConfig
+from lineartime.training.shard import forget_shards
+from lineartime.base.errors import NumericsError, ResourceError
+from lineartime.model.language_model import LanguageModel
+from lineartime.training.objectives import Objective
+from lineartime.training.run import Run, Wanted
+from lineartime.training.run_config import RunConfig
 from lineartime.run_files import RESULT_FILE, read_result
-from lineartime.runtime import pick_device
+from lineartime.training.runtime import pick_device
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime import checkpoint
+from lineartime.weights import checkpoint
 from lineartime.config import ModelConfig
-from lineartime.errors import CheckpointError
-from lineartime.gau import GatedAttentionUnit
-from lineartime.layers import RelPosBias
-from lineartime.mhsa import MultiHeadAttention
-from lineartime.model import LanguageModel
-from lineartime.settings import replace_fields
+from lineartime.base.errors import CheckpointError
+from lineartime.model.gau import GatedAttentionUnit
+from lineartime.model.layers import RelPosBias
+from lineartime.model.mhsa import MultiHeadAttention
+from lineartime.model.language_model import LanguageModel
+from lineartime.base.settings import replace_fields
 
 
 def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:

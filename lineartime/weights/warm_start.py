@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime import checkpoint
+from lineartime.weights import checkpoint
 from lineartime.config import ModelConfig, to_dict
-from lineartime.data.files import hash_of
+from lineartime.base.stores import hash_of
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
-from lineartime.errors import UsageError
-from lineartime.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
-from lineartime.model import empty_model
+from lineartime.base.errors import UsageError
+from lineartime.weights.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
+from lineartime.model.language_model import empty_model
 from lineartime.model_names import named_folder
-from lineartime.run_config import StartingWeights
+from lineartime.training.run_config import StartingWeights
 from lineartime.run_files import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
-from lineartime.settings import require
+from lineartime.base.settings import require
 
 VOCABULARY = ("embed.weight", "head_bias")
 """The parameters that have a row for each token."""

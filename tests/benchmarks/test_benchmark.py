@@ -10,8 +10,8 @@ from benchmarks import measure
 from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
 from benchmarks.step import training_steps
-from lineartime.atomic_io import read_json_lines
-from lineartime.release.provenance import commit, provenance
+from lineartime.base.atomic_io import read_json_lines
+from lineartime.use.release.provenance import commit, provenance
 
 
 def test_times_have_quartiles_and_say_which_clock_counts(monkeypatch):
@@ -42,7 +42,7 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
 
     assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "torch"} <= set(provenance())
-    monkeypatch.setattr("lineartime.release.provenance.ROOT", tmp_path)
+    monkeypatch.setattr("lineartime.use.release.provenance.ROOT", tmp_path)
     git("init", "-q")
     file = tmp_path / "lineartime" / "release" / "provenance.py"
     rows, page = (tmp_path / "benchmarks" / name for name in ("rows/rows.jsonl", "tables/speed.md"))

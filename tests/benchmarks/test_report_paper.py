@@ -19,7 +19,7 @@ from benchmarks.recall.report import section
 from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
 from command_line import Call, assert_refused
-from lineartime.errors import DataError, UsageError
+from lineartime.base.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "rows"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import ROOT
 from benchmarks.append import rows_in
 from benchmarks.speed import compare, part_table, ratio_table, read_rows, tables_of
-from lineartime.errors import DataError
+from lineartime.base.errors import DataError
 
 FLASH = next(row for row in rows_in(ROOT / "benchmarks/rows/speed.jsonl")
              if row["benchmark"] == "step" and (row["label"], row["dtype"]) == ("flash", "float32") and "cpu_ms" in row)

@@ -18,10 +18,11 @@ from benchmarks.peers import build_peer
 from command_line import Call
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
-from lineartime.distributed.ordered import parts_of
-from lineartime.errors import DataError, LineartimeError, ResourceError, Stopped
-from lineartime.run_config import run_config
-from lineartime.training import Callbacks, StopSignal
+from lineartime.training.ordered import parts_of
+from lineartime.base.errors import DataError, LineartimeError, ResourceError, Stopped
+from lineartime.training.run_config import run_config
+from lineartime.training.loop import Callbacks
+from lineartime.training.stop import StopSignal
 from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]

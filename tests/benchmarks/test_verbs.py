@@ -13,8 +13,8 @@ from benchmarks.op import OPS
 from benchmarks.peers import parse_label
 from command_line import Call, assert_refused
 from lineartime.config import PRESETS
-from lineartime.errors import ResourceError
-from lineartime.info import describe
+from lineartime.base.errors import ResourceError
+from lineartime.use.info import describe
 from workers_here import work_here
 
 SIZES = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"]

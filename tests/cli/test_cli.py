@@ -15,7 +15,7 @@ import lineartime
 from command_line import Call, assert_refused
 from lineartime.cli.exits import exit_code
 from lineartime.cli.generate import before_stop
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from tiny_runs import SETTINGS
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -153,7 +153,7 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
 
 def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: Call,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    from lineartime.generation import generate
+    from lineartime.weights.generation import generate
 
     how = ["--max-new-tokens", 12, "--temperature", 0]
     plain = call("generate", run, "The quick", *how)[1]
@@ -186,7 +186,7 @@ def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call, monk
     assert call("plot", f"a={run}", f"b={run}", "--out", tmp_path / "drawn.png")[0] == 0
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
     assert call("plot", f"a={other}")[0] == 0 and (other / "loss.png").exists()
-    monkeypatch.setattr("lineartime.plot.plot_side_by_side", lambda named, out: named)
+    monkeypatch.setattr("lineartime.training.plot.plot_side_by_side", lambda named, out: named)
     assert call("plot", run, other, "--out", "x.png")[1] == f"{({str(run): run, str(other): other})}\n"
 
 

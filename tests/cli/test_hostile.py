@@ -18,10 +18,10 @@ import pytest
 from pyarrow import parquet
 
 from command_line import Call, assert_refused
-from lineartime.errors import ResourceError
+from lineartime.base.errors import ResourceError
 from lineartime.model_names import model_folder
-from lineartime.run_config import run_config
-from lineartime.training import new_model
+from lineartime.training.run_config import run_config
+from lineartime.training.language import new_model
 from tiny_runs import command as train_command
 
 LINEARTIME = [sys.executable, "-m", "lineartime"]
@@ -188,6 +188,6 @@ def test_memory_that_runs_out_anywhere_is_said_in_one_line(call: Call, monkeypat
     def full(*arguments: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr("lineartime.info.print_description", full)
+    monkeypatch.setattr("lineartime.use.info.print_description", full)
     code, _, err = call("info", "flash")
     assert_refused(code, err, 6, "error: out of memory")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lineartime
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from tiny_runs import SETTINGS, prepare_text
 
 ROOT = Path(__file__).parents[2]

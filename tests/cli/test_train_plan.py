@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 import lineartime
+import lineartime.training.language
 from command_line import Call
 from lineartime.cli import train
 from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data.tokens import read_manifest
-from lineartime.errors import UsageError
-from lineartime.run_config import config_for_data, run_config
-from lineartime.training import StopSignal
+from lineartime.base.errors import UsageError
+from lineartime.training.run_config import config_for_data, run_config
+from lineartime.training.stop import StopSignal
 from tiny_runs import assert_same, command, what_is_left
 
 PLACE = {"data": "D", "out": "R"}
@@ -101,7 +102,7 @@ def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str |
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[tuple[str | None, float]] = []
     monkeypatch.setattr(train, "say_plan", lambda config, _, size: plans.append((size, config.train.learning_rate)))
-    monkeypatch.setattr("lineartime.training.train", lambda config, **options: lineartime.training.TrainResult(
+    monkeypatch.setattr("lineartime.training.language.train", lambda config, **options: lineartime.training.language.TrainResult(
         tmp_path, config, {}, "", True))
     (tmp_path / "run.toml").write_text(f'model = "flash"\nn_layers = 1\nd_model = 16\ntokens_per_step = 4096\n{line}')
     (tmp_path / "rest.toml").write_text(f"tokens_per_step = 4096\n{line}")

@@ -7,7 +7,7 @@ import pytest
 
 from command_line import Call, commands_of
 from lineartime.data.prepare_config import SAMPLE
-from lineartime.run_config import SIZES
+from lineartime.training.run_config import SIZES
 
 COMMANDS = commands_of(Path(__file__).parents[2] / "docs" / "guides" / "own-text.md")
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.attention import performer
-from lineartime.attention.performer import performer_attention, relu_features
+from lineartime.model.attention import performer
+from lineartime.model.attention.performer import performer_attention, relu_features
 
 PREFIX_SUMS = ["scan", "matmul", "blocks"]
 EVERY_PREFIX_SUM = pytest.mark.parametrize("prefix_sum", PREFIX_SUMS)

@@ -7,7 +7,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from lineartime.hf import document_means
 from tiny_checkpoints import random_model, write_checkpoint
 

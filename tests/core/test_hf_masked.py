@@ -8,9 +8,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, 
 from lineartime.config import model_config
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer
-from lineartime.model import masked_token_losses
+from lineartime.model.language_model import masked_token_losses
 from marks import rest
 from tiny_checkpoints import random_model, write_checkpoint
 

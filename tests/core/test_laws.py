@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.errors import UsageError
-from lineartime.layers import RelPosBias, ScaledSin, sequence_info
-from lineartime.model import LanguageModel
+from lineartime.base.errors import UsageError
+from lineartime.model.layers import RelPosBias, ScaledSin, sequence_info
+from lineartime.model.language_model import LanguageModel
 from lineartime.ops import reference
 from lineartime.ops.reference import toeplitz
 from marks import rest

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lineartime import FeedForward, GatedAttentionUnit, ModelConfig, MultiHeadAttention, model_config
-from lineartime.ablations import AblatedGatedAttentionUnit
-from lineartime.errors import UsageError
-from lineartime.layers import ResidualLayer
+from lineartime.model.ablations import AblatedGatedAttentionUnit
+from lineartime.base.errors import UsageError
+from lineartime.model.layers import ResidualLayer
 
 WRONG = [
     (GatedAttentionUnit, (64,), {}, "a layer takes a ModelConfig, or its fields by name"),

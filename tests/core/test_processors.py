@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lineartime.processors import SLICE_NS, SPINS, share_processors
+from lineartime.base.processors import SLICE_NS, SPINS, share_processors
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 

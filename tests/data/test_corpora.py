@@ -18,7 +18,7 @@ from fake_hub import Hub
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import Manifest, open_split, read_manifest
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from text_files import documents_of, make
 from tiny_runs import command
 

@@ -25,7 +25,7 @@ from lineartime.data.read_text import READS
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
 from lineartime.data.units import encode_unit
-from lineartime.errors import DataError, ResourceError, UsageError
+from lineartime.base.errors import DataError, ResourceError, UsageError
 from text_files import contents, documents_of, make, stream_of
 
 EOD = 256

@@ -11,7 +11,7 @@ from lineartime.data.readers import Rows
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import train_tokenizer
 from lineartime.data.tokens import batch_rows
-from lineartime.errors import DataError, UsageError
+from lineartime.base.errors import DataError, UsageError
 from text_files import contents, make
 
 TEXTS = ["The first document,\n naïve. ", "Another 東京 document", "A third"] * 5

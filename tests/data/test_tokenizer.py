@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from lineartime.atomic_io import read_toml
+from lineartime.base.atomic_io import read_toml
 from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
     WORDS,
@@ -24,8 +24,8 @@ from lineartime.data.tokenizer import (
     train_tokenizer,
     with_tokens,
 )
-from lineartime.pooling import document_ids
-from lineartime.errors import DataError
+from lineartime.tasks.pooling import document_ids
+from lineartime.base.errors import DataError
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
 TRAINED = train_tokenizer([TEXT], 400)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lineartime.data import mixture, tokens
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, eval_rows, open_split
-from lineartime.errors import DataError
+from lineartime.base.errors import DataError
 from text_files import make, stream_of
 
 EOD = 256

@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 from torch.distributed import DistStoreError
 
-from lineartime import checkpoint
-from lineartime.distributed.ranks import connected
-from lineartime.errors import RankError, UsageError
+from lineartime.weights import checkpoint
+from lineartime.base.ranks import connected
+from lineartime.base.errors import RankError, UsageError
 from lineartime.hf import LineartimeForCausalLM
-from lineartime.load import load_model
-from lineartime.release.export import export
+from lineartime.weights.load import load_model
+from lineartime.use.release.export import export
 from made_questions import write_questions
 from marks import rest
 from ranks_here import RanksHere, differences, state_of
@@ -164,7 +164,7 @@ def test_a_store_that_never_answers_is_left_and_said(monkeypatch):
         left.wait(10)
         raise DistStoreError
 
-    monkeypatch.setattr("lineartime.distributed.ranks.open_store", cache(silent))
+    monkeypatch.setattr("lineartime.base.ranks.open_store", cache(silent))
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     began = time.monotonic()

@@ -7,9 +7,10 @@ import torch
 
 from context_ranks import BEGIN, LENGTH, ON_PUSH, SHARED, Tokens, model_of, run_of
 from lineartime.config import TrainConfig
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from lineartime.run_files import read_metrics
-from lineartime.training import compute_gradient, train
+from lineartime.training.gradient import compute_gradient
+from lineartime.training.language import train
 from marks import rest
 from tiny_models import CONFIGS, random_ids
 from tiny_runs import SETTINGS, prepare_text

@@ -41,7 +41,7 @@ def from_pretrained(it: Path) -> list[object]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import lineartime.hf  # noqa: F401
-    from lineartime.errors import CheckpointError, LineartimeError
+    from lineartime.base.errors import CheckpointError, LineartimeError
 
     try:
         tokenizer, model = AutoTokenizer.from_pretrained(it), AutoModelForCausalLM.from_pretrained(it)

@@ -22,9 +22,9 @@ from transformers import (
 
 import lineartime
 import lineartime.hf  # registers the classes
-from lineartime.errors import UsageError
-from lineartime.model import token_losses
-from lineartime.release.export import export_documents
+from lineartime.base.errors import UsageError
+from lineartime.model.language_model import token_losses
+from lineartime.use.release.export import export_documents
 
 pytestmark = pytest.mark.ecosystem
 SMALL = str(lineartime.model_folder("small"))

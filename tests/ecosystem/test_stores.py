@@ -16,7 +16,7 @@ import pytest
 import lineartime
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokens import open_split
-from lineartime.errors import DataError
+from lineartime.base.errors import DataError
 
 pytestmark = pytest.mark.ecosystem
 GUIDE = Path(__file__).parents[2] / "docs/guides/many-machines.md"

@@ -8,9 +8,9 @@ import torch
 
 from lineartime.config import model_config
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from lineartime.errors import NumericsError, UsageError
-from lineartime.generation.generate import generate, prefill, sample
-from lineartime.model import LanguageModel
+from lineartime.base.errors import NumericsError, UsageError
+from lineartime.weights.generation.generate import generate, prefill, sample
+from lineartime.model.language_model import LanguageModel
 from lineartime.model_names import MODELS
 
 END = 0
@@ -95,7 +95,7 @@ def test_stop_and_on_token(model: LanguageModel) -> None:
 def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = torch.randint(1, 23, (101,)).tolist()
     whole, _ = prefill(model, [prompt])
-    monkeypatch.setattr("lineartime.generation.generate.PIECE_TOKENS", 16)
+    monkeypatch.setattr("lineartime.weights.generation.generate.PIECE_TOKENS", 16)
     read: list[int] = []
     pieces, state = prefill(model, [prompt, prompt[:40]], read.append)
     assert torch.allclose(whole[0], pieces[0], atol=1e-12) and read == [16, 32, 48, 64, 80, 96, 101]

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lineartime.errors import UsageError
-from lineartime.generation.generate import decode_step, prefill
-from lineartime.generation.step import DecodeStep
+from lineartime.base.errors import UsageError
+from lineartime.weights.generation.generate import decode_step, prefill
+from lineartime.weights.generation.step import DecodeStep
 from marks import rest
 from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONTEXT, FLASH, UNPACKED, case_of, random_ids, random_model, with_end
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lineartime.config import model_config
-from lineartime.generation.generate import decode_step, generate, prefill
-from lineartime.generation.onednn import can_pack, packed_weights
-from lineartime.model import LanguageModel
+from lineartime.weights.generation.generate import decode_step, generate, prefill
+from lineartime.weights.generation.onednn import can_pack, packed_weights
+from lineartime.model.language_model import LanguageModel
 
 SIZES = {"d_model": 64, "n_layers": 2, "vocab_size": 50, "context": 64}
 CONFIGS = {
@@ -67,7 +67,7 @@ def test_of_two_threads_each_takes_its_own_weights_away() -> None:
 
 def test_generate_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = bfloat16_model("flash"), []
-    monkeypatch.setattr("lineartime.generation.generate.decode_step",
+    monkeypatch.setattr("lineartime.weights.generation.generate.decode_step",
                         lambda *args, **kwargs: seen.append("logits" in vars(model)) or decode_step(*args, **kwargs))
     generate(model, [[1, 2]], max_new_tokens=3)
     assert seen == [PACKS, PACKS] and "logits" not in vars(model)

@@ -14,9 +14,9 @@ import torch
 import lineartime
 from command_line import Call, assert_refused
 from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
-from lineartime.decoding.state import DecodingState
-from lineartime.errors import DataError, UsageError
-from lineartime.generation.generate import generate, prefill
+from lineartime.model.decoding.state import DecodingState
+from lineartime.base.errors import DataError, UsageError
+from lineartime.weights.generation.generate import generate, prefill
 from made_documents import write_model
 from tiny_models import CONFIGS, random_ids, random_model, with_end
 

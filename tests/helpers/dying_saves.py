@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from lineartime import checkpoint
+from lineartime.weights import checkpoint
 
 NAMES = ("_mkdir", "_rename", "_symlink", "_unlink", "_remove_tree", "_fsync_dir")
 """What a save changes the disk by, beside the files that it writes."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lineartime.config import model_config
-from lineartime.model import LanguageModel
+from lineartime.model.language_model import LanguageModel
 from lineartime.ops.reference import rotary
 
 S = 128

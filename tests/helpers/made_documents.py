@@ -6,7 +6,7 @@ import numpy as np
 
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
-from lineartime.model import LanguageModel
+from lineartime.model.language_model import LanguageModel
 from tiny_checkpoints import write_checkpoint
 
 CONTEXT = 32

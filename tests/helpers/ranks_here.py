@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch.distributed import TCPStore
 
-from lineartime import checkpoint
+from lineartime.weights import checkpoint
 
 
 class RanksHere:

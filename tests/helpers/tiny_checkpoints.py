@@ -3,7 +3,7 @@
 from safetensors.torch import save_file
 
 from lineartime.config_json import model_config_json
-from lineartime.model import LanguageModel
+from lineartime.model.language_model import LanguageModel
 from tiny_models import drawn
 
 

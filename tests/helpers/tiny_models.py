@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lineartime.config import ModelConfig, model_config
-from lineartime.model import LanguageModel
+from lineartime.model.language_model import LanguageModel
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 CONTEXT, CHUNK = 24, 4

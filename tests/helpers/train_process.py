@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from dying_saves import limited
-from lineartime import checkpoint, objectives, run
+from lineartime.training import objectives, run
+from lineartime.weights import checkpoint
 from lineartime.cli import verbs
 from lineartime.training import language, loop
 

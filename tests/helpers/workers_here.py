@@ -1,7 +1,7 @@
 """A benchmark's workers in the test's own process: generators in place of processes that import everything first."""
 
 from benchmarks import measure
-from lineartime.errors import NumericsError, UsageError
+from lineartime.base.errors import NumericsError, UsageError
 
 
 def work_here(monkeypatch):

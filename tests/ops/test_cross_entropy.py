@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lineartime.model import LanguageModel, token_losses
+from lineartime.model.language_model import LanguageModel, token_losses
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from tiny_models import FLASH, random_ids
 

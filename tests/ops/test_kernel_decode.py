@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kernel_law import assert_near, error, random
 from lineartime.config import ModelConfig, model_config
-from lineartime.gau import GatedAttentionUnit
-from lineartime.generation import generate
-from lineartime.generation.cuda_graph import CapturedStep
-from lineartime.model import LanguageModel
+from lineartime.model.gau import GatedAttentionUnit
+from lineartime.weights.generation import generate
+from lineartime.weights.generation.cuda_graph import CapturedStep
+from lineartime.model.language_model import LanguageModel
 from lineartime.ops import decode_step, reference
 from lineartime.ops.reference import rotary
 from marks import rest

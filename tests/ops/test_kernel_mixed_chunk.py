@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kernel_law
 from kernel_law import S, assert_near, documents, head_inputs, make_inputs, random, run_heads, tiny
-from lineartime.ablations import AblatedGatedAttentionUnit
+from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.config import model_config
-from lineartime.errors import UsageError
-from lineartime.gau import GatedAttentionUnit
-from lineartime.model import token_losses
+from lineartime.base.errors import UsageError
+from lineartime.model.gau import GatedAttentionUnit
+from lineartime.model.language_model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference, windows
 from marks import rest
 from tiny_models import random_ids

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from kernel_law import error, random
 from lineartime.config import model_config
-from lineartime.layers import make_norm
+from lineartime.model.layers import make_norm
 from lineartime.ops import dispatch, norm, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,7 @@ import triton.language as tl
 
 import launch_order
 from kernel_law import S, documents, make_inputs, run
-from lineartime.layers import rotary
+from lineartime.model.layers import rotary
 from lineartime.ops import decode_step, gradients, mixed_chunk, norm, quadratic
 
 

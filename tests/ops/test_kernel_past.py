@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernel_law import S, assert_near, gated_heads, head_inputs, make_inputs, random, tiny
 from lineartime import ops
-from lineartime.errors import UsageError
+from lineartime.base.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
 from lineartime.ops.reference import CarriedState
 from marks import rest

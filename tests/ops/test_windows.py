@@ -10,9 +10,9 @@ from torch import Tensor
 from kernel_law import S, assert_held, assert_near, head_inputs, make_inputs, run_heads
 from lineartime import ops
 from lineartime.config import model_config
-from lineartime.errors import UsageError
-from lineartime.gau import GatedAttentionUnit
-from lineartime.model import LanguageModel
+from lineartime.base.errors import UsageError
+from lineartime.model.gau import GatedAttentionUnit
+from lineartime.model.language_model import LanguageModel
 from lineartime.ops import dispatch, reference, windows
 from tiny_models import random_ids
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_hub import Hub
-from lineartime.errors import DataError
-from lineartime.qa.metrics import exact_match, f1, normalize, occurrences, score, words_of
-from lineartime.qa.questions import Document, Question, read_questions
+from lineartime.base.errors import DataError
+from lineartime.tasks.qa.metrics import exact_match, f1, normalize, occurrences, score, words_of
+from lineartime.tasks.qa.questions import Document, Question, read_questions
 
 CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
 TEXT = "Ada Lovelace wrote the first program in 1843. It was for the Analytical Engine."

@@ -18,11 +18,11 @@ import lineartime.hf
 from lineartime.config import ModelConfig, model_config
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
-from lineartime.errors import CheckpointError, UsageError
-from lineartime.model import LanguageModel, SpanModel
-from lineartime.qa.finetune import span_config, span_model
-from lineartime.qa.questions import Document, Question
-from lineartime.qa.spans import (
+from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.model.language_model import LanguageModel, SpanModel
+from lineartime.tasks.qa.finetune import span_config, span_model
+from lineartime.tasks.qa.questions import Document, Question
+from lineartime.tasks.qa.spans import (
     CANDIDATE,
     END,
     START,

@@ -26,13 +26,13 @@ from transformers.dynamic_module_utils import get_imports
 import lineartime
 import lineartime.hf
 from command_line import Call, assert_refused
-from lineartime import checkpoint
+from lineartime.weights import checkpoint
 from lineartime.cli import verbs
 from lineartime.config import model_config, to_dict
-from lineartime.errors import CONTROL, CheckpointError, UsageError
-from lineartime.release.card import Card, made_by, train_command
-from lineartime.release.provenance import cpu_model, provenance
-from lineartime.run_config import SIZES, parse_setting, run_config
+from lineartime.base.errors import CONTROL, CheckpointError, UsageError
+from lineartime.use.release.card import Card, made_by, train_command
+from lineartime.use.release.provenance import cpu_model, provenance
+from lineartime.training.run_config import SIZES, parse_setting, run_config
 from lineartime.run_files import read_metrics, read_run
 from tiny_runs import STEPS, command, prepare_text
 
@@ -204,8 +204,8 @@ def test_a_cards_command_of_given_weights_trains_the_same() -> None:
 
 
 def test_what_is_wrong_with_a_card_shows_before_the_scores(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.release.export.evaluate_data", pytest.fail)
-    monkeypatch.delattr("lineartime.release.card.train_command")
+    monkeypatch.setattr("lineartime.use.release.export.evaluate_data", pytest.fail)
+    monkeypatch.delattr("lineartime.use.release.card.train_command")
     with pytest.raises(NameError):
         run_verb("export", run, "--out", run.parent / "none")
 

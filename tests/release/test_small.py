@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import lineartime
-from lineartime.atomic_io import read_toml
-from lineartime.checkpoint import manifest_of
+from lineartime.base.atomic_io import read_toml
+from lineartime.weights.checkpoint import manifest_of
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
-from lineartime.evaluation import evaluate
-from lineartime.run_config import parse_setting, run_config
+from lineartime.training.evaluation import evaluate
+from lineartime.training.run_config import parse_setting, run_config
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "lineartime" / "models" / "small"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.atomic_io import (
+from lineartime.base.atomic_io import (
     _hidden,
     check_place,
     locked,
@@ -16,7 +16,7 @@ from lineartime.atomic_io import (
     write_atomically,
     written_aside,
 )
-from lineartime.errors import DataError, ResourceError, UsageError
+from lineartime.base.errors import DataError, ResourceError, UsageError
 
 
 def values(path):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lineartime.config import ModelConfig, model_config
-from lineartime.context_use import ContextUse, describe, measure_context_use
+from lineartime.training.context_use import ContextUse, describe, measure_context_use
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
-from lineartime.errors import DataError, NumericsError, UsageError
-from lineartime.model import LanguageModel
+from lineartime.base.errors import DataError, NumericsError, UsageError
+from lineartime.model.language_model import LanguageModel
 from marks import rest
 
 LENGTHS = [150, 40, 9, 70, 41]

@@ -12,15 +12,15 @@ from matplotlib.image import imread
 from command_line import assert_refused
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.tokens import open_split
-from lineartime.errors import UsageError
-from lineartime.evaluation import Evaluation, evaluate
-from lineartime.load import load_model
-from lineartime.masking import NO_TARGET, mask_tokens
-from lineartime.model import LanguageModel, masked_token_losses
-from lineartime.objectives import MaskedTokens
-from lineartime.run_config import run_config
+from lineartime.base.errors import UsageError
+from lineartime.training.evaluation import Evaluation, evaluate
+from lineartime.weights.load import load_model
+from lineartime.training.masking import NO_TARGET, mask_tokens
+from lineartime.model.language_model import LanguageModel, masked_token_losses
+from lineartime.training.objectives import MaskedTokens
+from lineartime.training.run_config import run_config
 from lineartime.run_files import read_metrics
-from lineartime.training import compute_gradient
+from lineartime.training.gradient import compute_gradient
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import EVAL_EVERY, SETTINGS, STEPS, command, prepare_text
 from train_process import Launches

@@ -8,8 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from lineartime.config import TrainConfig, model_config, to_dict
-from lineartime.errors import ResourceError, UsageError
-from lineartime.plot import plot_run, plot_side_by_side, read_curves
+from lineartime.base.errors import ResourceError, UsageError
+from lineartime.training.plot import plot_run, plot_side_by_side, read_curves
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 CLOCK = {"time": 1.0, "tokens_per_s": 100.0, "cpu_s": 0.1}

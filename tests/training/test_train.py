@@ -16,18 +16,24 @@ import torch
 
 from command_line import assert_refused
 from dying_saves import Died
-from lineartime import checkpoint, objectives, training
-from lineartime.atomic_io import _hidden
+import lineartime
+from lineartime.training import objectives
+from lineartime.weights import checkpoint
+from lineartime.base.atomic_io import _hidden
 from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
-from lineartime.distributed.ordered import parts_of
-from lineartime.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
-from lineartime.model import LanguageModel
-from lineartime.objectives import NextToken
-from lineartime.run import Run
-from lineartime.run_config import run_config
+from lineartime.training.ordered import parts_of
+from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.model.language_model import LanguageModel
+from lineartime.training.objectives import NextToken
+from lineartime.training.run import Run
+from lineartime.training.run_config import run_config
 from lineartime.run_files import read_metrics
-from lineartime.training import Callbacks, Setup, StopSignal, compute_gradient, fit, make_optimizer, new_model
+from lineartime.training.gradient import compute_gradient
+from lineartime.training.language import new_model
+from lineartime.training.loop import Callbacks, Setup, fit
+from lineartime.training.optimizers import make_optimizer
+from lineartime.training.stop import StopSignal
 from lineartime.training.optimizers import Muon
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
@@ -265,7 +271,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    training.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
+    lineartime.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
     return out
 
 
@@ -465,7 +471,7 @@ def test_a_full_disk_ends_the_run_and_half_a_line_is_taken_back(data, tmp_path, 
             return super().write(text)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lineartime.run.open", lambda path, mode: Filling(open(path, "ab")), raising=False)
+        patch.setattr("lineartime.training.run.open", lambda path, mode: Filling(open(path, "ab")), raising=False)
         with pytest.raises(ResourceError, match=r"the metrics cannot be written: .*metrics\.jsonl: No space left"):
             run_fit(data, tmp_path / "run", steps=8)
     assert steps_saved(tmp_path / "run") == 4

@@ -1,0 +1,302 @@
+"""Files and folders that are complete or absent, whenever the process dies; files that are hashed as they are written;
+and files that are read whole, up to a size."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import stat
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 64 << 20
+"""Largest file that is read whole: configurations, tokenizers, results, prompts."""
+MAX_LINES_BYTES = 1 << 30
+"""Largest file of JSON lines that is read."""
+DONE, LOCK = "done", "lock"
+"""In a hidden folder: what becomes the output, and the file that is locked by the process that has the folder."""
+
+
+# Reading
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device or a folder, which
+    are not waited for."""
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for a file of more than `limit` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+        return file.readall()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of a model. Raises CheckpointError for one that cannot be read or is not UTF-8."""
+    try:
+        return read_bytes(path).decode()
+    except (OSError, UnicodeDecodeError) as e:
+        raise CheckpointError("cannot read", path, getattr(e, "strerror", None) or str(e)) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError for a file that cannot be read or holds no object."""
+    try:
+        content = json.loads(read_bytes(path))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        return content
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError("damaged", path, str(e)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file. Raises UsageError for a file that cannot be read, wrong TOML, and a section."""
+    try:
+        settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
+    except OSError as e:
+        raise UsageError("cannot read the configuration", path, e.strerror) from None
+    except (ValueError, RecursionError) as e:
+        raise UsageError("not valid TOML", path, str(e)) from None
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            raise UsageError("settings are flat", f"[{name}] in {path}", "move its fields to the top")
+    return settings
+
+
+def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
+    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line without its end is left
+    out, with a warning, if it is wrong: another process may be writing it. Raises DataError for any other line that is
+    wrong.
+
+    what: a noun for a line, for the message ("a row of a run")."""
+    try:
+        lines = read_bytes(path, MAX_LINES_BYTES).split(b"\n")
+    except OSError as e:
+        raise DataError("cannot read the rows", path, e.strerror) from None
+    parsed = []
+    for number, line in enumerate(lines, 1):
+        whole = number < len(lines)
+        try:
+            row = json.loads(line.decode())
+            whole = True  # an object that was cut off is not JSON
+            parsed.append(parse(row))
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+            if whole:
+                raise DataError(f"not {what}", f"{path}, line {number}", f"{type(e).__name__}: {e}") from None
+            if line:
+                logger.warning(f"an incomplete last line is left out: {path}, line {number}")
+    return parsed
+
+
+# Files with a hash, and files and folders that are replaced at once
+
+
+@contextlib.contextmanager
+def hashed_file(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
+                ) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Write a file that was just opened, flush it to the disk (in a store there is none), close it, and add its size
+    and SHA-256 to `files` by its name. The hash is of the bytes in memory, not read back. Raises OSError."""
+    digest = hashlib.sha256()
+
+    def write(data: bytes | memoryview) -> None:
+        new.write(data)
+        digest.update(data)
+
+    with new:
+        yield write
+        new.flush()
+        with contextlib.suppress(io.UnsupportedOperation):  # of a store, which has the file when it is closed
+            os.fsync(new.fileno())
+        n_bytes = new.tell()
+    files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
+
+
+def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:
+    """Replace a file atomically by an object as indented JSON. Raises ResourceError."""
+    write_atomically(path, json.dumps(content, indent=1, ensure_ascii=ascii_only) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file atomically, see `replaced`. Raises ResourceError."""
+    with replaced(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Replace a regular file atomically, or make a new one: yields the file to write, which is flushed to the disk.
+
+    Of a link the file that it points to is replaced. A pipe and a device such as /dev/stdout are written in place.
+    Raises ResourceError for errors of the system."""
+    try:
+        if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
+            with open(path, "wb") as file:
+                yield file
+            return
+        path = Path(os.path.realpath(path))
+        # Whoever writes this file has its hidden one locked. A killed process may have left that.
+        aside = _hidden(path, "tmp")
+        with os.fdopen(locked(aside, wait=True), "r+b") as file:
+            try:
+                file.truncate(0)
+                if path.exists():
+                    os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(aside, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    aside.unlink(missing_ok=True)
+                raise
+        fsync(path.parent)
+    except OSError as e:
+        raise ResourceError("cannot write", path, e.strerror or str(e)) from None
+
+
+def check_place(path: Path) -> None:
+    """Raise before long work if `replaced` could not write this file at its end: UsageError for a folder and for a file
+    in no folder, ResourceError for one that this user must not write."""
+    in_place = path.exists() and not path.is_file()
+    place = path if in_place else Path(os.path.realpath(path)).parent
+    if path.is_dir() or not (in_place or place.is_dir()):
+        raise UsageError("cannot write", path, "it is a folder" if path.is_dir() else "there is no such folder")
+    if not os.access(place, os.W_OK):
+        raise ResourceError("cannot write", path, f"{place} is read-only for you")
+
+
+def check_new(path: Path) -> None:
+    """`check_place` for a file that must not be there; also raises UsageError if it is."""
+    if os.path.lexists(path):
+        raise UsageError("the output exists already", path, "choose another or delete it")
+    check_place(path)
+
+
+@contextlib.contextmanager
+def system_errors(out: str) -> Iterator[None]:
+    """Inside the block, an OSError is a ResourceError."""
+    try:
+        yield
+    except OSError as e:
+        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
+
+
+@contextlib.contextmanager
+def written_aside(out: Path) -> Iterator[Path]:
+    """Write a folder atomically: yields an empty folder, whose files become `out` at the end. Raises as
+    `unfinished_folder` does."""
+    with unfinished_folder(out) as folder:
+        (folder / DONE).mkdir()
+        yield folder / DONE
+
+
+@contextlib.contextmanager
+def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
+    """A hidden folder beside `out`, which one process at a time has. At the end its subfolder `done`, if there is one,
+    becomes `out`, and the rest is removed.
+
+    worth: a file that makes the folder worth keeping. An interrupt or a ResourceError then leaves it, and what a killed
+    process left is in it. Without one it begins empty, and is removed after every error, with the parents created for
+    it. Raises ResourceError if another process has it, OSError if `out` is there and not an empty folder."""
+    made = [parent for parent in out.parents if not parent.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = _hidden(out, "unfinished")
+    descriptor, keep = _lock_folder(folder, out), False
+    try:
+        if worth is None:
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink()
+        yield folder
+        # Every byte is on the disk before the folder gets its name, and the name before this returns.
+        if (folder / DONE).exists():
+            for path in [*(folder / DONE).rglob("*"), folder / DONE]:
+                fsync(path)
+            os.rename(folder / DONE, out)
+            fsync(out.parent)
+    except (KeyboardInterrupt, ResourceError):
+        keep = worth is not None and (folder / worth).exists()
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed goes when the folder is next used
+            for parent in made:  # they stay if the output is in them
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        os.close(descriptor)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the hidden folder of `out` that a killed process has left; that of a running process stays."""
+    if (folder := _hidden(out, "unfinished")).exists():
+        with contextlib.suppress(OSError, ResourceError):
+            descriptor = _lock_folder(folder, out)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _hidden(path: Path, ending: str) -> Path:
+    """The name of what stands for `path` until it is complete. A hash, because a name has at most 255 bytes."""
+    path = path.absolute()  # "." has no name
+    return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
+
+
+def _lock_folder(folder: Path, out: Path) -> int:
+    """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked file."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
+                return locked(folder / LOCK)
+        except BlockingIOError:
+            raise ResourceError("another process is writing this folder", out, "wait for it") from None
+
+
+def locked(path: Path, *, wait: bool = False) -> int:
+    """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock when the descriptor
+    is closed, and when the process ends. If another process has the lock it waits with `wait`, else raises
+    BlockingIOError. Raises OSError for other errors."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The process that had the lock may have renamed or removed the file since it was opened.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

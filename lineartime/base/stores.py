@@ -1,0 +1,304 @@
+"""Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://, gs://, hf://,
+https:// or memory://. Only what `cached` copies is kept on this machine whole."""
+
+import bz2
+import contextlib
+import glob
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import select
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from lineartime.base import atomic_io
+from lineartime.base.errors import DataError, LineartimeError, UsageError
+
+Name = str | Path
+"""A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
+LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
+"""A packed file may hold so many times its size, or so many bytes, whichever is more."""
+
+
+def is_address(name: Name) -> bool:
+    """Whether this names something in a store, and not on this machine."""
+    return "://" in str(name)
+
+
+def joined(folder: Name, *names: str) -> str:
+    """The name of something in a folder."""
+    return "/".join([str(folder).rstrip("/") or "/", *names])
+
+
+def store_of(name: Name) -> tuple[Any, str]:
+    """The file system of a name, and the path there. Raises UsageError for a store whose library is missing."""
+    import fsspec
+
+    if not is_address(name):  # fsspec would join file systems at a "::", and take "~" for a home
+        return fsspec.filesystem("file"), str(Path(name).absolute())
+    try:
+        return fsspec.core.url_to_fs(str(name))
+    except (ImportError, ValueError) as e:
+        raise UsageError("cannot open this address", name, str(e)) from None
+
+
+@contextlib.contextmanager
+def reading(name: Name) -> Iterator[None]:
+    """Inside the block, errors of reading a file are DataErrors. A store's library raises errors of its own."""
+    try:
+        yield
+    except LineartimeError:
+        raise
+    except FileNotFoundError:
+        raise DataError("cannot read", name, "no such file or folder") from None
+    except OSError as e:
+        raise DataError("cannot read", name, e.strerror or str(e) or type(e).__name__) from None
+    except Exception as e:
+        if not is_address(name):
+            raise
+        raise DataError("cannot read", name, f"{type(e).__name__}: {e}") from None
+
+
+def opened(name: Name) -> IO[bytes]:
+    """The bytes of a regular file. Raises OSError, and what the store's library raises."""
+    if not is_address(name):
+        return io.BufferedReader(atomic_io.open_regular(Path(name)), 1 << 20)
+    store, path = store_of(name)
+    return io.BufferedReader(store.open(path, "rb"), 1 << 20)
+
+
+def packing_of(name: Name) -> str:
+    """The ending of a packed file in lower case, else ""."""
+    ending = f".{str(name).rpartition('.')[2].lower()}"
+    return ending if ending in (".gz", ".bz2", ".xz", ".zst") else ""
+
+
+def unpacked(name: Name) -> IO[bytes]:
+    """The bytes of a file, unpacked. Reading raises DataError for damage, and for more than `most_bytes`."""
+    file, packing = opened(name), packing_of(name)
+    if packing == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(_Unpacked(name, file, pyarrow.CompressedInputStream(file, "zstd")), 1 << 20)
+    packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+    return io.BufferedReader(_Unpacked(name, file, packers[packing].open(file)), 1 << 20) if packing else file
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a packed file, which may have been made to exhaust its reader."""
+
+    def __init__(self, name: Name, packed: IO[bytes], file: Any):
+        self.name, self.packed, self.file, self.n_left = name, packed, file, most_bytes(name)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self.file.read(len(buffer))
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+            raise DataError(f"damaged {packing_of(self.name)} file", self.name, str(e)) from None
+        self.n_left -= len(data)
+        if self.n_left < 0:
+            raise too_large(self.name)
+        buffer[:len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self.file.close()
+        self.packed.close()
+        super().close()
+
+
+def most_bytes(name: Name) -> int:
+    """The most bytes that the text of a file may have. Raises DataError as `size_of` does."""
+    return max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
+
+
+def too_large(name: Name) -> DataError:
+    """The error of a file with more than `most_bytes`."""
+    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
+
+
+def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
+    """The bytes of a file, unpacked, after the first `n_read`; or what comes on stdin (`-`). Raises DataError."""
+    if name == "-":
+        yield from stdin_blocks()
+        return
+    with reading(name), unpacked(name) as file:
+        while n_read:
+            if not (block := file.read(min(n_read, 1 << 20))):
+                raise DataError("the file is shorter than what was read of it", name)
+            n_read -= len(block)
+        while block := file.read(1 << 16):
+            yield block
+
+
+def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
+    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and then while nothing
+    comes."""
+    while sys.stdin is not None:
+        # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
+        if select.select([sys.stdin], [], [], 0.2)[0]:
+            if not (block := os.read(sys.stdin.fileno(), size)):
+                return
+            yield block
+        elif ticks:
+            yield b""
+
+
+def opened_new(name: Name) -> Any:
+    """A file to write, which replaces another of its name. In a store it appears when it is closed."""
+    store, path = store_of(name)
+    return store.open(path, "wb")
+
+
+def write_text(name: Name, text: str) -> None:
+    """Replace a file by a text. A reader never sees half of it."""
+    aside = name if is_address(name) else f"{name}.{os.getpid()}"
+    with opened_new(aside) as file:
+        file.write(text.encode())
+    if aside != name:
+        os.replace(aside, name)
+
+
+def read_all(name: Name) -> bytes:
+    """The bytes of a file. Raises DataError for one that cannot be read."""
+    with reading(name), opened(name) as file:
+        return file.read()
+
+
+def size_of(name: Name) -> int:
+    """The bytes of a file. Raises DataError for one that is missing."""
+    store, path = store_of(name)
+    with reading(name):
+        return store.size(path) or 0
+
+
+def stamp_of(name: Name) -> str:
+    """A mark of a file's size and time, which changes when it is written again. Raises DataError if it is missing."""
+    store, path = store_of(name)
+    with reading(name):
+        return str(store.ukey(path))
+
+
+def exists(name: Name) -> bool:
+    """Whether there is a file or folder of this name."""
+    store, path = store_of(name)
+    with reading(name):
+        return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
+
+
+def require_there(names: Iterable[Name]) -> None:
+    """Raise DataError for a missing file or folder of this machine: said before torch is imported. `-` is stdin."""
+    for name in names:
+        is_elsewhere = name == "-" or is_address(name) or str(name).startswith("hub:")
+        if not is_elsewhere and not glob.has_magic(str(name)) and not os.path.lexists(name):
+            raise DataError("cannot read", name, "no such file or folder")
+
+
+def is_folder(name: Name) -> bool:
+    """Whether this is a folder."""
+    store, path = store_of(name)
+    with reading(name):
+        return bool(store.isdir(path))
+
+
+def make_folder(name: Name) -> None:
+    """Make a folder and its parents, if the store has folders."""
+    store, path = store_of(name)
+    store.makedirs(path, exist_ok=True)
+
+
+def remove(name: Name) -> None:
+    """Remove a file, or a folder and all in it, if it is there."""
+    store, path = store_of(name)
+    with contextlib.suppress(FileNotFoundError):
+        store.rm(path, recursive=True)
+
+
+@contextlib.contextmanager
+def uploaded(address: Name) -> Iterator[Path]:
+    """A temporary folder, whose files are copied to an address at the end of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+        store, path = store_of(address)
+        store.put(f"{folder}/", path, recursive=True)
+
+
+def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
+    """A folder in the cache of this machine with the files of a folder in a store that have these names and sizes. What
+    is there already is kept. key: a hash of what they hold. Raises DataError for a bad name and a missing file."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lineartime" / key[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    for name, n_bytes in sizes.items():
+        if Path(name).name != name:  # a manifest may come from anybody
+            raise DataError("not the name of a file", joined(folder, name))
+        if not (cache / name).exists() or (cache / name).stat().st_size != n_bytes:
+            there = joined(folder, name)
+            with reading(there), opened(there) as file, atomic_io.replaced(cache / name) as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+    return cache
+
+
+def expanded(name: Name) -> list[str]:
+    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the name itself."""
+    if is_address(name):
+        store, path = store_of(name)
+        with reading(name):
+            found = store.glob(path) if glob.has_magic(path) and not store.exists(path) else []
+        return [store.unstrip_protocol(each) for each in sorted(found)] or [str(name)]
+    return ([] if os.path.lexists(name) else sorted(glob.glob(str(name), recursive=True))) or [str(name)]
+
+
+def files_below(folder: Name) -> list[str]:
+    """Relative names of all files that are not hidden, in order; each folder is read once, through links too. Raises
+    DataError for one that cannot be read."""
+    names: list[str] = []
+    if is_address(folder):
+        store, top = store_of(folder)
+        with reading(folder):
+            names = [each.removeprefix(top).lstrip("/") for each in store.find(top)]
+        return sorted(name for name in names if "/." not in f"/{name}")
+
+    def refuse(e: OSError) -> None:
+        raise DataError("cannot read", e.filename, e.strerror)
+
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        if os.path.realpath(parent) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(parent))
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
+        names += [(Path(parent) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def hash_of(name: Name) -> dict[str, Any]:
+    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
+    with reading(name), opened(name) as file:
+        digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it asks for more than it uses
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
+    """Whether a file has the size and, with `by_hash`, the SHA-256 that are `expected`, see `hash_of`."""
+    with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
+        same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
+        return same_size and (not by_hash or hash_of(path) == expected)
+    return False
+
+
+def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]
+                ) -> contextlib.AbstractContextManager[Callable[[bytes | memoryview], None]]:
+    """Write a file in a folder, see `atomic_io.hashed_file`."""
+    path = joined(folder, name)
+    return atomic_io.hashed_file(opened_new(path) if is_address(path) else open(path, "wb"), name, files)

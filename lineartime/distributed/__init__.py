@@ -1,1 +1,0 @@
-"""Training in many processes, launched by `torchrun`: PyTorch's collectives behind a few functions."""

@@ -1,0 +1,173 @@
+"""The decoding state of a model: the caches of its layers, and where each row is. It can be saved in a file of
+safetensors that is as large as the state. The file has the hash of the model, and one of all that is in it: a state of
+another model and a damaged file are refused."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lineartime.base.atomic_io import open_regular, replaced
+from lineartime.weights.checkpoint import tensors_sha256
+from lineartime.config import ModelConfig, to_dict
+from lineartime.model.decoding.cache import Cache, KeyValueCache
+from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.settings import require
+
+
+@dataclasses.dataclass
+class DecodingState:
+    """The decoding state of a model for a batch of rows: a cache per attention layer, and as in `DecodeInputs` the
+    tokens so far and the start of the current document of each row."""
+
+    caches: list[Cache]
+    seq_lens_B: Tensor
+    start_B: Tensor
+    model: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """The `LanguageModel` whose state this is, or None. `deepcopy` shares it; `copy.copy` and a pickle have None."""
+    text: str = ""
+    """The last word of a text that `read` has read: it is tokenised together with what follows it."""
+    tokenizer_sha256: str = ""
+    """The hash of that text's tokenizer."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
+        return self.repeated(len(self.seq_lens_B))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}
+
+    def save(self, path: Path | str) -> None:
+        """Replace a file by this state. Raises ResourceError if it cannot be written, UsageError without the model."""
+        save_state(Path(path), self, {})
+
+    @classmethod
+    def load(cls, path: Path | str, model: Any) -> "DecodingState":
+        """The state in a file, on the device of its model. Raises CheckpointError for a file that is damaged or cannot
+        be read, and for a state of other weights, of another precision or version, or of `score`."""
+        return load_state(Path(path), model)[0]
+
+    def in_grid_B(self, config: ModelConfig) -> Tensor:
+        """Tokens of each row so far, from where its positions and chunks are counted: with `document_grid` "own" those
+        of its current document."""
+        return self.seq_lens_B - self.start_B if config.document_grid == "own" else self.seq_lens_B
+
+    def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
+               window: int | None = None) -> DecodeInputs:
+        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" each document counts as a row
+        of its own, so only the first of the tokens may begin one."""
+        if config.document_grid == "row":
+            return DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN, window)
+        before_B = torch.where(begins_BN[:, 0] & (n_new_B > 0), 0, self.in_grid_B(config))
+        return DecodeInputs(before_B, torch.zeros_like(before_B), n_new_B, begins_BN, window)
+
+    def starts_B(self, inputs: DecodeInputs) -> Tensor:
+        """`start_B` after the tokens of `inputs`."""
+        start_B = inputs.start_BN.amax(1) + self.seq_lens_B - inputs.seq_lens_B
+        return torch.where(inputs.n_new_B > 0, start_B, self.start_B)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows' state in all caches, room for more tokens included; constant in T for FLASH."""
+        return sum(tensor.nbytes for cache in self.caches for tensor in cache.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors with state by name, those of cache 3 as "3.kv_BSE"."""
+        longest = int(self.seq_lens_B.max()) if len(self.seq_lens_B) else 0  # a cache that grows has room for more
+        of_caches = {f"{n}.{name}": (tensor[:, :longest] if name in cache.growing else tensor).contiguous()
+                     for n, cache in enumerate(self.caches) for name, tensor in cache.tensors().items()}
+        return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **of_caches}
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Take over the tensors that `tensors` of another state of the same model gave."""
+        for name, tensor in tensors.items():
+            n, _, field = name.rpartition(".")
+            setattr(self.caches[int(n)] if n else self, field, tensor)
+
+    def reserve(self, n_tokens: int) -> None:
+        """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending does not move them."""
+        for cache in self.caches:
+            if isinstance(cache, KeyValueCache):
+                cache.reserve(n_tokens)
+
+    def reserve_in_graph(self, n_new: int) -> int | None:
+        """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be `DecodeInputs.window`,
+        or None without such caches. Nothing is read from the device."""
+        lengths = [cache.k_BL.shape[1] for cache in self.caches if isinstance(cache, KeyValueCache)]
+        if not lengths:
+            return None
+        self.reserve(lengths[0] + n_new)
+        return lengths[0] + n_new
+
+    def repeated(self, n_rows: int) -> "DecodingState":
+        """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for another number."""
+        n_own = len(self.seq_lens_B)
+        require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
+        made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
+        made.select(torch.arange(n_rows).clamp(max=n_own - 1))
+        return made
+
+    def select(self, rows_B: Tensor) -> None:
+        """Keep the rows rows_B, in this order; a row may occur more than once."""
+        rows_B = rows_B.to(self.seq_lens_B.device)
+        for cache in self.caches:
+            cache.select(rows_B)
+        self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)
+
+
+def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> None:
+    """Replace a file by a state. facts: what else is kept, for JSON. of_model: the model's hash, if it is known. Raises
+    as `DecodingState.save` does."""
+    if state.model is None:
+        raise UsageError("the state does not know its model", path, "say state.model = model")
+    tensors = state.tensors()
+    content = json.dumps([of_model or model_sha256(state.model), state.text, state.tokenizer_sha256, facts])
+    # One entry: safetensors writes several in any order, and the same state has the same bytes.
+    metadata = {"state": json.dumps([content_sha256(tensors, content), content])}
+    with replaced(path) as file:
+        file.write(safetensors.torch.save(tensors, metadata))
+
+
+def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
+    """A state of `model` that was saved, and the facts beside it, which must have these names. Raises CheckpointError
+    for a file that is damaged, and for one of another model, command or version."""
+    try:
+        open_regular(path).close()
+        with safetensors.safe_open(path, "pt") as file:
+            sha256, content = json.loads(file.metadata()["state"])
+            # Copies: views of the file lie at any byte, and matmuls of them round otherwise.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+        if sha256 != content_sha256(tensors, content):
+            raise ValueError("its hash is not that of its content")
+        of_model, text, tokenizer_sha256, facts = json.loads(content)
+    except OSError as e:
+        raise CheckpointError("cannot read the state", path, e.strerror or str(e)) from None
+    except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
+        raise CheckpointError("no decoding state, or damaged", path, str(e)) from None
+    if {*facts} != {*names}:
+        raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
+    if of_model != model_sha256(model):
+        raise CheckpointError("the state of another model or precision", path, "name the model that has read it")
+    state = model.decoding_state(len(tensors["seq_lens_B"]))
+    if tensors.keys() != state.tensors().keys():
+        raise CheckpointError("the state of another version", path, "read the text again")
+    state.take({name: tensor.to(model.embed.weight.device) for name, tensor in tensors.items()})
+    state.text, state.tokenizer_sha256 = text, tokenizer_sha256
+    return state, facts
+
+
+def model_sha256(model: Any) -> str:
+    """The hash of the weights as they are, in their precision, and of the configuration."""
+    return tensors_sha256(model.state_dict(), json.dumps(to_dict(model.config)))
+
+
+def content_sha256(tensors: Mapping[str, Tensor], text: str) -> str:
+    """The hash of tensors with their names, types and shapes, and of a text."""
+    named = dict(sorted(tensors.items()))
+    return tensors_sha256(named, text + str([(name, x.dtype, [*x.shape]) for name, x in named.items()]))

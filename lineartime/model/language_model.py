@@ -1,0 +1,369 @@
+"""One language model for all models of the paper: embedding, layers, norm, and a head tied to the embedding."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from lineartime.model.ablations import AblatedGatedAttentionUnit
+from lineartime.config import ModelConfig, check_context_parallel
+from lineartime.model.decoding.cache import Cache
+from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.decoding.state import DecodingState
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.model.document_grid import Places, padding_last, places_of
+from lineartime.base.errors import UsageError
+from lineartime.model.gau import GatedAttentionUnit
+from lineartime.model.layers import (
+    ResidualLayer,
+    ScaledSin,
+    SequenceInfo,
+    check_segment_ids,
+    check_shape,
+    in_order,
+    make_norm,
+    sequence_info,
+    tokens_first,
+)
+from lineartime.model.mhsa import FeedForward, MultiHeadAttention
+from lineartime.base.settings import require
+
+
+class LanguageModel(nn.Module):
+    """Tokens to logits, for every preset of `config.PRESETS`.
+
+    The token `config.end_of_document` starts a new document in a row; attention does not cross documents,
+    unless `document_mask` is "paper". It is one of the `end_tokens`, at which `generate` ends a text."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.end_tokens = {config.end_of_document} - {None}
+        self.activation_checkpointing = False
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"
+                        else nn.Embedding(config.context, config.d_model))
+        self.layers = nn.ModuleList(layer for i in range(config.n_layers) for layer in make_layers(config.layer(i)))
+        self.norm = make_norm(config)
+        self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
+        init_weights(self)
+
+    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
+                padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None,
+                targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
+        """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
+
+        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers of at least 0 that do
+        not decrease along a row, -1 for padding at its end; by default a new document starts at each
+        `config.end_of_document`. padding_mask_BT: True for tokens, False for padding, which may be anywhere in a row;
+        the segment id of padding does not matter. at_K: indices into the flattened rows; only the logits_KV of these
+        tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of each is returned
+        instead, see `losses`. ranks: the ranks that share the rows, which all call this with the whole rows; what is
+        returned, at_K and targets are of this rank's part of them, `[B, T / W]`. Raises UsageError for a row longer
+        than the position tables allow, wrong segment ids, a mask, segment ids or targets of another shape, rows of
+        several documents with learned chunk weights, and rows or a model that ranks cannot share."""
+        # The head is the largest matmul, so it runs for the tokens that are asked for and no others.
+        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
+        x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
+        return self.logits(x) if targets is None else self.losses(x, targets)
+
+    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
+               padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE,
+               collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
+        """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does.
+
+        collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
+        embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
+        ids_BL, places, info = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
+        if embeds_BTD is None:
+            embeds_BTD = self.embed(ids_BL)
+        elif places.order_BL is not None:
+            embeds_BTD = in_order(embeds_BTD, places.order_BL)
+        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(places.position_BL), info, collected=collected)
+        if places.back_BT is not None:  # back to the places that were given
+            x_BTD = in_order(x_BTD, places.back_BT)
+            if collected is not None:
+                collected[:] = [in_order(each_BTD, places.back_BT) for each_BTD in collected]
+        return self.norm(x_BTD)
+
+    def prepare_rows(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None,
+                     ranks: Ranks) -> tuple[Tensor, Places, SequenceInfo]:
+        """Rows as the layers take them, ids_BL first, from the arguments of `forward`. Raises UsageError as `hidden`
+        does."""
+        require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
+        self.check_length(ids_BT.shape[1])
+        check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
+        check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
+        # Documents: by the ids that are given, or by the tokens that start one.
+        are_given, order_BT = segment_ids_BT is not None, None
+        if segment_ids_BT is None and self.config.end_of_document is not None:
+            starts_BT = ids_BT == self.config.end_of_document
+            if padding_mask_BT is not None:
+                starts_BT = starts_BT & padding_mask_BT.bool()
+            segment_ids_BT = starts_BT.cumsum(1)
+        # Padding moves to the end of its row, where it shifts neither positions nor chunks.
+        if padding_mask_BT is not None:
+            order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
+        if are_given and segment_ids_BT is not None:
+            check_segment_ids(segment_ids_BT := segment_ids_BT.long())
+        places = places_of(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, order_BT)
+        # Ranks that share the rows take a part each, whose positions are those in the whole row.
+        if ranks.size > 1:
+            check_context_parallel(replace(self.config, context=ids_BT.shape[1]), ranks.size)
+            require(padding_mask_BT is None, "ranks that share a row take no padding mask", "padding_mask",
+                    "give segment ids, -1 for padding at the end of a row")
+            ids_BT, segment_ids_BT, position_BT = part_of_rows(ids_BT, segment_ids_BT, places.position_BL, ranks)
+            places = Places(position_BT, segment_ids_BT)
+        ids_BL = ids_BT if places.order_BL is None else ids_BT.gather(1, places.order_BL)
+        info = sequence_info(self.config, places.position_BL, self.embed.weight.dtype, places.segment_ids_BL, ranks)
+        return ids_BL, places, info
+
+    def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
+                   caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
+        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: in decoding, where these are the
+        next tokens of rows, and each layer of attention has a cache of those before. collected: see `hidden`."""
+        delta_BTD: Tensor | None = None
+        remaining = iter(caches)
+        for i, layer in enumerate(self.residual_layers()):
+            if collected is not None and i % self.layers_per_block == 0:
+                collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
+            # In decoding a layer of attention reads its cache. A feed-forward layer has none and runs as always.
+            if inputs is not None and isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
+                x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
+            elif self.activation_checkpointing and self.training:
+                x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
+            else:
+                x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info)
+        assert delta_BTD is not None
+        return x_BTD + delta_BTD
+
+    def compile_layers(self) -> None:
+        """Apply `torch.compile` to each layer in place. Layers of the same kind share compiled code, so compile time
+        does not grow with depth. Parameters keep their names."""
+        for layer in self.residual_layers():
+            layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
+
+    def set_impl(self, impl: str | None) -> None:
+        """Set `impl` of all layers: "reference" (PyTorch), "triton" (kernels), or None, see `ops`."""
+        for layer in self.residual_layers():
+            layer.impl = impl
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """The head: x times the transposed embedding, plus a bias: `[..., V]` for x `[..., D]`."""
+        return F.linear(x_BTD, self.embed.weight, self.head_bias)
+
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in
+        blocks of tokens, see `linear_cross_entropy`. Raises UsageError for targets of another shape."""
+        check_shape("targets", targets, x.shape[:-1])
+        from lineartime.ops.cross_entropy import linear_cross_entropy  # loads PyTorch's compiler, for a second or two
+
+        x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
+        return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
+
+    def check_length(self, length: int) -> None:
+        """Raise UsageError for a row longer than the position tables allow."""
+        limit = self.config.max_len
+        if limit is not None and length > limit:
+            raise UsageError("row longer than the position table", f"{length} tokens, the table has {limit}",
+                             "train with a larger context, or use a model without a table (flash)")
+
+    @torch.no_grad()
+    def init_outer_weights(self) -> None:
+        """Set the initial values of what is not in a layer, see `init_weights`."""
+        for module in (self.embed, self.abs_pos):
+            if isinstance(module, ScaledSin):
+                nn.init.constant_(module.scalar, module.d_model**-0.5)
+            else:
+                nn.init.normal_(module.weight, std=self.config.init_std)
+        for name, parameter in self.norm.named_parameters():
+            nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
+        nn.init.zeros_(self.head_bias)
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers of one of the `config.n_layers` blocks: a GAU, or attention and a feed-forward layer."""
+        return len(self.layers) // self.config.n_layers
+
+    def in_sizes(self) -> dict[str, tuple[int, ...]]:
+        """How many outputs each of the stacked matrices has, by the name of the parameter that holds them."""
+        return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())}
+
+    def residual_layers(self) -> Iterable[ResidualLayer]:
+        """All layers, in order."""
+        return cast(Iterable[ResidualLayer], self.layers)
+
+    def decoding_state(self, batch_size: int) -> DecodingState:
+        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
+        decode, see `ModelConfig.decoding_rules`."""
+        # One cache for each layer of attention; rows without a token, whose document begins at 0.
+        caches = [layer.empty_cache(batch_size) for layer in self.layers
+                  if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
+        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
+        return DecodingState(caches, zeros_B, zeros_B.clone(), self)
+
+    def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,
+               collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
+        """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come; updates the state.
+
+        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids of the vocabulary. collected, embeds_BND: see
+        `hidden`. Raises UsageError past the end of a position table."""
+        if ids_BN.numel() == 0:
+            return self.norm(self.embed(ids_BN))
+        if self.config.document_grid == "own" and ids_BN.shape[1] > 1:
+            return self.extend_by_document(ids_BN, n_new_B, state, collected, embeds_BND)
+        return self.extend_rows(ids_BN, n_new_B, state, collected, embeds_BND)
+
+    def extend_by_document(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
+                           embeds_BND: Tensor | None) -> Tensor:
+        """`extend` where each document is a row of its own: the new tokens up to the next document of each row, then
+        those up to the one after it, and so on."""
+        index_N, begins_BN = torch.arange(ids_BN.shape[1], device=ids_BN.device), self.begins(ids_BN)
+        number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
+        outputs: list[Tensor] = []  # the hidden states of all tokens, then what is collected
+        for number in range(max(int(number_BN.max()), 0) + 1):  # the rows' first documents, then their second, ...
+            here_BN = number_BN == number
+            n_B = here_BN.sum(1)
+            order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]  # their tokens at the front of each row
+            blocks: list[Tensor] | None = None if collected is None else []
+            x_BND = self.extend_rows(ids_BN.gather(1, order_BN), n_B, state, blocks,
+                                     None if embeds_BND is None else in_order(embeds_BND, order_BN))
+            made = [x_BND, *(blocks or ())]
+            outputs = outputs or [each.new_zeros(*ids_BN.shape, each.shape[-1]) for each in made]
+            for whole_BND, each_BND in zip(outputs, made, strict=True):
+                whole_BND[here_BN] = each_BND[index_N[: each_BND.shape[1]] < n_B[:, None]]
+        if collected is not None:
+            collected += outputs[1:]
+        return outputs[0]
+
+    def extend_rows(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
+                    embeds_BND: Tensor | None) -> Tensor:
+        """`extend` by tokens that `DecodingState.inputs` takes at once."""
+        if state.seq_lens_B.is_inference() and not torch.is_inference_mode_enabled():
+            state.select(torch.arange(len(n_new_B)))  # copies: what that mode has made can be written only in it
+        # Which positions and documents the new tokens have follows from what each row has read.
+        window = None
+        if torch.compiler.is_exporting():  # a graph reads no lengths
+            window = state.reserve_in_graph(ids_BN.shape[1]) or 0
+        inputs = state.inputs(self.config, n_new_B, self.begins(ids_BN), window)
+        self.check_length(inputs.longest)
+        x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected, embeds_BND)
+        state.seq_lens_B, state.start_B = state.seq_lens_B + n_new_B, state.starts_B(inputs)
+        return x_BND
+
+    def begins(self, ids_BN: Tensor) -> Tensor:
+        """True for tokens that start a document: `[B, N]`."""
+        if self.config.end_of_document is None:
+            return torch.zeros_like(ids_BN, dtype=torch.bool)
+        return ids_BN == self.config.end_of_document
+
+    def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
+                      collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
+        """`extend` without the update of `DecodingState`; only the caches are updated."""
+        # Padding behind a row's new tokens may count past the table's end; what it gets there is never read.
+        position_BN = (inputs.position_BN if self.config.max_len is None
+                       else inputs.position_BN.clamp(max=self.config.max_len - 1))
+        info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
+        embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
+        return self.norm(self.run_layers(embeds_BND + self.abs_pos(position_BN), info, inputs, caches, collected))
+
+
+def make_layers(config: ModelConfig) -> list[ResidualLayer]:
+    """The layers of one block: a GAU, or an attention layer and a feed-forward layer."""
+    if config.ffn == "gau":
+        return [AblatedGatedAttentionUnit(config) if config.is_ablated_gau else GatedAttentionUnit(config)]
+    return [MultiHeadAttention(config), FeedForward(config)]
+
+
+@torch.no_grad()
+def init_weights(model: LanguageModel) -> None:
+    """Set the initial values, from torch's global generator.
+
+    | parameter | value |
+    |---|---|
+    | weight matrices, embeddings | normal(0, `init_std`), the paper's 0.02 unless set |
+    | scales of heads, position bias | normal(0, 0.02) |
+    | biases, offsets of heads | 0 |
+    | norm scales | 1 |
+    | ScaledSin's scalar | d^-1/2 |
+
+    Options beyond the paper begin as `memory.py` says; `linear_scale_init` and `local_scale_init` set scales."""
+    model.init_outer_weights()
+    for layer in model.residual_layers():
+        layer.init_weights(model.config.init_std)
+
+
+class Undrawn(TorchFunctionMode):
+    """Inside it parameters are not drawn. On the meta device PyTorch would load its compiler to draw them, for a second
+    or two."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_drawn = getattr(function, "__module__", None) == "torch.nn.init"
+        return None if is_drawn else function(*args, **(kwargs or {}))
+
+
+def empty_model(config: ModelConfig) -> LanguageModel:
+    """A model whose parameters have shapes and no values, made in milliseconds."""
+    with torch.device("meta"), Undrawn():
+        return LanguageModel(config)
+
+
+def number_of_parameters(config: ModelConfig) -> int:
+    """The number of a model's parameters, counted without allocating the model."""
+    return sum(p.numel() for p in empty_model(config).parameters())
+
+
+def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_BT: Tensor,
+                 ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's part of whole rows: ids, segment ids and positions, `[B or 1, T / W]`. Segment ids are shifted: 0 is the
+    document of the token before the part, even if the part has no token of it."""
+    n_tokens = ids_BT.shape[1]
+    own = ranks.share(n_tokens)
+    if segment_ids_BT is None:
+        segment_ids_BT = torch.zeros_like(ids_BT)
+    before_B1 = segment_ids_BT[:, max(own.start - 1, 0), None]
+    own_BT = segment_ids_BT[:, own]
+    return ids_BT[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1), position_BT[:, own]
+
+
+def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]` for rows
+    of T tokens, or of this rank's part where W `ranks` share the rows, `[B, (T - 1) / W]`."""
+    inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
+    return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
+
+
+def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32 at least: `[K]`, or
+    of those in this rank's part where `ranks` share the rows. The head is computed for these tokens only."""
+    targets_N = targets_BT[:, ranks.share(targets_BT.shape[1])].flatten()
+    at_K = (targets_N >= 0).nonzero().flatten()
+    return model(ids_BT, at_K=at_K, targets=targets_N[at_K], ranks=ranks)
+
+
+class SpanModel(LanguageModel):
+    """A `LanguageModel` that is not causal, with two logits per token: for the first and the last token of an answer.
+
+    The language model's head is unused but stays in the state dict. Raises UsageError for a causal config."""
+
+    def __init__(self, config: ModelConfig):
+        require(not config.causal, "questions need a model that sees both ways", "causal = true",
+                "train it with causal = false (masked language modelling)")
+        super().__init__(config)
+        self.span_head = nn.Linear(config.d_model, 2)
+        init_head(self.span_head)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """logits_BT2 of the answer's first token and of its last token."""
+        return self.span_head(x_BTD)
+
+
+def init_head(head: nn.Linear) -> None:
+    """Set the initial values of a head, from torch's global generator: weights normal(0, 0.02), bias 0."""
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)

@@ -1,0 +1,335 @@
+"""The small layers of Codes 2-5: ScaledSin, the relative position bias and the norms; scale-and-offset (Eq. 5); and
+`ResidualLayer`, the base class of all layers of a model.
+
+Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and after chunks, C
+chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S, N heads made from one base, H
+heads, K head width, V vocabulary. In decoding N counts new tokens, L cached keys; some ops use D, N and F otherwise.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime import ops
+from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.ops.context import exchange_states
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.model.document_grid import padding_last, places_of
+from lineartime.base.errors import UsageError
+from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import NORM_EPS, Exchange, rope, rotary, scale_norm
+
+BIAS_WIDTH = 128
+"""Width of the two vectors of the rotated position bias (Code 4); independent of `query_key_dim`, which is 128 too."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+
+
+class ScaledSin(nn.Module):
+    """Sinusoidal absolute position embedding times a learned scalar that starts at d^-1/2 (Code 2)."""
+
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.d_model = d_model
+        self.scalar = nn.Parameter(torch.empty(1))
+
+    def forward(self, position_BT: Tensor) -> Tensor:
+        """position_BT: integers. Returns `[B, T, D]`."""
+        return self.scalar * torch.cat(rotary(position_BT, self.d_model, self.scalar.dtype), dim=-1)
+
+
+class RelPosBias(nn.Module):
+    """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two rotated vectors.
+
+    n follows from the configuration, so the form does not depend on the length of the input. The rotated form depends
+    on i - j alone too:
+    rope(a, i) . rope(b, j) = sum_k (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k)."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.n = n
+        if n < TOEPLITZ_BELOW:
+            self.weight = nn.Parameter(torch.empty(2 * n - 1))
+        else:
+            self.a = nn.Parameter(torch.empty(BIAS_WIDTH))
+            self.b = nn.Parameter(torch.empty(BIAS_WIDTH))
+
+    def at(self, offset: Tensor) -> Tensor:
+        """The bias at the offsets key position minus query position: integers of any shape, |offset| < n in a table."""
+        if self.n < TOEPLITZ_BELOW:
+            return self.weight[offset + self.n - 1]
+        # rope(a, i) . rope(b, j) written as a sum over frequencies, which needs the difference of i and j alone.
+        (a1, a2), (b1, b2) = (at_least_float32(x).chunk(2) for x in (self.a, self.b))
+        sin, cos = rotary(-offset, BIAS_WIDTH, a1.dtype)
+        # Not two matmuls: autocast would take them in bfloat16, and the terms nearly cancel.
+        return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
+
+    def forward(self, length: int) -> Tensor:
+        """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]. Raises
+        UsageError for more than a table has."""
+        if self.n < TOEPLITZ_BELOW:
+            if length > self.n:
+                raise UsageError("row longer than the position table", f"{length} tokens, the table has {self.n}",
+                                 "make it with a larger context, or with a chunk_size")
+            return self.weight[self.n - length : self.n + length - 1]
+        return self.at(torch.arange(1 - length, max(length, 1), device=self.a.device))
+
+
+class ScaleNorm(nn.Module):
+    """x / sqrt(mean(x^2) + 1e-5) times one learned scalar (Code 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: `[..., D]`, floating. Returns the same shape and dtype; the norm is computed in float32 at least."""
+        return scale_norm(x, self.scalar).to(x.dtype)
+
+
+def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
+    """LayerNorm or ScaleNorm over the last axis (Code 5)."""
+    return nn.LayerNorm(config.d_model, eps=NORM_EPS) if config.norm == "layer_norm" else ScaleNorm()
+
+
+class ScaleOffset(nn.Module):
+    """The scales gamma_NS and offsets beta_NS by which N heads are made from one base (Eq. 5), see
+    `reference.make_heads`."""
+
+    def __init__(self, n_heads: int, width: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(n_heads, width))
+        self.beta = nn.Parameter(torch.empty(n_heads, width))
+
+
+@dataclasses.dataclass
+class SequenceInfo:
+    """Positions and documents of a batch of rows: computed once per forward pass, read by every attention layer."""
+
+    rotary: tuple[Tensor, Tensor] | None
+    """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
+    segment_ids_BT: Tensor | None = None
+    """The document of each token: integers of at least 0 that do not decrease along a row, -1 for padding at its end.
+    None: every row is one document. See `check_segment_ids`."""
+    cu_seqlens: list[int] | None = None
+    """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
+    shared_by: Ranks | None = None
+    """The ranks that share the rows. All other fields are then of this rank's part; segment ids are given, and 0 is the
+    document of the token before the part. None: this rank alone (torch.compile can make no other default)."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the rows; `ALONE` for this one."""
+        return self.shared_by or ALONE
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What brings the states of the rows' other parts; None if the rows are whole."""
+        return None if self.ranks.size == 1 else partial(exchange_states, ranks=self.ranks)
+
+
+def check_segment_ids(segment_ids_BT: Tensor) -> None:
+    """Raise UsageError unless segment ids are as `SequenceInfo` describes them, and fit into the int32 of kernels.
+
+    A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
+    check."""
+    if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
+        return
+    before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
+    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
+    right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1) & (segment_ids_BT < 2**31)
+    todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
+    if segment_ids_BT.is_cuda:
+        torch._assert_async(right_BT.all(), f"wrong segment_ids; {todo}")
+    elif not right_BT.all():
+        row, token = (~right_BT).nonzero()[0].tolist()
+        raise UsageError("wrong segment_ids", f"row {row}: {segment_ids_BT[row, token]} at token {token}", todo)
+
+
+def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, segment_ids_BT: Tensor | None = None,
+                  ranks: Ranks | None = None) -> SequenceInfo:
+    """The `SequenceInfo` of rows of tokens at these positions, integers `[1 or B, T]`. dtype: that of sin and cos.
+
+    Raises UsageError for rows of several documents in a model with learned chunk weights."""
+    angles = None if config.rel_pos is None else rotary(position_BT, config.qk_width, dtype, config.rope_base)
+    info = SequenceInfo(angles, segment_ids_BT, shared_by=ranks)
+    if segment_ids_BT is None:
+        return info
+    # Compiled, softmax attention takes a mask in place of `cu_seqlens`, whose length changes with the batch.
+    masks = config.attn_kernel == "softmax" and config.attn_type == "quadratic"
+    if config.by_document and not (torch.compiler.is_compiling() and masks):
+        info.cu_seqlens = cu_seqlens(segment_ids_BT)
+    if config.chunk_pooling == "attention":
+        if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
+            raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
+                             "give each document its own row")
+    return info
+
+
+def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The order that moves each row's tokens to its front, and the segment ids in this order, -1 for padding: `[B, T]`
+    each. Padding then shifts neither positions nor chunk boundaries."""
+    order_BT = padding_last(padding_mask_BT.bool())
+    ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.long().gather(1, order_BT)
+    return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
+
+
+def in_order(x_BTD: Tensor, order_BL: Tensor) -> Tensor:
+    """The vectors of each row in another order, `[B, L, D]`: place l has that of place order_BL[b, l]."""
+    return x_BTD.gather(1, order_BL[..., None].expand(-1, -1, x_BTD.shape[-1]))
+
+
+def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
+    """Raise UsageError unless a tensor is None or has this shape."""
+    if given is not None and given.shape != shape:
+        raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
+
+
+def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
+    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a document; rows without a
+    token are one empty document."""
+    if segment_ids_BT.numel() == 0:
+        return [0, 0]
+    # A document begins at the first token of a row and wherever the id changes.
+    starts_BT = torch.ones_like(segment_ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]
+
+
+def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:
+    """Tensors `[B, T, ...]` split by document, each document a batch of one; without `cu_seqlens` one entry, the batch.
+    Concatenated in order along T, the documents are the flattened rows."""
+    if info.cu_seqlens is None:
+        return [list(parts)]
+    flat = [part.flatten(0, 1)[None] for part in parts]
+    return [[part[:, start:stop] for part in flat] for start, stop in itertools.pairwise(info.cu_seqlens)]
+
+
+def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
+    """RoPE of every head at the positions of the rows; x itself in a model without RoPE."""
+    if info.rotary is None:
+        return x_BTHK
+    sin, cos = (angle[..., None, :] for angle in info.rotary)
+    return rope(x_BTHK, sin, cos).to(x_BTHK.dtype)
+
+
+class ResidualLayer(nn.Module):
+    """x + f(norm(x)); a subclass defines f as `branch`.
+
+    A model passes the residual stream from layer to layer as a pair: x, and delta, the output of the last branch, not
+    yet added to x. The next layer adds delta and normalises the sum by one op (`ops.add_norm`)."""
+
+    norm: nn.LayerNorm | ScaleNorm
+    in_proj: nn.Linear
+    in_sizes: tuple[int, ...]
+    """How many outputs each matrix has; `in_proj` holds these matrices one below the other."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.impl: str | None = None
+        """"reference" (PyTorch), "triton" (kernels), or None: by device and inputs, see the table of `ops`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without a compiled `add` (`LanguageModel.compile_layers`): a copy would run the original's."""
+        return {name: value for name, value in super().__getstate__().items() if name != "add"}
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for scales of
+        heads and position bias, 0 for offsets and biases, 1 for norm scales; `memory.py` sets those of its options."""
+        # Matrices are drawn first. A parameter's name says whether it is a norm's scale, an offset or a scale of heads.
+        for child, module in sorted(self.named_children(), key=lambda each: not isinstance(each[1], nn.Linear)):
+            if hasattr(module, "init_weights"):  # an option beyond the paper
+                module.init_weights()  # type: ignore[operator]
+                continue
+            for name, parameter in module.named_parameters():
+                if child.endswith("norm"):
+                    nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
+                elif name in ("bias", "beta"):
+                    nn.init.zeros_(parameter)
+                else:
+                    nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
+
+    def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
+        """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
+
+        segment_ids: the document of each token, integers `[B, T]` of at least 0 that do not decrease along a row, -1
+        for padding at its end; by default each row is one document. padding_mask: `[B, T]`, True for tokens, False for
+        padding, which may be anywhere in a row; the segment id of padding does not matter. No document sees another,
+        and a token is computed as if its row had no padding. What comes out for padding is finite and means nothing.
+
+        Raises UsageError for another shape or dtype, wrong segment ids, and a row longer than a position table."""
+        self.check_input(x_BTD)
+        check_shape("segment_ids", segment_ids, x_BTD.shape[:2])
+        check_shape("padding_mask", padding_mask, x_BTD.shape[:2])
+        # Padding goes to the end of its row, where it shifts neither positions nor chunks.
+        order_BT = None
+        if padding_mask is not None:
+            order_BT, segment_ids = tokens_first(padding_mask, segment_ids)
+        if segment_ids is not None:
+            check_segment_ids(segment_ids := segment_ids.long())
+        places = places_of(self.config, x_BTD.shape[1], x_BTD.device, segment_ids, order_BT)
+        if places.order_BL is not None:
+            x_BTD = in_order(x_BTD, places.order_BL)
+        if places.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
+            x_BTD = x_BTD.masked_fill((places.segment_ids_BL < 0)[..., None], 0.0)
+        info = sequence_info(self.config, places.position_BL, at_least_float32(x_BTD).dtype, places.segment_ids_BL)
+        x_BTD, delta_BTD = self.add(x_BTD, None, info)
+        x_BTD = x_BTD + delta_BTD
+        return x_BTD if places.back_BT is None else in_order(x_BTD, places.back_BT)
+
+    def check_input(self, x_BTD: Tensor) -> None:
+        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast float64 alone
+        needs its own, and any dtype will do where another module has replaced the projection."""
+        width, weight = self.config.d_model, self.in_proj.weight
+        if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
+            raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
+        if x_BTD.dtype == weight.dtype or type(self.in_proj) is not nn.Linear:
+            return
+        casts = torch.is_autocast_enabled(x_BTD.device.type) and torch.float64 not in (x_BTD.dtype, weight.dtype)
+        if not (x_BTD.is_floating_point() and casts):
+            raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {weight.dtype}",
+                             "convert the input or the layer with .to; torch.autocast casts all but float64")
+
+    def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """x + delta, and the output of this layer's branch, which is the next delta: both `[B, T, D]`."""
+        x_BTD, normed_BTD = self.add_norm(x_BTD, delta_BTD)
+        return x_BTD, self.branch(normed_BTD, info)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of the sum: `[..., D]`."""
+        weight, bias = ((self.norm.scalar, None) if isinstance(self.norm, ScaleNorm)
+                        else (self.norm.weight, self.norm.bias))
+        return ops.add_norm(x, delta, weight, bias, impl=self.impl)
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor with the dtype and device of caches: those of the norm, because matrices may be quantised.
+        It has no elements, because a parameter may be sharded."""
+        norm = next(self.norm.parameters())
+        return torch.empty(0, dtype=norm.dtype, device=norm.device)
+
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """f of the normed stream: `[B, T, D]`."""
+        raise NotImplementedError
+
+
+def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
+    """`[B, T, ..., F]` as `[B H, T, ..., F / H]`: heads become entries of the batch."""
+    if n_heads == 1:
+        return x_BTF
+    return x_BTF.unflatten(-1, (n_heads, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def unfold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
+    """The inverse of `fold_heads`, for `[B H, T, F / H]`."""
+    if n_heads == 1:
+        return x_BTF
+    return x_BTF.unflatten(0, (-1, n_heads)).movedim(1, -2).flatten(-2)

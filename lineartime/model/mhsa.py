@@ -1,0 +1,161 @@
+"""The Transformer's two layers: multi-head self-attention, whose core is one of five, and the feed-forward network."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.model.attention.combiner import Combiner
+from lineartime.model.attention.mixed_chunk import MixedChunk
+from lineartime.model.attention.performer import Performer
+from lineartime.model.attention.relu2 import ReluSquared
+from lineartime.model.attention.softmax import Softmax
+from lineartime.config import (
+    COMBINER,
+    MC_TFM_PLUS_PLUS,
+    PERFORMER,
+    TRANSFORMER_PLUS_PLUS,
+    ModelConfig,
+    layer_config,
+)
+from lineartime.model.decoding.cache import Cache
+from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
+from lineartime.model.memory import KeyConv, WriteGate
+from lineartime.base.settings import check_rules, require
+
+Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
+"""Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the normed input of the
+projection. Results: `[B, T, D]`, the heads concatenated."""
+
+
+class MultiHeadAttention(ResidualLayer):
+    """x + W_o concat_h(attention of head h of norm(x)), by one of five cores (`attention/`).
+
+    | attn_type, attn_kernel | model | core |
+    |---|---|---|
+    | quadratic, softmax | Transformers | softmax(q k^T / sqrt(K)) v, by PyTorch's fused attention |
+    | quadratic, relu2 | ablation | relu(q k^T / n + b)^2 v, as in a GAU |
+    | mixed_chunk, either | MC-TFM++ | one of these two in a chunk, and linear attention across chunks |
+    | linear, relu | Performer | (phi(q) sum phi(k) v) / (phi(q) sum phi(k)), phi(x) = relu(x) + 1e-3 |
+    | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and summaries of chunks |
+
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside. A token sees
+    itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name
+    (d_model, n_heads, attn_type, ...); other fields are those of the preset with this attn_type. `forward`,
+    `empty_cache` and `extend` are used as in `GatedAttentionUnit`. Raises UsageError for a wrong field or ffn = gau."""
+
+    def __init__(self, config: ModelConfig | None = None, **fields: Any):
+        presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
+        config = layer_config(config, presets.get(fields.get("attn_type", ""), TRANSFORMER_PLUS_PLUS), fields)
+        require(config.ffn != "gau", "a model with ffn = gau has no MultiHeadAttention", f"ffn = {config.ffn}",
+                "take lineartime.GatedAttentionUnit")
+        super().__init__(config)
+        d = config.d_model
+        self.norm = make_norm(config)
+        # q, k, v and perhaps a gate are made by one matmul.
+        self.in_sizes = (d,) * (4 if config.gate else 3)
+        self.in_proj = nn.Linear(d, sum(self.in_sizes))
+        self.out_proj = nn.Linear(d, d)
+        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's position bias, and
+        # softmax attention's norms of queries and keys.
+        if config.attn_type == "mixed_chunk":
+            self.scale_offset = ScaleOffset(2, d)
+        if config.attn_type == "rowmajor_axial":
+            self.summary_proj, self.summary_key = nn.Linear(d, d), nn.Linear(d, d)
+            self.summary_norm = make_norm(config)
+        self.rel_pos_bias = RelPosBias(config.bias_len) if config.attn_kernel == "relu2" else None
+        # The norms' gains are shared by the heads, as in Qwen3, and start as 1.
+        self.query_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
+        self.key_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
+        self.key_conv = KeyConv(config) if config.key_conv else None
+        self.linear_gate = WriteGate(config) if config.linear_gate else None
+        with torch.random.fork_rng(devices=[]):  # these draws do not move the generator
+            self.init_weights(config.init_std)
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Set the values of `ResidualLayer.init_weights`, then `keys_start_as_queries` and `linear_scale_init`."""
+        super().init_weights(std)
+        if self.config.keys_start_as_queries:
+            query, key, *_ = self.in_proj.weight.split(self.config.d_model)
+            key.copy_(query)
+        if self.config.linear_scale_init is not None:
+            nn.init.constant_(self.scale_offset.gamma, self.config.linear_scale_init)
+
+    @property
+    def core(self) -> Core:
+        """The attention between the projections, by attn_type and attn_kernel."""
+        config = self.config
+        if config.attn_type == "mixed_chunk":
+            return MixedChunk(config, self.scale_offset, self.rel_pos_bias, self.key_conv, self.linear_gate)
+        if config.attn_type == "rowmajor_axial":
+            return Combiner(config, self.summary_proj, self.summary_key, self.summary_norm)
+        if config.attn_type == "linear":
+            return Performer(config)
+        if self.rel_pos_bias is not None:
+            return ReluSquared(config, self.rel_pos_bias)
+        return Softmax(config, self.query_norm, self.key_norm)
+
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """W_o of the concatenated heads: `[B, T, D]`."""
+        q_BTHK, k_BTHK, v_BTHK, *gate = self.project(normed_BTD)
+        if self.key_conv is not None and self.config.attn_type == "quadratic":
+            k_BTHK = self.key_conv(k_BTHK.flatten(2), info.segment_ids_BT).view_as(k_BTHK)
+        return self.output(self.core.attend(q_BTHK, k_BTHK, v_BTHK, normed_BTD, info), gate)
+
+    def project(self, normed_BTD: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v, and with `gate` the gate before its activation: `[B, T, H, K]` each."""
+        n_parts, h = 4 if self.config.gate else 3, self.config.n_heads
+        return self.in_proj(normed_BTD).unflatten(-1, (n_parts, h, -1)).unbind(2)
+
+    def output(self, out_BTD: Tensor, gate: list[Tensor]) -> Tensor:
+        """W_o of the heads, multiplied by the gate if there is one: `[B, T, D]`."""
+        if gate:
+            out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * out_BTD
+        return self.out_proj(out_BTD)
+
+    def empty_cache(self, n_rows: int) -> Cache:
+        """The core's cache of `n_rows` rows that have no token yet. Raises as `GatedAttentionUnit.empty_cache` does."""
+        check_rules(self.config, self.config.decoding_rules())
+        cache = self.core.empty_cache(n_rows, self.like)
+        if self.key_conv is not None:
+            self.key_conv.add_to(cache)
+        return cache
+
+    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
+               cache: Cache) -> tuple[Tensor, Tensor]:
+        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
+        `add` of the whole rows. For causal models."""
+        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
+        q_BNHK, k_BNHK, v_BNHK, *gate = self.project(normed_BND)
+        if self.key_conv is not None and self.config.attn_type == "quadratic":
+            k_BNHK = self.key_conv.extend(k_BNHK.flatten(2), inputs, cache).view_as(k_BNHK)
+        return x_BND, self.output(self.core.extend(q_BNHK, k_BNHK, v_BNHK, normed_BND, info, inputs, cache), gate)
+
+
+class FeedForward(ResidualLayer):
+    """x + W_o act(W_u y) with y = norm(x), or with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs. 1-2).
+
+    The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
+    UsageError for a wrong field or ffn = gau."""
+
+    def __init__(self, config: ModelConfig | None = None, **fields: Any):
+        preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # so that any width will do
+        config = layer_config(config, preset, fields)
+        require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",
+                "take lineartime.GatedAttentionUnit")
+        super().__init__(config)
+        self.norm = make_norm(config)
+        self.in_sizes = (config.d_inner,) * (2 if config.ffn == "glu" else 1)
+        self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
+        self.out_proj = nn.Linear(config.d_inner, config.d_model)
+        with torch.random.fork_rng(devices=[]):
+            self.init_weights(config.init_std)
+
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        """W_o of the inner activations: `[B, T, D]`. info is unused."""
+        u_BTE, *v = self.in_proj(normed_BTD).split(self.config.d_inner, dim=-1)
+        inner_BTE = ACTIVATIONS[self.config.activation](u_BTE)
+        return self.out_proj(inner_BTE * v[0] if v else inner_BTE)

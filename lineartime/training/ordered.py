@@ -1,0 +1,221 @@
+"""The sum of a step's gradients in one order, whatever the number of ranks: the same bits on 1, 2, 4, ... processes.
+
+The gradients of micro-batches are added as a complete binary tree in their order: ((g0 + g1) + (g2 + g3)) + ...
+
+1. A rank has a consecutive block of 2^k micro-batches. That is a subtree, which it adds alone (`push`, `merge_all`).
+2. One all-to-all gives every rank its own part of all blocks' sums. It adds these as the tree's upper levels
+   (`exchange`), so it has that part of the step's gradient.
+3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one all-gather brings
+   the new parameters to all (`gather_parts`).
+
+This sends as many bytes as a reduce-scatter and an all-gather. Where ranks share each row (`Ranks.in_row`), they first
+add the gradients of their parts of the row (`sum_over_row`), and go on as if each had computed the whole row."""
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lineartime.base.ranks import ALONE, Ranks, gather, gather_rows, process_group
+from lineartime.base.settings import require
+
+VECTOR = 64
+"""Elements that fill whole vector registers. The optimizer rounds the last elements of a tensor, which do not fill one,
+in another way; so tensors are cut at multiples of it, or padded."""
+
+
+class ParameterPart(NamedTuple):
+    """The elements [start, stop) of a flattened parameter, which one rank updates."""
+
+    name: str
+    whole: nn.Parameter
+    start: int
+    stop: int
+    own: nn.Parameter
+    """The optimizer's parameter: `whole` itself, a part of its storage, `[stop - start]`, or a copy that is padded to a
+    multiple of `VECTOR`."""
+    by_muon: bool = False
+    """Whether Muon updates it, which takes whole matrices: one rank has all of it, the others nothing."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of what the optimizer keeps of each element."""
+        return ("momentum_buffer",) if self.by_muon else ("exp_avg", "exp_avg_sq")
+
+    def uncut(self, x: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as `cut` takes it: Muon's matrices are one row, which is not cut."""
+        return x.reshape(1, -1) if self.by_muon else x
+
+
+def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
+    """Raise UsageError, with the numbers of ranks that fit, unless each rank's block of a step's `n` micro-batches is a
+    complete subtree. Of a sharded model the micro-batches that all ranks compute at once must be one."""
+    in_row = ranks.in_row.size
+    fitting = [size * in_row for size in range(1, n + 1)
+               if n % size == 0 and (size in (1, n) or (size if shard else n // size).bit_count() == 1)]
+    shared = f", {in_row} of which share a row" if in_row > 1 else ""
+    require(ranks.size in fitting, "this number of ranks does not fit",
+            f"{ranks.size} ranks{shared}, {n} micro-batches in a step",
+            f"run {', '.join(map(str, fitting))}, or change tokens_per_step or micro_batch_tokens")
+
+
+def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> list[int]:
+    """The rows of a step that this rank reads: a consecutive block of micro-batches, or if sharded every W-th. Ranks
+    that share rows read the same."""
+    rows, column = range(n_rows), ranks.in_column
+    if not shard:
+        return list(rows[column.share(n_rows)])
+    firsts = rows[column.rank * micro_batch_rows :: column.size * micro_batch_rows]
+    return [row for first in firsts for row in rows[first : first + micro_batch_rows]]
+
+
+Sums = list[tuple[int, list[Tensor]]]
+"""An unfinished sum: the height and the sum of each complete subtree, from the highest to the lowest."""
+
+
+def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
+    """The sum of lists of tensors by a complete binary tree in their order; a term without a partner goes up alone.
+    Tensors of the terms are overwritten."""
+    sums: Sums = []
+    for term in terms:
+        push(sums, term)
+    return merge_all(sums)
+
+
+def push(sums: Sums, term: list[Tensor]) -> None:
+    """Add the next term of `tree_sum`. At most one list a level is kept: log2 of the number of terms."""
+    sums.append((0, term))
+    while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
+        merge(sums)
+
+
+def merge_all(sums: Sums) -> list[Tensor]:
+    """The sum of all terms that were pushed."""
+    while len(sums) > 1:
+        merge(sums)
+    return sums[0][1]
+
+
+def merge(sums: Sums) -> None:
+    """Add the last subtree to the one before it."""
+    (height, left), (_, right) = sums[-2:]
+    torch._foreach_add_(left, right)
+    sums[-2:] = [(height + 1, left)]
+
+
+def parts_of(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
+    """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
+    all of it. muon: whether the matrices of layers are Muon's."""
+    wholes = [ParameterPart(name, p, 0, p.numel(), p, muon and "layers." in name and is_matrix(name, p) and p.dim() < 3)
+              for name, p in model.named_parameters() if p.requires_grad]
+    if ranks.size == 1:
+        return wholes
+    # A part shares the memory of its parameter, so that the optimizer's update is the model's.
+    parts = []
+    own = cut(tuple(each.uncut(each.whole).shape for each in wholes), ranks.size)[ranks.rank]
+    for each, (start, stop) in zip(wholes, own, strict=True):
+        flat = each.whole.detach().view(-1)[start:stop]
+        shape = each.whole.shape if each.by_muon and start < stop else flat.shape
+        parts.append(each._replace(start=start, stop=stop, own=nn.Parameter(flat.view(shape))))
+    return parts
+
+
+def is_matrix(name: str, p: Tensor) -> bool:
+    """Whether a parameter is a matrix or a table of embeddings, and no bias, norm, scale or position bias."""
+    return name.endswith("weight") and p.dim() >= 2
+
+
+@cache
+def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
+    """The elements [start, stop) of each of several flattened tensors that each rank has, consecutive and about equally
+    many. A tensor is cut between rows, its slices along the first axis, and at multiples of `VECTOR`."""
+    total, shares = sum(map(math.prod, shapes)), []
+    for rank in range(n_ranks):
+        # Of all elements, one tensor after the other, the rank has about [begin, end). In each tensor both are rounded
+        # up to the next place where it may be cut, so that what one rank leaves out the next one has.
+        begin, end, before, share = total * rank // n_ranks, total * (rank + 1) // n_ranks, 0, []
+        for shape in shapes:
+            size, unit = math.prod(shape), math.lcm(math.prod(shape[1:]), VECTOR)
+            start, stop = (min(max(-(-(at - before) // unit) * unit, 0), size) for at in (begin, end))
+            share.append((start, stop))
+            before += size
+        shares.append(share)
+    return shares
+
+
+def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """This rank's parts of the sum over all ranks of a list of tensors, flattened, as `parts_of` has them.
+
+    total: the sum over the rank's own micro-batches, the same on all ranks of `in_row`; a process on its own gets it
+    back."""
+    if ranks.size == 1:
+        return total
+    # The ranks of a row have the same total. Each deals with the parts of its own column, so that none is sent twice.
+    column = ranks.in_column
+    shares = cut(tuple(t.shape for t in total), ranks.size)[ranks.in_row.rank :: ranks.in_row.size]
+    lengths = [sum(stop - start for start, stop in share) for share in shares]
+    own = lengths[column.rank]
+    sent = torch.cat([t.reshape(-1)[start:stop] for share in shares
+                      for t, (start, stop) in zip(total, share, strict=True)])
+    received = sent
+    if column.size > 1:
+        received = sent.new_empty(own * column.size)
+        dist.all_to_all_single(received, sent, [own] * column.size, lengths, group=process_group(column))
+    # The ranks' blocks are the lower levels of the tree, in rank order; this adds the upper ones.
+    (flat,) = tree_sum([piece] for piece in received.split(own))
+    return list(flat.split([stop - start for start, stop in shares[column.rank]]))
+
+
+def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
+    """Replace the gradient of this rank's part of some rows by that of the rows. ranks: those that share them."""
+    if ranks.size == 1:
+        return
+    # Each rank adds its own parts in the order of the row, and gives them to the others.
+    shares = cut(tuple(g.shape for g in gradient), ranks.size)[ranks.rank]
+    for g, (start, stop), own in zip(gradient, shares, exchange(gradient, ranks), strict=True):
+        g.view(-1)[start:stop] = own
+    gather_parts(gradient, ranks)
+
+
+@torch.no_grad()
+def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
+    """Copy the parts that the other ranks have of each tensor, see `cut`, into this rank's."""
+    if ranks.size == 1:
+        return
+    shares = cut(tuple(t.shape for t in tensors), ranks.size)
+    flat = [t.view(-1) for t in tensors]
+    # One message has a rank's parts of all tensors.
+    sent = torch.cat([t[start:stop] for t, (start, stop) in zip(flat, shares[ranks.rank], strict=True)])
+    for rank, (row, share) in enumerate(zip(gather_rows(sent, ranks), shares, strict=True)):
+        if rank != ranks.rank:
+            pieces = row.split([stop - start for start, stop in share])
+            for t, (start, stop), piece in zip(flat, share, pieces, strict=True):
+                t[start:stop] = piece
+
+
+def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) -> Tensor:
+    """The norm of the gradients of all parts of all ranks, `[]` on the CPU: the same bits for any number of ranks.
+
+    gradient: of each part, of any shape."""
+    # A part is whole rows of its parameter. A row's squares are added by one rank, always in the same order, and the
+    # sums of rows by all ranks, as one process would: by parameter, and in each from the first row to the last.
+    squares = [row_squares(g.reshape(-1, math.prod(part.whole.shape[1:])))
+               for g, part in zip(gradient, parts, strict=True)]
+    n_rows = gather(torch.tensor([len(square) for square in squares]), ranks).tolist()
+    by_rank = [row.split(n) for row, n in zip(gather_rows(torch.cat(squares).cpu(), ranks), n_rows, strict=True)]
+    return torch.cat([part for of_parameter in zip(*by_rank, strict=True) for part in of_parameter]).sum().sqrt()
+
+
+def row_squares(x_RN: Tensor) -> Tensor:
+    """The sum of each row's squares: `[R]`. Halves of a row are added element by element, because the order of a
+    library's sum depends on the number of rows."""
+    n = x_RN.shape[1]
+    square = nn.functional.pad(x_RN, (0, (1 << (n - 1).bit_length()) - n)).square()  # zeros up to a power of 2
+    while square.shape[1] > 1:
+        left, right = square.chunk(2, dim=1)
+        square = left + right
+    return square[:, 0]

@@ -1,0 +1,229 @@
+"""A run's folder: its description, metrics and checkpoints. It stays valid if the process is killed at any moment."""
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.weights import checkpoint
+from lineartime.base.atomic_io import open_regular, read_json, write_atomically, write_json
+from lineartime.config import TrainConfig, to_dict
+from lineartime.config_json import model_config_json
+from lineartime.training.ordered import ParameterPart, parts_of
+from lineartime.base.ranks import ALONE, Ranks, gather_json
+from lineartime.base.errors import CheckpointError, ResourceError, UsageError
+from lineartime.model.language_model import LanguageModel
+from lineartime.training.run_config import RunConfig
+from lineartime.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    OPTIMIZER,
+    RESULT_FILE,
+    RUN_FILE,
+    WEIGHTS,
+    read_metrics,
+    read_run,
+)
+
+Wanted = dict[str, tuple[Sequence[int], int, int]]
+"""Elements of tensors by name: the whole tensor's shape, and where they begin and end in it flattened."""
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A run's folder: its description (`run.json`), its metrics, its checkpoints.
+
+    Each of several ranks has a `Run`. Rank 0 alone writes the description and the metrics; every rank writes a part of
+    a checkpoint."""
+
+    def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
+        """Open or create the folder. facts: what the numbers depend on beside the settings, such as the data's hash.
+
+        A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the folder holds another
+        run; CheckpointError if the run there has lost its description."""
+        self.out, self.config, self.ranks = out, config, ranks
+        self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.config.train.shard and self.ranks.size > 1
+
+    def describe(self, facts: dict[str, Any]) -> str:
+        """Write the description, or compare it with the one that is there; returns the run's id. Raises as `Run`."""
+        out, config = self.out, self.config
+        # What a run is: its settings, and the facts that its numbers depend on.
+        description = {"preset": config.preset, "task": config.task, "data": config.data,
+                       "model": to_dict(config.model), "train": to_dict(config.train), **facts}
+        path = out / RUN_FILE
+        saved = (out / RESULT_FILE).exists() or any(out.glob("step-*"))
+        if not path.exists() and (saved or (out / METRICS_FILE).exists()):
+            raise CheckpointError("a run without its description", out, f"{RUN_FILE} is missing; give another --out")
+        if not saved:
+            description = {"id": secrets.token_hex(8), **description}
+            write_json(path, description)
+            return description["id"]
+        stored = read_run(out)
+        # The data are compared by hash, not by folder, and the first weights by name and hash, not by their model.
+        same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
+        # A run that differs in nothing but more steps goes on to these.
+        old, new = stored["train"]["steps"], config.train.steps
+        longer = stored | {"train": stored["train"] | {"steps": new}}
+        if new > old and not different({**longer, **same_anyway}, {**description, **same_anyway}):
+            self.lengthen(TrainConfig(**stored["train"]), new)
+            stored = longer
+        changed = different({**stored, **same_anyway}, {**description, **same_anyway})
+        if changed:
+            todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
+            raise UsageError("another run is here", out, todo)
+        return stored["id"]
+
+    def lengthen(self, train: TrainConfig, steps: int) -> None:
+        """Give the run more steps, if a run of the new length would have made the same steps so far. The result of its
+        old end is removed. Raises UsageError if the learning rate has fallen already, and without a checkpoint."""
+        done = max(checkpoint.saved_steps(self.out), default=0)
+        why = None if done else "no checkpoint is there to go on from. Give another --out"
+        last_at_peak = {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps)
+        if done > last_at_peak:
+            why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "
+                   f"begin anew with --from {self.out}")
+        if why is not None:
+            raise UsageError("another run is here", self.out, f"steps: {train.steps} -> {steps}; {why}")
+        (self.out / RESULT_FILE).unlink(missing_ok=True)  # first: a kill must leave no result of other steps
+        description = read_json(self.out / RUN_FILE)
+        description["train"]["steps"] = steps
+        write_json(self.out / RUN_FILE, description)
+        logger.info(f"the run of {train.steps:,} steps goes on to step {steps:,}")
+
+    def resume(self, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
+               first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> int:
+        """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
+        0 without a checkpoint; then `first` gives the weights to begin with, or the model keeps its own. Raises
+        CheckpointError, and DataError for damaged metrics.
+
+        parts: what the rank updates; it reads no other moments, whatever number of ranks has written them."""
+        # The weights that this rank holds: all of them, or of a sharded model its parts.
+        newest = checkpoint.newest(self.out, self.ranks)
+        held = parts if self.config.train.shard else parts_of(model)
+        wanted: Wanted = {part.name: (part.whole.shape, part.start, part.stop) for part in held}
+
+        def put(weights: dict[str, Tensor]) -> None:
+            with torch.no_grad():
+                for part in held:
+                    part.own.view(-1)[: part.stop - part.start] = weights[part.name].to(part.own.device)
+
+        if newest is None:
+            if first is not None:
+                put(first(wanted))
+            if self.ranks.is_first:
+                self.truncate_metrics(0)
+            return 0
+        if newest.run != self.id:
+            raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+        put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
+        # AdamW's state, in the form that its first step makes. Muon's momentum is there too; its "step" is not used.
+        moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
+            f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop)
+            for part in parts for kind in part.moments})
+        with torch.no_grad():
+            for part in parts:
+                state = {kind: torch.zeros_like(part.own) for kind in part.moments}
+                for kind in part.moments:
+                    state[kind].view(-1)[: part.stop - part.start] = moments[f"{kind}.{part.name}"]
+                optimizer.state[part.own] = {"step": torch.tensor(float(newest.step), device=part.own.device), **state}
+        if self.ranks.is_first:
+            self.truncate_metrics(newest.step)
+        if newest.damaged:
+            logger.warning(f"going back to step {newest.step}, newer checkpoints are damaged ({newest.reasons()})")
+        return newest.step
+
+    def save(self, step: int, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
+             extra_files: dict[str, str]) -> None:
+        """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
+        by file name. Every rank calls it, and writes its parts of the moments and, if sharded, of the weights."""
+        ranks, files = self.ranks, {}
+        own = [part for part in parts if part.start < part.stop]
+        tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.own][kind])
+                               for part in own for kind in part.moments}}
+        if self.is_sharded:
+            tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}
+        # Of several ranks each writes a file, and an index says which elements each file has.
+        if ranks.size > 1:
+            places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
+            for stem in tuple(tensors):
+                tensors[file_of(stem, ranks.rank, ranks.size)] = tensors.pop(stem)
+                files[checkpoint.index_name(stem)] = json.dumps(index_of(stem, parts, places), indent=1) + "\n"
+        if ranks.is_first:
+            if not self.is_sharded:
+                tensors[WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
+            files |= {CONFIG_FILE: model_config_json(model.config), **extra_files}
+            with suppress(OSError), open_regular(self.out / METRICS_FILE) as metrics:
+                os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
+        checkpoint.save(self.out, step, run=self.id, tensors=tensors, files=files if ranks.is_first else {},
+                        keep=self.config.train.keep, ranks=ranks)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises ResourceError."""
+        if not self.ranks.is_first:
+            return
+        try:
+            with open(self.out / METRICS_FILE, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as e:
+            raise ResourceError("the metrics cannot be written", f"{self.out / METRICS_FILE}: {e.strerror}",
+                                "free some space; the same command goes on from the newest checkpoint") from e
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises
+        DataError, and changes nothing, if another line is damaged."""
+        path = self.out / METRICS_FILE
+        if path.exists():
+            kept = [record for record in (read_metrics(self.out) if step else [])
+                    if record["step"] < step or (record["step"] == step and "held_out" not in record)]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def held_by(part: ParameterPart, x: Tensor) -> Tensor:
+    """A part's weights or moments as a checkpoint has them: in the parameter's shape if it is whole, else flat."""
+    n = part.stop - part.start
+    if n == part.whole.numel():
+        return x.view(-1)[:n].view(part.whole.shape)
+    return x[:n]
+
+
+def file_of(stem: str, rank: int, n_ranks: int) -> str:
+    """The stem of one rank's file of tensors that are in several files."""
+    return f"{stem}-{rank + 1}-of-{n_ranks}"
+
+
+def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+    """The index of a checkpoint in several files: of each tensor its shape, and which elements each file has.
+
+    places: of each rank, the first element and the end of its part of each parameter, by name."""
+    index = {}
+    for name, whole, moments in ((part.name, part.whole, part.moments) for part in parts):
+        for tensor in [name] if stem == WEIGHTS else [f"{kind}.{name}" for kind in moments]:
+            files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[name]]
+                     for rank, at in enumerate(places) if name in at]
+            index[tensor] = {"shape": list(whole.shape), "parts": files}
+    return index
+
+
+def different(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The differences of two descriptions, each as `name: old -> new`."""
+    changed = []
+    for name in sorted({*old, *new}):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed += different(a, b)
+        elif a != b:
+            changed.append(f"{name}: {a} -> {b}")
+    return changed

@@ -1,0 +1,294 @@
+"""One training run: the settings of the command line and of files, resolved to a model, its hyperparameters and its
+folders; and what the data, the weights and the run that is in its folder already give to it. Nothing here imports
+torch, so that wrong settings are refused at once."""
+
+import logging
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lineartime.base.atomic_io import read_text
+from lineartime.config import (
+    MODEL_FIELDS,
+    PRESETS,
+    TRAIN_FIELDS,
+    ModelConfig,
+    TrainConfig,
+    check_context_parallel,
+    model_config,
+)
+from lineartime.config_json import (
+    QUESTION_ANSWERING,
+    architecture_of,
+    model_config_from_json,
+)
+from lineartime.base.errors import UsageError
+from lineartime.model_names import weights_folder
+from lineartime.run_files import CONFIG_FILE, saved_run
+from lineartime.base.settings import parse_field, replace_fields, require, require_name
+
+RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartingWeights:
+    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
+    was given, and the specification of their own model."""
+
+    name: str
+    model: ModelConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
+
+    Raises UsageError unless micro-batches hold whole rows, and ranks or windows can share a row."""
+
+    model: ModelConfig
+    train: TrainConfig
+    preset: str
+    task: str
+    data: str
+    out: str
+    source: StartingWeights | None = None
+    """None: the initial values are drawn from the seed."""
+
+    def __post_init__(self) -> None:
+        context, micro = self.model.context, self.train.micro_batch_tokens
+        require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
+                f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
+        check_context_parallel(self.model, self.train.context_parallel)
+        if (window := self.train.window_tokens) is not None:
+            require(self.model.causal, "window_tokens is for causal models", "causal = false", "leave it out")
+            require(context % window == 0 and window % (self.model.chunk_size or 1) == 0,
+                    "a row must be whole windows, and a window whole chunks",
+                    f"context = {context}, window_tokens = {window}, chunk_size = {self.model.chunk_size}")
+            check_context_parallel(self.model, self.n_windows, "window_tokens")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows per batch."""
+        return self.train.tokens_per_step // self.model.context
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows per forward and backward pass, at least 1."""
+        return self.train.micro_batch_tokens // self.model.context
+
+    @property
+    def n_windows(self) -> int:
+        """Windows of a row, see `TrainConfig.window_tokens`."""
+        return self.model.context // (self.train.window_tokens or self.model.context)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"n_layers": 6, "d_model": 192, "query_key_dim": 64, "chunk_size": 128, "context": 512,
+             "tokens_per_step": 4096, "micro_batch_tokens": 2048, "steps": 500, "learning_rate": 8e-3,
+             "optimizer": "muon", "eval_every": 50, "eval_tokens": 16_384, "save_every": 50},
+    "small": {"n_layers": 10, "d_model": 256, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
+              "tokens_per_step": 16_384, "micro_batch_tokens": 4096, "steps": 2000, "learning_rate": 4e-3,
+              "optimizer": "muon", "eval_every": 100, "eval_tokens": 65_536, "save_every": 100},
+    "base": {"n_layers": 24, "d_model": 512, "query_key_dim": 128, "chunk_size": 256, "context": 2048,
+             "tokens_per_step": 131_072, "micro_batch_tokens": 16_384, "steps": 20_000, "learning_rate": 1e-3,
+             "eval_every": 500, "eval_tokens": 262_144, "save_every": 500},
+    "paper": {}}
+"""Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
+is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
+HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
+"""Presets that take half of a size's learning rate, by the search at "tiny" in docs/results.md."""
+PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
+"""What suits pairs of attention and FFN better than the paper's values, by the same search."""
+DEFAULT_SIZE = "tiny"
+
+
+def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What a size sets for a preset, without what is `given`, and made to fit it. A pair of attention and FFN counts as
+    two GAUs and has the values of `PAIRS`. Heads are at least 64 wide if the model is. The warm-up is a twentieth of
+    the steps, with pairs a fifth. Muon's rate is a multiple of `learning_rate`. "paper" sets nothing.
+
+    Raises UsageError for an unknown size or model."""
+    require_name("size", size, SIZES)
+    require_name("model", model, PRESETS)
+    own, preset = dict(SIZES[size]), PRESETS[model]
+    if not own:
+        return own
+    if model in HALF_RATE:
+        own["learning_rate"] /= 2
+    if given.get("shard") is True:  # Muon takes whole matrices
+        own.pop("optimizer", None)
+    if is_pairs := preset.ffn != "gau":
+        own |= {**PAIRS, "n_layers": own["n_layers"] // 2}
+        del own["query_key_dim"]
+    if preset.chunk_size is None:
+        del own["chunk_size"]
+    both = own | given
+    if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:  # best of "Muon" in docs/results.md
+        own["muon_learning_rate"] = both["learning_rate"] * (1.25 if is_pairs else 2.5 if preset.chunk_size else 5)
+    # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
+    numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
+    if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
+        context, micro, tokens, steps, width = numbers
+        if is_pairs:
+            own["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)
+        if "micro_batch_tokens" not in given:  # as many rows as fit, and a part of a step that is given
+            most, n_rows = max(min(micro, tokens) // context, 1), tokens // context
+            micro = next(n for n in range(most, 0, -1) if "tokens_per_step" not in given or n_rows % n == 0) * context
+        own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
+                "warmup_steps": max(steps // (5 if is_pairs else 20), 1),
+                "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
+    return {name: value for name, value in own.items() if name not in given}
+
+
+def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
+    """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any field of
+    `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from;
+    without one, "paper". With `from` a size gives fields of training alone, and neither optimizer nor learning rates.
+
+    source: the model of the weights that `from` names; its fields stand for those of a preset. Without chunks, n of
+    relu(q k / n + b)^2 keeps its value, so that the weights give what they gave. Raises UsageError for an unknown name
+    (with the nearest valid one), a wrong type or a wrong value."""
+    check_names(settings)
+    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
+    # Where a field is given by more than one, the setting counts, then the weights' own model, then the size.
+    if source is not None:
+        preset, task = nearest_preset(source), "wiki40b"
+        config = replace_fields(source, source.kept_scale | model)
+        sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
+        # A size's rates are for weights that are drawn: trained ones would first lose much of what they know.
+        settings = {k: v for k, v in sized.items() if k != "optimizer" and not k.endswith("learning_rate")} | settings
+    else:
+        preset, task = settings["model"], settings.get("task", "wiki40b")
+        settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
+        config = model_config(preset, task, **{k: v for k, v in settings.items() if k in MODEL_FIELDS})
+    return RunConfig(config, train_config(settings, preset), preset, task, settings["data"], settings["out"],
+                     None if source is None else StartingWeights(settings["from"], source))
+
+
+def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
+    """The hyperparameters among the settings of a run. Unless they say otherwise, the vanilla Transformer is not
+    clipped, as in its table, and a warm-up is at most a fifth of the steps. Raises UsageError for wrong values."""
+    defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
+    steps = settings.get("steps", TrainConfig.steps)
+    if isinstance(steps, int):
+        defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
+    return replace_fields(TrainConfig(), defaults | {k: v for k, v in settings.items() if k in TRAIN_FIELDS})
+
+
+def check_names(settings: dict[str, Any]) -> None:
+    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for settings that name no model,
+    data or folder, and for `from` together with `model` or `task`, as weights have their own model."""
+    for name in settings:
+        require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
+    require("model" in settings or "from" in settings, "training needs a model", "none is named",
+            f"name one of {', '.join(PRESETS)}, or begin with trained weights: --from RUN")
+    for other in ("model", "task"):
+        require(not {other, "from"} <= settings.keys(), "weights have their own model",
+                f"{other} = {settings.get(other)}, from = {settings.get('from')}", "leave one out")
+    require_name("model", settings.get("model", "flash"), PRESETS)
+    require(settings.get("data", "") != "", "training needs text", "no data is named",
+            "give --data a folder made by `lineartime prepare`")
+    require(settings.get("out", "") != "", "training needs a folder for the run", "none is named",
+            "give --out a new folder")
+    for name in ("data", "out", "from"):
+        value = settings.get(name, "-")
+        require(isinstance(value, str) and value != "" and "\0" not in value, "wrong value", f"{name} = {value!r}",
+                "it takes a folder's path")
+
+
+def nearest_preset(config: ModelConfig) -> str:
+    """The preset that a model differs from in the fewest fields."""
+    return min(PRESETS, key=lambda name: sum(getattr(config, each) != getattr(PRESETS[name], each)
+                                             for each in MODEL_FIELDS))
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Name and value of a setting `name=value` from the command line, the value in its field's type; "none" is None.
+
+    Raises UsageError for a missing "=", an unknown name or a wrong type."""
+    name, equals, value = text.partition("=")
+    require(bool(equals), "a setting is NAME=VALUE", repr(text), "such as steps=1000")
+    name = name.strip()
+    require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
+    if name in RUN_FIELDS:
+        return name, value.strip()
+    kind = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)[name]
+    return name, parse_field(name, value.strip(), kind)
+
+
+# What data, weights and the run in the folder give to a run
+
+
+def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
+    """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The prepared data give the
+    vocabulary's size and the end-of-document token if the settings do not. With `from` the weights give the model;
+    their tokenizer must be the data's, which may have more tokens. A run that is saved in the folder keeps its warm-up
+    if the settings name none, and knows the model of its weights, which need not be there.
+
+    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of several tokenizers or
+    of another than the weights', and for data without [MASK] if the model is not causal; CheckpointError as
+    `read_source` does; UsageError and DataError as `read_manifest` does."""
+    from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
+
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    given = {"size": DEFAULT_SIZE, **given}
+    check_names(given)
+    there = saved_run(Path(given["out"]))
+    source = None
+    if "from" in given:
+        has_begun = there.get("from") == given["from"]
+        source = replace_fields(ModelConfig(), there["from_model"]) if has_begun else read_source(given["from"])
+    asked = run_config(given, source).train  # wrong settings are refused before the data are looked for
+    if there and there["train"]["warmup_steps"] <= asked.steps:
+        given = {"warmup_steps": there["train"]["warmup_steps"], **given}
+    manifest = read_manifests(given["data"])[0]
+    if source is None:
+        given = {"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document, **given}
+    else:
+        if not has_begun:
+            require_same_tokens(given["from"], given["data"])
+        vocab_size = max(source.vocab_size, manifest.vocab_size)
+        require(given.get("vocab_size", vocab_size) == vocab_size, "the vocabulary is that of the weights and the data",
+                f"vocab_size = {given.get('vocab_size')}, not {vocab_size}", "leave it out")
+        given["vocab_size"] = vocab_size
+    config = run_config(given, source)
+    require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
+            f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
+    if not config.model.causal:
+        require_mask(manifest.tokenizer.get("mask"), given["data"])
+    return config
+
+
+def read_source(name: str) -> ModelConfig:
+    """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where there are none, and
+    for a model with another head; CheckpointError for files that cannot be read."""
+    config, text = read_config(weights_folder(name))
+    require(architecture_of(text) != QUESTION_ANSWERING, "this model answers questions", name, "begin with a language model")
+    return config
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, str]:
+    """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if it cannot be read,
+    UsageError if it is no model's."""
+    text = read_text(folder / CONFIG_FILE)
+    try:
+        return model_config_from_json(text), text
+    except UsageError as e:
+        raise UsageError(e.what, folder / CONFIG_FILE, e.todo) from None
+
+
+def require_same_tokens(weights: str, data: str) -> None:
+    """Raise UsageError unless the data's tokenizer is that of the weights, or has further tokens besides."""
+    from lineartime.data.tokenizer import TOKENIZER_FILE, added_tokens, load_tokenizer
+    from lineartime.data.tokens import tokenizer_of
+
+    old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)
+    new = tokenizer_of(data)
+    require(old.sha256 == new.sha256 or added_tokens(old, new) is not None,
+            "the weights and the data have different tokenizers",
+            f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
+            f"prepare the data with --tokenizer {weights}")

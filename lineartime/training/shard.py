@@ -1,0 +1,127 @@
+"""Models that one process cannot hold: parameters, gradients and moments are sharded over the ranks by FSDP2.
+
+Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and then freed; so are
+those of the embedding, the last norm and the head together. Parameters stay in float32 and autocast is inside, because
+a policy of bfloat16 would round the angles of positions too. Every rank takes every W-th micro-batch, and the gradients
+of W consecutive ones are the lower levels of `ordered`'s tree: any number of ranks ends in the same bits."""
+
+import gc
+import hashlib
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from lineartime.training.ordered import VECTOR, ParameterPart, tree_sum
+from lineartime.base.ranks import Ranks
+
+if TYPE_CHECKING:
+    from lineartime.model.language_model import LanguageModel
+
+
+class OrderedReduceScatter:
+    """What FSDP2 calls with a unit's gradients: this rank's part of their sum, each times its rank's `share`, as a tree
+    in rank order."""
+
+    share = 1.0
+    """The share of the step's targets that this rank's micro-batch has."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object,
+                 async_op: bool = False) -> None:
+        """input_tensor: `[W N]`, the gradients by the rank they go to; output_tensor: `[N]`. op is a sum."""
+        # Not PyTorch's reduce-scatter, which adds in an order that depends on the number of ranks.
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor * self.share, group=group)
+        (total,) = tree_sum([piece] for piece in received.chunk(group.size()))
+        output_tensor.copy_(total)
+
+
+def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+    """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
+    its gradients. In a process on its own nothing is sharded.
+
+    The values of a layer are drawn from (seed, place), so they do not depend on the number of ranks. A model that is
+    never sharded draws all of them from one generator, and starts from others."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
+    reduce_scatter = OrderedReduceScatter()
+    mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
+
+    def share_out(unit: nn.Module) -> None:
+        if mesh is not None:
+            fully_shard(unit, mesh=mesh)
+            assert isinstance(unit, FSDPModule)
+            unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # its base class is private
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    # A layer is given memory, its values, and then its share, so that no process ever has the whole model.
+    for place, layer in enumerate(model.residual_layers()):
+        layer.to_empty(device=device)
+        torch.manual_seed(seed_of(seed, f"layers.{place}"))
+        layer.init_weights(model.config.init_std)
+        share_out(layer)
+        if mesh is not None:
+            register_fsdp_forward_method(layer, "add")  # the model calls it in place of `forward`
+    # What is in no layer: the embedding, the last norm and the head, which are one unit.
+    for module in model.modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+    torch.manual_seed(seed_of(seed, "outer"))
+    model.init_outer_weights()
+    share_out(model)
+    return reduce_scatter
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for this name: 63 bits of a hash of the seed and the name."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
+
+
+def sharded_parts(model: nn.Module, ranks: Ranks) -> list[ParameterPart]:
+    """The part of each parameter that this rank of a sharded model holds: consecutive rows, as FSDP2 has them."""
+    parts = []
+    for name, p in model.named_parameters():
+        # FSDP2 gives each rank equally many rows, rounded up; the last ranks may have none.
+        per_rank = -(-p.shape[0] // ranks.size) * math.prod(p.shape[1:])
+        start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
+        parts.append(ParameterPart(name, p, start, stop, nn.Parameter(padded(local(p)))))
+    return parts
+
+
+def forget_shards() -> None:
+    """Drop what PyTorch keeps of sharded models that are no longer used. It has their process group, whose threads
+    would go on while Python ends; now and then that aborted a process whose work was done."""
+    _clear_sharding_prop_cache()
+    gc.collect()  # FSDP2 and the model refer to each other
+
+
+def padded(x: Tensor) -> Tensor:
+    """A tensor, flattened. If its size is no multiple of `VECTOR`, a copy that zeros fill up to a multiple."""
+    flat = x.reshape(-1)
+    return torch.cat([flat, flat.new_zeros(-len(flat) % VECTOR)]) if len(flat) % VECTOR else flat
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is sharded, or all of it."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def write_back(parts: list[ParameterPart]) -> None:
+    """Copy the optimizer's parameters that are copies into the model's."""
+    for part in parts:
+        held = local(part.whole)
+        if len(part.own) != held.numel():
+            held.view(-1).copy_(part.own[: held.numel()])

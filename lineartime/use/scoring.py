@@ -1,0 +1,177 @@
+"""The bits of a text as it comes: of each line, of each token or of the whole. A model whose decoding state has a
+constant size reads an endless text in constant memory.
+
+All is one document, and every token is scored given all before it. The text is tokenised in parts, each from the end
+of one line's last word to that of the next, so that a line is scored as soon as its end has come. Byte-level tokenizers
+cut there too (`Tokenizer.reads_pieces`), so the tokens are those of the whole text; others tokenise each part alone.
+Line ends and other white space before a line's first word count to that line, and a blank line has 0 bits."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from lineartime.base.stores import Name
+from lineartime.data.read_text import LAST_WORD, cut, decode_next
+from lineartime.data.tokenizer import Tokenizer
+from lineartime.model.decoding.state import DecodingState, load_state, model_sha256, save_state
+from lineartime.base.errors import CheckpointError, NumericsError
+from lineartime.model.language_model import LanguageModel
+from lineartime.base.settings import PRECISIONS, require, require_name
+
+SHOWN, WINDOW = 80, 2048
+"""A row shows at most so many characters of its line; the model reads about so many tokens at once, in whole chunks."""
+
+
+class Row(NamedTuple):
+    """The number of a line or token, from 1, its bits and bytes, and its first characters."""
+
+    number: int
+    bits: float
+    n_bytes: int
+    text: str
+
+
+@dataclasses.dataclass
+class ScoringState:
+    """How far a text is scored, and all that is needed to go on."""
+
+    decoding: DecodingState
+    last: int
+    """The newest token that was scored. The model reads it together with the next ones."""
+    tail: str = ""
+    """The first bytes of a character whose others have not come, in hexadecimal."""
+    text: str = ""
+    """Text that is read and not scored: white space, then a line without its end."""
+    shown: str = ""
+    """The first characters of that line."""
+    line_bits: float = 0.0
+    line_bytes: int = 0
+    """What is scored of that line, if it is a long one."""
+    n_read: int = 0
+    n_lines: int = 0
+    n_tokens: int = 0
+    n_bytes: int = 0
+    bits: float = 0.0
+    """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
+    of_model: str = ""
+    """The hash of the model, from the first save on: computing it takes seconds for a large model."""
+
+    def save(self, path: Path) -> None:
+        """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
+        if not self.of_model and self.decoding.model is not None:
+            self.of_model = model_sha256(self.decoding.model)
+        save_state(path, self.decoding, {name: getattr(self, name) for name in saved_names(self)}, self.of_model)
+
+
+def saved_names(state: ScoringState) -> list[str]:
+    """The fields that a file has beside the decoding state."""
+    return [name for name in vars(state) if name not in ("decoding", "of_model")]
+
+
+def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
+    """The state in a file, or without one the state before the first token. Raises UsageError for a model that cannot
+    score a text as it comes, CheckpointError for a file that is damaged or of another model or tokenizer."""
+    require(type(model) is LanguageModel and model.config.causal, "only a causal language model scores a text as it "
+            "comes", "score", "see evaluate for masked models")
+    require(tokenizer.vocab_size <= model.config.vocab_size, "this tokenizer is another model's", tokenizer.name)
+    state = ScoringState(model.decoding_state(1), tokenizer.end_of_document)
+    state.decoding.tokenizer_sha256 = tokenizer.sha256
+    if path is None or not path.exists():
+        return state
+    decoding, facts = load_state(path, model, saved_names(state))
+    if decoding.tokenizer_sha256 != tokenizer.sha256:
+        raise CheckpointError("the state of another tokenizer", path, "name another file")
+    return dataclasses.replace(state, decoding=decoding, **facts)
+
+
+def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str, tuple[int, str] | None]]:
+    """The next parts of a text to tokenise, as far as they are known, each with the number and the first characters of
+    the line that it ends, if it ends one. Moves the state on."""
+    *lines, rest = new.split("\n")
+    for line, ended in [*((line, True) for line in lines), (rest, False)]:
+        state.shown = (state.shown + line)[:SHOWN]
+        # Where a long line is cut does not depend on the blocks in which it comes.
+        *pieces, (state.text, _) = cut([state.text + line + "\n" * ended])
+        yield from ((piece.text, None) for piece in pieces)
+        if ended or (is_end and state.shown):
+            end = len(state.text)
+            if ended or state.text.isspace():  # up to its last word; in blank lines the search would be slow
+                found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
+                end = found.end() if found else 0
+            state.n_lines += 1
+            yield state.text[:end], (state.n_lines, state.shown)
+            state.text, state.shown = state.text[end:], ""
+    if is_end:  # white space behind the last line
+        yield state.text, None
+        state.text = ""
+
+
+@torch.inference_mode()
+def read_next(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, precision: str) -> np.ndarray:
+    """The bits of the next tokens, float64 `[N]`. Raises NumericsError for bits that are not finite."""
+    device, chunk = model.embed.weight.device, model.config.chunk_size or 1
+    window, bits = max(WINDOW // chunk, 1) * chunk, [np.empty(0)]
+    while len(ids_N):
+        next_N, ids_N = np.split(ids_N, [window - state.n_tokens % window])
+        read_N = np.concatenate([[state.last], next_N[:-1]])
+        ids_1N, targets_N = torch.from_numpy(read_N).to(device)[None], torch.from_numpy(next_N).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            x_1ND = model.extend(ids_1N, torch.tensor([len(read_N)], device=device), state.decoding)
+            bits.append(model.losses(x_1ND[0], targets_N).double().cpu().numpy() / math.log(2))
+        state.last, state.n_tokens = int(next_N[-1]), state.n_tokens + len(next_N)
+    if not np.isfinite(np.concatenate(bits)).all():
+        raise NumericsError("the bits are not finite", "score", "the weights are damaged or have diverged")
+    return np.concatenate(bits)
+
+
+def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | bytes], *,
+          per: Literal["line", "token", "document"] = "line", precision: str = "float32",
+          state: ScoringState | None = None, keep: bool = False, name: Name = "the text") -> Iterator[Row]:
+    """The rows of a text in UTF-8 that comes in blocks of any length. A block is asked for when the rows before it are
+    taken, and its whole lines are scored at once; larger blocks are faster, and change only rounding.
+
+    per: "document" gives one row at the end. state: goes on from there, and is moved on; it may be saved whenever a
+    block is asked for. keep: leave a last line without its end in the state, for more to come; else it is scored.
+    name: for messages. Raises DataError for text that is not UTF-8, after the rows before it, NumericsError for bits
+    that are not finite, UsageError for another `per`, and as `open_state` does."""
+    require_name("precision", precision, PRECISIONS)
+    require_name("row", per, ("line", "token", "document"))
+    state = open_state(model, tokenizer) if state is None else state
+
+    def encode(text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text and, for rows of tokens, their places in it."""
+        if per == "token":
+            return tokenizer.encode_with_offsets(text)
+        return np.frombuffer(tokenizer.pack(text), tokenizer.dtype), np.empty((0, 2), np.int64)
+
+    for block in itertools.chain(blocks, () if keep else (None,)):
+        data = block.encode("utf-8", "surrogatepass") if isinstance(block, str) else block
+        text, state.tail, error = decode_next(data, state.tail, state.n_read, name)
+        state.n_read += len(data or b"")
+        parts, number = list(parts_of(state, text, block is None)), state.n_tokens
+        encoded = [encode(text) for text, _ in parts]
+        ids_N = np.concatenate([np.empty(0, np.int64), *(own for own, _ in encoded)])
+        bits_N = read_next(model, ids_N, state, precision)
+        for (text, line), (own, places) in zip(parts, encoded, strict=True):
+            own_N, bits_N = np.split(bits_N, [len(own)])
+            bits, n_bytes = float(own_N.sum()), len(text.encode())
+            state.bits, state.n_bytes = state.bits + bits, state.n_bytes + n_bytes
+            state.line_bits, state.line_bytes = state.line_bits + bits, state.line_bytes + n_bytes
+            begins = [0, *places[1:, 0].tolist(), len(text)]  # a token's text goes on to where the next one begins
+            for each, begin, end in zip(own_N[: len(places)].tolist(), begins, begins[1:], strict=False):
+                number += 1
+                yield Row(number, each, len(text[begin:end].encode()), text[begin:end])
+            if line is not None:
+                if per == "line":
+                    yield Row(line[0], state.line_bits, state.line_bytes, line[1].rstrip())
+                state.line_bits, state.line_bytes = 0.0, 0
+        if error is not None:
+            raise error
+    if per == "document":
+        yield Row(1, state.bits, state.n_bytes, str(name))

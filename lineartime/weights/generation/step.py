@@ -1,0 +1,139 @@
+"""A decode step as a function of tensors: the state goes in and the new state comes out. It is one graph, which
+`torch.compile`, `torch.export` and ONNX take whole."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lineartime.config import ModelConfig
+from lineartime.model.decoding.cache import Cache, ChunkState
+from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.decoding.state import DecodingState
+from lineartime.model.language_model import LanguageModel
+from lineartime.base.settings import require
+
+
+def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int,
+                   *more: Any) -> tuple[Tensor, Tensor]:
+    """Append one token to every row without host synchronisation: the hidden states x_BD, and the start of each row's
+    document. Of the state only the caches are updated, and full chunks are not closed: the caller does that.
+
+    window: the number of cached keys that are read, at least the tokens of the longest row with the new one. more: see
+    `LanguageModel.extend_layers`."""
+    ids_B1 = ids_B[:, None]
+    inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
+    return model.extend_layers(ids_B1, inputs, state.caches, *more)[:, 0], state.starts_B(inputs)
+
+
+def last_tokens(config: ModelConfig, state: DecodingState, window: int | None = None) -> DecodeInputs:
+    """The inputs of each row's last token, which has been appended; window: see `DecodeInputs`."""
+    before = dataclasses.replace(state, seq_lens_B=state.seq_lens_B - 1)
+    begins_B1 = torch.zeros_like(state.start_B[:, None]).bool()
+    return before.inputs(config, torch.ones_like(state.start_B), begins_B1, window)
+
+
+class DecodeStep(nn.Module):
+    """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is a dictionary of
+    tensors; their first axis counts rows, or rows times heads.
+
+    window: for models with keys and values the most tokens of a row; FLASH needs none. Position biases are computed
+    now, so load and move the model before. Raises UsageError for a window that is missing, not needed or past a
+    position table's end, and for a model that does not decode, or that is a combiner."""
+
+    def __init__(self, model: LanguageModel, window: int | None = None):
+        super().__init__()
+        with torch.no_grad():
+            state = model.decoding_state(1)
+        require(all(cache.replayable or not cache.growing for cache in state.caches),
+                "a step of this model is not one graph", model.config.attn_type, "decode with lineartime.generate")
+        self.grows = any(cache.growing for cache in state.caches)
+        require(self.grows == (window is not None), f"a window is {'missing' if self.grows else 'not needed'}",
+                f"window = {window}", "give the most tokens of a row" if self.grows else "the state is constant")
+        model.check_length(window or 0)
+        self.model, self.window = model, window or 1
+        state.reserve(self.window)
+        with torch.no_grad():
+            step_in_window(model, state.seq_lens_B, state, self.window)  # computes what is constant, such as biases
+        self.caches = state.caches
+        # In a graph torch.compile of 2.11 takes neither copy.copy nor vars, so the names are listed here.
+        self.names = [[*cache.tensors()] for cache in self.caches]
+        self.others = [{name: value for name, value in vars(cache).items() if name not in names}
+                       for cache, names in zip(self.caches, self.names, strict=True)]
+
+    def empty_state(self, n_rows: int) -> dict[str, Tensor]:
+        """The state of rows that have no token yet."""
+        return self.to_tensors(self.model.decoding_state(n_rows))
+
+    def to_tensors(self, state: DecodingState) -> dict[str, Tensor]:
+        """A copy of a state, of `prefill` for example, as tensors. Raises UsageError for rows that fill the window."""
+        longest = int(state.in_grid_B(self.model.config).max()) if self.grows else 0
+        require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
+                "make the step with a larger window")
+        state.reserve(self.window)
+        growing = {f"{n}.{name}" for n, cache in enumerate(state.caches) for name in cache.growing}
+        return {name: (tensor[:, : self.window] if name in growing else tensor).clone()
+                for name, tensor in self.tensors_of(state).items()}
+
+    def tensors_of(self, state: DecodingState) -> dict[str, Tensor]:
+        """The tensors of a state by name, those of cache 3 as "3.kv_BSE"."""
+        of_caches = {f"{n}.{name}": getattr(state.caches[n], name) for n, names in enumerate(self.names)
+                     for name in names}
+        return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}
+
+    def to_state(self, state: dict[str, Tensor]) -> DecodingState:
+        """The inverse of `to_tensors`, with copies of the tensors of caches."""
+        caches: list[Cache] = []
+        for n, cache in enumerate(self.caches):
+            caches.append(object.__new__(type(cache)))
+            for name, value in self.others[n].items():
+                setattr(caches[-1], name, value)
+            for name in self.names[n]:
+                setattr(caches[-1], name, state[f"{n}.{name}"].clone())
+        return DecodingState(caches, state["seq_lens_B"], state["start_B"])
+
+    def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """logits_BV and the new state after one token per row, ids_B. That rows fit the window is not checked."""
+        x_BD, new = self.hidden(ids_B, state)
+        return self.model.logits(x_BD), new
+
+    def hidden(self, ids_B: Tensor, state: dict[str, Tensor], *more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """`forward` up to the hidden states x_BD. more: see `LanguageModel.extend_layers`."""
+        now = self.to_state(state)
+        x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
+        now.seq_lens_B = now.seq_lens_B + 1
+        new = self.tensors_of(now)
+        if any(isinstance(cache, ChunkState) for cache in now.caches):
+            is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
+            new |= if_else(is_full, self.closed, self.not_closed, new)
+        return x_BD, new
+
+    def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Close the chunks that the last token filled: the tensors of the state that this changes, as they are then."""
+        config, now, changed = self.model.config, self.to_state(state), {}
+        inputs = last_tokens(config, now, self.window)
+        for n, cache in enumerate(now.caches):
+            if not isinstance(cache, ChunkState):
+                continue
+            at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
+            is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
+            at.full = slice(None)  # close all rows, so that shapes stay; below only the full ones are taken
+            cache.close(at)
+            for name in cache.closing():
+                after, before = getattr(cache, name), state[f"{n}.{name}"]
+                changed[f"{n}.{name}"] = torch.where(is_full_B.view(-1, *[1] * (after.dim() - 1)), after, before)
+        return changed
+
+    def not_closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `closed` gives if no chunk is full."""
+        return {f"{n}.{name}": state[f"{n}.{name}"].clone() for n, cache in enumerate(self.caches)
+                if isinstance(cache, ChunkState) for name in cache.closing()}
+
+
+def if_else(condition: Tensor, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+    """yes or no of the operands: in a graph a conditional, elsewhere an `if`."""
+    if torch.compiler.is_compiling():
+        return torch.cond(condition, yes, no, operands)
+    return yes(*operands) if condition else no(*operands)

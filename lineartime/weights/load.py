@@ -1,0 +1,146 @@
+"""Open a model from any folder that holds one: a run, a checkpoint, an export, or what `save_pretrained` wrote."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineartime.weights import checkpoint
+from lineartime.base.atomic_io import read_json, read_text
+from lineartime.weights.checkpoint import MANIFEST
+from lineartime.config_json import (
+    QUESTION_ANSWERING,
+    architecture_of,
+    model_config_from_json,
+)
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
+from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.model.language_model import LanguageModel, SpanModel, Undrawn
+from lineartime.model_names import named_folder
+from lineartime.run_files import CONFIG_FILE, OPTIMIZER, RUN_FILE, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
+
+GENERATION_FILE = "generation_config.json"
+"""What `save_pretrained` writes beside the weights: how transformers generates."""
+SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
+"""What `save_pretrained` writes beside weights in several files: the file of each tensor."""
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
+
+    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
+    `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
+    the package, "small". If a run's newest checkpoint is damaged, a warning says so and an older one is read;
+    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
+    CheckpointError for a checkpoint that is damaged, of another run or not finite, DataError for a bad tokenizer."""
+    # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's newest checkpoint.
+    path = best_run(named_folder(path))
+    folder = path.resolve()  # `latest` is a link
+    if is_exported(path):
+        names = weight_files(folder)
+        step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
+        weights = read_exported(folder, names)
+    else:
+        found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path)
+        folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
+    files = {name: read_text(folder / name) for name in (CONFIG_FILE, TOKENIZER_FILE)}
+    facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
+    # config.json says what model it is.
+    try:
+        config = model_config_from_json(files[CONFIG_FILE])
+        kind = architecture_of(files[CONFIG_FILE])
+        tokenizer = Tokenizer(as_saved(files[TOKENIZER_FILE], folder), str(folder / TOKENIZER_FILE))
+    except UsageError as e:
+        where = folder / CONFIG_FILE
+        raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
+    if config.n_layers > len(weights):  # a layer takes milliseconds to build
+        raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
+                              f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
+    # Built without memory of its own; then the weights that were read become its parameters.
+    with torch.device("meta"), Undrawn():
+        model = SpanModel(config) if kind == QUESTION_ANSWERING else LanguageModel(config)
+    weights = checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
+    model.load_state_dict(weights, assign=True)
+    model.end_tokens |= end_tokens(folder)
+    return model.eval(), tokenizer, facts
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """The tokens that end a text for transformers: those of generation_config.json, or where there is none those of
+    config.json. Raises CheckpointError for a file that is damaged."""
+    place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
+    found = read_json(place).get("eos_token_id")
+    with damaged(place):
+        return {int(each) for each in (found if isinstance(found, list) else [] if found is None else [found])}
+
+
+def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
+    """A run's newest valid checkpoint, with a warning if a newer one is damaged. Raises UsageError for another
+    folder and without a checkpoint, CheckpointError for damage and for a checkpoint of another run."""
+    id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
+    if newest is None:
+        raise UsageError("no checkpoint yet", run, "let the training save one")
+    if newest.damaged:
+        logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
+    if newest.run != id_of_run:
+        raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+    return newest
+
+
+def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+    """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
+    model, tokenizer, facts = load_model(run)
+    if not isinstance(model, SpanModel):
+        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
+    return model, tokenizer, facts
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a folder holds weights, or a manifest whose weights are lost, but is neither a checkpoint nor a run."""
+    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
+    return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Whether a folder holds an optimizer's state, as a checkpoint does."""
+    return any(folder.glob(f"{OPTIMIZER}*{checkpoint.TENSORS}"))
+
+
+def check_shared(folder: Path, names: Iterable[str]) -> int | None:
+    """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
+    Returns the step of a checkpoint.
+
+    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError for one whose weights
+    are in parts."""
+    if (folder / checkpoint.index_name(WEIGHTS)).exists():
+        raise UsageError("the weights of a sharded run are in parts", folder,
+                         "`lineartime export` writes them as one file, and load_model reads them")
+    if (folder / MANIFEST).exists():
+        return checkpoint.check_files(folder, names)
+    if has_optimizer(folder):
+        raise CheckpointError("damaged checkpoint", f"{folder}: {MANIFEST} is missing")
+    return None
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
+    CheckpointError for a damaged list of them."""
+    if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
+        return [WEIGHTS_FILE]
+    with damaged(folder / SHARDS_FILE):
+        return sorted({str(name) for name in read_json(folder / SHARDS_FILE)["weight_map"].values()})
+
+
+def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """The weights in these files of an exported folder, converted to float32. Raises CheckpointError."""
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        with checkpoint.open_tensors(folder / name) as file:
+            # Copies, as those of a run are: views of the file lie at any byte, and matmuls of them round otherwise.
+            weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
+    return weights
