@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from benchmarks import verbs
-from lineartime.cli.verbs import add_verb, main
 from lineartime.base.ranks import launched
 from lineartime.base.settings import require
+from lineartime.cli.verbs import add_verb, main
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Measure speed, memory, quality and recall; make the paper's tables and figures.")

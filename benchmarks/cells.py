@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.append import append_json_lines, rows_in
-from lineartime.config import ModelConfig, model_config
 from lineartime.base.settings import require_name
+from lineartime.config import ModelConfig, model_config
 
 LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("cells.toml").read_text(encoding="utf-8"))
 SHAPES: dict[str, dict[str, Any]] = LISTS.pop("shapes")  # type: ignore[assignment]

@@ -12,17 +12,17 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import Row, measure, peers
 from benchmarks.measure import Case, Setup, Times
 from benchmarks.peers import PACKAGES, Peer
-from lineartime.model.attention.combiner import RowCache
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig, to_dict
+from lineartime.model.attention.combiner import RowCache
 from lineartime.model.decoding.cache import ChunkState, KeyValueCache, larger
 from lineartime.model.decoding.state import DecodingState
+from lineartime.model.language_model import LanguageModel, number_of_parameters
+from lineartime.training.runtime import peak_bytes
+from lineartime.use.info import decoding_bytes
 from lineartime.weights.generation.cuda_graph import CapturedStep
 from lineartime.weights.generation.generate import decode_step
 from lineartime.weights.generation.onednn import packed_weights
-from lineartime.use.info import decoding_bytes
-from lineartime.model.language_model import LanguageModel, number_of_parameters
-from lineartime.training.runtime import peak_bytes
-from lineartime.base.settings import require
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""

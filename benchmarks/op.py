@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks import Row, measure
 from benchmarks.measure import Case, Setup, Times, rss_bytes
+from lineartime.base.settings import require_name
 from lineartime.config import ModelConfig, to_dict
 from lineartime.ops import reference
 from lineartime.ops.reference import rotary
 from lineartime.training.runtime import peak_rss_bytes
-from lineartime.base.settings import require_name
 
 VARIANTS = ("reference", "compiled", "triton")
 """The PyTorch reference, the same compiled, and the kernels, which run on a GPU only."""

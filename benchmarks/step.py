@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from benchmarks import Row, measure, peers
 from benchmarks.measure import Case, Setup, Times, rss_bytes
 from benchmarks.peers import Label
-from lineartime.config import ModelConfig, TrainConfig, to_dict
-from lineartime.training.ordered import parts_of
 from lineartime.base.errors import NumericsError
-from lineartime.training.masking import NO_TARGET
+from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.model.language_model import LanguageModel, number_of_parameters
-from lineartime.training.objectives import MaskedTokens, NextToken, Objective
 from lineartime.training.gradient import compute_gradient
+from lineartime.training.masking import NO_TARGET
+from lineartime.training.objectives import MaskedTokens, NextToken, Objective
 from lineartime.training.optimizers import make_optimizer
+from lineartime.training.ordered import parts_of
 
 Precision = Literal["float32", "bfloat16"]
 LIMITS = {"float32": 1e-3, "bfloat16": 0.06}

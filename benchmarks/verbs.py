@@ -20,13 +20,13 @@ from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
 from benchmarks.recall.tasks import FORMS, TASKS
 from benchmarks.speed import read_rows, speed_section, tables_of
+from lineartime.base.errors import DataError, ResourceError
+from lineartime.base.settings import require, require_name
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
-from lineartime.base.errors import DataError, ResourceError
 from lineartime.model_names import named_folder, shipped_models
 from lineartime.training.runtime import pick_device
-from lineartime.base.settings import require, require_name
 from lineartime.training.stop import StopSignal
 
 SPEED, RECALL, LAWS = "speed", "recall", "laws"

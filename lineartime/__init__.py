@@ -7,26 +7,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lineartime.base.errors import LineartimeError
     from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
-    from lineartime.training.context_use import measure_context_use
     from lineartime.data.prepare import prepare
     from lineartime.data.tokens import open_split
-    from lineartime.base.errors import LineartimeError
-    from lineartime.training.evaluation import evaluate
+    from lineartime.model.gau import GatedAttentionUnit
+    from lineartime.model.language_model import LanguageModel
+    from lineartime.model.mhsa import FeedForward, MultiHeadAttention
+    from lineartime.model_names import model_folder
     from lineartime.tasks.finetune_config import FineTuning
     from lineartime.tasks.finetuning import finetune
-    from lineartime.model.gau import GatedAttentionUnit
-    from lineartime.weights.generation.generate import generate, read
-    from lineartime.weights.generation.step import DecodeStep
-    from lineartime.weights.load import load_model, load_span_model
-    from lineartime.model.mhsa import FeedForward, MultiHeadAttention
-    from lineartime.model.language_model import LanguageModel
-    from lineartime.model_names import model_folder
     from lineartime.tasks.pooling import embed
     from lineartime.tasks.qa.questions import read_questions
     from lineartime.tasks.qa.spans import evaluate_questions
-    from lineartime.use.scoring import score
+    from lineartime.training.context_use import measure_context_use
+    from lineartime.training.evaluation import evaluate
     from lineartime.training.language import train
+    from lineartime.use.scoring import score
+    from lineartime.weights.generation.generate import generate, read
+    from lineartime.weights.generation.step import DecodeStep
+    from lineartime.weights.load import load_model, load_span_model
 
     __version__: str
 

@@ -556,3 +556,12 @@ def source_of(field: str) -> str:
 def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
     """The fields of a configuration by name, JSON-serialisable."""
     return dataclasses.asdict(config)
+
+
+@dataclass(frozen=True)
+class StartingWeights:
+    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
+    was given, and the specification of their own model."""
+
+    name: str
+    model: ModelConfig

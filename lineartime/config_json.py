@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.base.errors import UsageError
 from lineartime.base.settings import require
+from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 
 QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
 

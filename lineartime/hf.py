@@ -35,17 +35,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five, reshaped
+from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.settings import require
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
-from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.weights.hf_cache import LineartimeCache
-from lineartime.weights.load import check_shared, has_optimizer, weight_files
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.tasks.pooling import document_means
 from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
-from lineartime.base.settings import require
+from lineartime.tasks.pooling import document_means
+from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five, reshaped
+from lineartime.weights.hf_cache import LineartimeCache
+from lineartime.weights.load import check_shared, has_optimizer, weight_files
 from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, LONGEST, padding_token
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]

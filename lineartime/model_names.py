@@ -5,10 +5,10 @@ import json
 import logging
 from pathlib import Path
 
-from lineartime.base.stores import cached, is_address, reading, store_of
 from lineartime.base.errors import UsageError
-from lineartime.run_files import best_run
 from lineartime.base.settings import require, require_name
+from lineartime.base.stores import cached, is_address, reading, store_of
+from lineartime.run_files import best_run
 
 MODELS = Path(__file__).parent / "models"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.base.atomic_io import read_json, read_json_lines
-from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.settings import require
+from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 
 RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
 """What a run is, the numbers of its steps, and its scores at the end."""

@@ -16,20 +16,20 @@ from benchmarks import Row
 from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
 from lineartime.base.atomic_io import write_atomically
+from lineartime.base.ranks import Ranks
 from lineartime.cli.exits import exit_code
 from lineartime.cli.terminal import Terminal, say_stopping
-from lineartime.training.context_use import measure_context_use
 from lineartime.data.tokens import open_data, open_split, read_manifests, sha256_of
-from lineartime.base.ranks import Ranks
-from lineartime.training.evaluation import evaluate_data
 from lineartime.model.language_model import LanguageModel
+from lineartime.training.context_use import measure_context_use
+from lineartime.training.evaluation import evaluate_data
+from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.objectives import NextToken
-from lineartime.use.release.provenance import installed_version
 from lineartime.training.run import Run
 from lineartime.training.run_config import config_for_data
 from lineartime.training.runtime import peak_bytes
-from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.stop import StopSignal
+from lineartime.use.release.provenance import installed_version
 
 
 def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from benchmarks import Row
 from benchmarks.peers import Peer, state_size
 from benchmarks.recall.tasks import Rows, Task
-from lineartime.config import TrainConfig
-from lineartime.training.ordered import parts_of
-from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.errors import NumericsError
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.config import TrainConfig
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import learning_rate_at, make_optimizer
+from lineartime.training.ordered import parts_of
 
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lineartime.base.errors import DataError
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, open_split
-from lineartime.base.errors import DataError
 
 N_KEYS, N_VALUES, N_NOISE = 64, 16, 16
 """Tokens of each kind in the small vocabulary."""

@@ -5,14 +5,14 @@ import typing
 from pathlib import Path
 from typing import Annotated
 
+from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
+from lineartime.base.stores import exists, is_address, joined
 from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import PRESETS, model_config, source_of
-from lineartime.base.stores import exists, is_address, joined
 from lineartime.model_names import shipped_models, weights_folder
 from lineartime.training.run_config import read_config, run_config
-from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lineartime.base.atomic_io import check_place, write_atomically, write_json
+from lineartime.base.errors import UsageError
+from lineartime.base.ranks import connected, launched
+from lineartime.base.settings import require
+from lineartime.base.stores import require_there
 from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.base.stores import require_there
-from lineartime.base.ranks import connected, launched
-from lineartime.base.errors import UsageError
-from lineartime.tasks.finetune_config import Evidence, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
-from lineartime.base.settings import require
+from lineartime.tasks.finetune_config import Evidence, MaxAnswerTokens, Stride
 
 NEEDS = {"--document-tokens": "--contexts", "--predictions": "--questions", "--evidence": "--questions",
          "--stride": "--questions", "--max-answer-tokens": "--questions"}
@@ -118,10 +118,10 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
 
 def score_answers(run: Path, options: EvaluateOptions) -> None:
     """Score the answers of a fine-tuned run by the official rules, and print the scores."""
-    from lineartime.weights.load import load_span_model
     from lineartime.tasks.qa.questions import read_questions
     from lineartime.tasks.qa.spans import evaluate_questions
     from lineartime.training.runtime import pick_device
+    from lineartime.weights.load import load_span_model
 
     predictions = options.predictions
     require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")

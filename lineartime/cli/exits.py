@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from lineartime.base.ranks import launched, speaks_first
 from lineartime.base.errors import LineartimeError, Stopped, escaped
+from lineartime.base.ranks import launched, speaks_first
 
 
 def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
@@ -27,7 +27,9 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
         return fail(e, 6, debug, f"{what}: {e.filename!r}" if e.filename is not None else what)
     except Exception as e:
         if isinstance(e, RuntimeError):
-            from lineartime.training.loop import out_of_memory  # it imports torch, which raised this or was imported anyway
+            from lineartime.training.loop import (
+                out_of_memory,  # it imports torch, which raised this or was imported anyway
+            )
 
             if out_of_memory(e):
                 return fail(e, 6, debug, "out of memory")

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
+from lineartime.base.settings import require
+from lineartime.base.stores import joined
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
-from lineartime.base.stores import joined
 from lineartime.model_names import named_folder
 from lineartime.run_files import require_run
-from lineartime.base.settings import require
 
 
 def export(
@@ -24,8 +24,8 @@ def export(
     results_are_files()
     folder = named_folder(run)
     from lineartime.data.read_text import read_small
-    from lineartime.use.release.export import export
     from lineartime.training.runtime import pick_device
+    from lineartime.use.release.export import export
 
     text = read_small(about) if about is not None else ""
     with Terminal() as terminal:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lineartime.base.atomic_io import check_new
+from lineartime.base.errors import UsageError
+from lineartime.base.settings import require
+from lineartime.base.stores import packing_of, require_there, size_of
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
-from lineartime.base.stores import packing_of, require_there, size_of
 from lineartime.data.read_text import ending_of, is_one_document, read_small, require_encoding, text_of
 from lineartime.data.rows import UTF8, is_utf8
-from lineartime.base.errors import UsageError
-from lineartime.tasks.finetune_config import Encoding
 from lineartime.model_names import named_folder
-from lineartime.base.settings import require
+from lineartime.tasks.finetune_config import Encoding
 
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
@@ -82,9 +82,9 @@ def load_writer(folder: Path, device: str | None, precision: str) -> tuple["Lang
     """A model that can continue text, on its device, and its tokenizer. Raises UsageError for any other model."""
     import torch
 
-    from lineartime.weights.load import load_model
     from lineartime.model.language_model import LanguageModel
     from lineartime.training.runtime import pick_device
+    from lineartime.weights.load import load_model
 
     loaded, tokenizer, _ = load_model(folder)
     require(loaded.config.causal and type(loaded) is LanguageModel, "only a causal language model continues text",

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from lineartime.config import PRESETS, TASKS
 from lineartime.base.errors import UsageError
+from lineartime.config import PRESETS, TASKS
 from lineartime.training.run_config import SIZES, parse_setting
 
 Model = Annotated[str, f"A model: {', '.join(PRESETS)}.", "MODEL", PRESETS]

@@ -4,14 +4,14 @@ import json
 from shlex import quote
 from typing import Annotated
 
+from lineartime.base.errors import DataError, UsageError
+from lineartime.base.ranks import TIMEOUT_S
+from lineartime.base.settings import require
+from lineartime.base.stores import require_there
 from lineartime.cli.options import Device, RankTimeout
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping
-from lineartime.base.stores import require_there
-from lineartime.base.ranks import TIMEOUT_S
-from lineartime.base.errors import DataError, UsageError
-from lineartime.tasks.finetune_config import FineTuning, MaxAnswerTokens, Stride
 from lineartime.model_names import named_folder
-from lineartime.base.settings import require
+from lineartime.tasks.finetune_config import FineTuning, MaxAnswerTokens, Stride
 
 
 def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeout = TIMEOUT_S) -> None:
@@ -66,9 +66,9 @@ def answer(
     documents = tuple(Document("stdin" if name == "-" else name, read_small(name, MOST_BYTES)) for name in document)
     if not any(each.text().strip() for each in documents):
         raise DataError("nothing but white space", ", ".join(document))
-    from lineartime.weights.load import load_span_model
     from lineartime.tasks.qa.spans import WindowConfig, predict
     from lineartime.training.runtime import pick_device
+    from lineartime.weights.load import load_span_model
 
     model, tokenizer, facts = load_span_model(folder)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)

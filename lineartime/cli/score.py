@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lineartime.base.atomic_io import check_place
+from lineartime.base.errors import DataError
+from lineartime.base.stores import file_blocks, require_there, stdin_blocks
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import note, say_stopping
-from lineartime.base.stores import file_blocks, require_there, stdin_blocks
 from lineartime.data.read_text import PIECE
-from lineartime.base.errors import DataError
 from lineartime.model_names import named_folder
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def score(
         check_place(state)
     require_there([file])
     folder = named_folder(model)
-    from lineartime.weights.load import load_model
     from lineartime.training.runtime import pick_device
+    from lineartime.training.stop import StopSignal
     from lineartime.use.scoring import open_state
     from lineartime.use.scoring import score as rows_of
-    from lineartime.training.stop import StopSignal
+    from lineartime.weights.load import load_model
 
     loaded, tokenizer, _ = load_model(folder)
     loaded.to(pick_device(device))

@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
+from lineartime.base.errors import UsageError
+from lineartime.base.processors import share_processors
+from lineartime.base.ranks import WITH_RANKS, launched
 from lineartime.cli import describe, evaluate, export_plot, generate, prepare, questions, score, train
 from lineartime.cli.exits import exit_code
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
-from lineartime.base.ranks import WITH_RANKS, launched
-from lineartime.base.errors import UsageError
-from lineartime.base.processors import share_processors
 
 VERBS: dict[Callable[..., None], list[str]] = {
     prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",

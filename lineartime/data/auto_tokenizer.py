@@ -4,9 +4,9 @@ from pathlib import Path
 
 import tokenizers
 
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_the_library_writes, load_tokenizer, saved_settings
 from lineartime.base.errors import UsageError
 from lineartime.base.settings import require
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_the_library_writes, load_tokenizer, saved_settings
 
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """What `transformers` makes a tokenizer of where there is no tokenizer.json."""

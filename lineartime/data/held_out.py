@@ -5,8 +5,8 @@ from bisect import bisect_left
 
 import numpy as np
 
-from lineartime.data.units import ReadArguments, Slice, read_slice
 from lineartime.base.errors import DataError
+from lineartime.data.units import ReadArguments, Slice, read_slice
 
 LINE_SEARCH = 1 << 16
 """A single document is cut at a line that begins within this many characters."""

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from lineartime.base.atomic_io import system_errors, written_aside
-from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
+from lineartime.base.errors import DataError, ResourceError, UsageError
+from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, hash_of, hashed_file, is_address, is_folder, joined, size_of, uploaded
+from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
 from lineartime.data.held_out import cut_document, held_out_documents
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, SAMPLE, PrepareSettings
 from lineartime.data.read_text import is_one_document, is_token_file, ranges_of
@@ -35,9 +37,7 @@ from lineartime.data.tokenizer import (
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
 from lineartime.data.units import Slice, Unit, encode_unit, read_slice, rows_of
-from lineartime.base.errors import DataError, ResourceError, UsageError
 from lineartime.model_names import copied, shipped_models, weights_folder
-from lineartime.base.settings import require
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from lineartime.base.settings import require, require_name
 from lineartime.config import TASKS
 from lineartime.data.read_text import require_encoding
 from lineartime.data.rows import UTF8, is_utf8
-from lineartime.base.settings import require, require_name
 
 DEFAULT_VOCAB_SIZE = 32_000
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
 from lineartime.base.atomic_io import MAX_BYTES
-from lineartime.data.corpora import wiki40b_document
+from lineartime.base.errors import DataError, UsageError
 from lineartime.base.stores import Name, file_blocks, files_below, packing_of, reading, size_of, unpacked
+from lineartime.data.corpora import wiki40b_document
 from lineartime.data.rows import (
     UTF8,
     Row,
@@ -36,7 +37,6 @@ from lineartime.data.rows import (
     table_rows,
     text_field,
 )
-from lineartime.base.errors import DataError, UsageError
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from lineartime.base.stores import LARGEST_EXPANSION, Name, is_address, most_bytes, opened, size_of, too_large
 from lineartime.base.errors import DataError
+from lineartime.base.stores import LARGEST_EXPANSION, Name, is_address, most_bytes, opened, size_of, too_large
 
 UTF8 = "utf-8"
 MAX_LINE_BYTES = 64 << 20

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from lineartime.base.errors import DataError, UsageError
 from lineartime.base.stores import Name, expanded, files_below, is_address, is_folder, joined, size_of
 from lineartime.data.read_text import READS, ending_of, is_one_document, is_token_file
-from lineartime.base.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lineartime.base.errors import DataError, UsageError
 from lineartime.base.stores import Name, joined, make_folder, opened_new, size_of, stdin_blocks
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.data.read_text import text_blocks
 from lineartime.data.rows import Row, text_field
-from lineartime.base.errors import DataError, UsageError
 
 ON_HUB = "hub:"
 HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.base.stores import Name, exists, opened, read_all, reading, size_of
 from lineartime.base.errors import DataError
+from lineartime.base.stores import Name, exists, opened, read_all, reading, size_of
 
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -18,11 +18,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lineartime.base.atomic_io import read_bytes
-from lineartime.config import LARGEST
-from lineartime.base.stores import Name
-from lineartime.data.read_text import pieces_of, read_small, read_whole
 from lineartime.base.errors import DataError, UsageError
 from lineartime.base.settings import require
+from lineartime.base.stores import Name
+from lineartime.config import LARGEST
+from lineartime.data.read_text import pieces_of, read_small, read_whole
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from lineartime.base.atomic_io import MAX_LINES_BYTES, write_atomically
-from lineartime.data.corpora import published_words
+from lineartime.base.errors import DataError
+from lineartime.base.settings import require
 from lineartime.base.stores import (
     Name,
     cached,
@@ -33,10 +34,9 @@ from lineartime.base.stores import (
     opened,
     reading,
 )
+from lineartime.data.corpora import published_words
 from lineartime.data.mixture import places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from lineartime.base.errors import DataError
-from lineartime.base.settings import require
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"

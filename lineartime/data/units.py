@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lineartime.base.errors import DataError
 from lineartime.base.stores import hash_of
 from lineartime.data.read_text import expansion_of, is_token_file, read_pieces, read_whole
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.base.errors import DataError
 
 ROW = np.dtype(("<u8", 4))
 """Of a document, or the part of it in a unit: ids, words, bytes, hash."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.model.attention.mixed_chunk import attend_in_chunks
 from lineartime.config import ModelConfig
+from lineartime.model.attention.mixed_chunk import attend_in_chunks
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime import ops
+from lineartime.base.settings import check_rules, require
 from lineartime.config import FLASH, FLASH_QUAD, ModelConfig, layer_config
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
@@ -16,7 +17,6 @@ from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.ops.dispatch import unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, make_heads, split_uvz
-from lineartime.base.settings import check_rules, require
 
 
 class GatedAttentionUnit(ResidualLayer):

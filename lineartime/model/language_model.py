@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.model.ablations import AblatedGatedAttentionUnit
+from lineartime.base.errors import UsageError
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig, check_context_parallel
+from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
-from lineartime.base.ranks import ALONE, Ranks
 from lineartime.model.document_grid import Places, padding_last, places_of
-from lineartime.base.errors import UsageError
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.layers import (
     ResidualLayer,
@@ -31,7 +32,6 @@ from lineartime.model.layers import (
     tokens_first,
 )
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
-from lineartime.base.settings import require
 
 
 class LanguageModel(nn.Module):

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
-from lineartime.config import TOEPLITZ_BELOW, ModelConfig
-from lineartime.ops.context import exchange_states
-from lineartime.base.ranks import ALONE, Ranks
-from lineartime.model.document_grid import padding_last, places_of
 from lineartime.base.errors import UsageError
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.model.document_grid import padding_last, places_of
+from lineartime.ops.context import exchange_states
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import NORM_EPS, Exchange, rope, rotary, scale_norm
 

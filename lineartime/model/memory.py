@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.ops.context import with_neighbours
-from lineartime.base.ranks import ALONE, Ranks
 from lineartime.model.layers import fold_heads, unfold_heads
+from lineartime.ops.context import with_neighbours
 from lineartime.ops.dtypes import at_least_float32
 
 CONV_NOISE = 0.3

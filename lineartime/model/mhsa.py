@@ -6,11 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.model.attention.combiner import Combiner
-from lineartime.model.attention.mixed_chunk import MixedChunk
-from lineartime.model.attention.performer import Performer
-from lineartime.model.attention.relu2 import ReluSquared
-from lineartime.model.attention.softmax import Softmax
+from lineartime.base.settings import check_rules, require
 from lineartime.config import (
     COMBINER,
     MC_TFM_PLUS_PLUS,
@@ -19,11 +15,15 @@ from lineartime.config import (
     ModelConfig,
     layer_config,
 )
+from lineartime.model.attention.combiner import Combiner
+from lineartime.model.attention.mixed_chunk import MixedChunk
+from lineartime.model.attention.performer import Performer
+from lineartime.model.attention.relu2 import ReluSquared
+from lineartime.model.attention.softmax import Softmax
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.model.memory import KeyConv, WriteGate
-from lineartime.base.settings import check_rules, require
 
 Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
 """Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the normed input of the

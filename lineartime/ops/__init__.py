@@ -26,6 +26,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from lineartime.base.settings import require
 from lineartime.ops import reference, windows
 from lineartime.ops.dispatch import (
     HAS_TRITON,
@@ -37,7 +38,6 @@ from lineartime.ops.dispatch import (
     use_kernels,
     use_windows,
 )
-from lineartime.base.settings import require
 
 if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, norm, quadratic

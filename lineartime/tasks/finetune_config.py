@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.config import TRAIN_FIELDS, TrainConfig
-from lineartime.base.stores import is_address
-from lineartime.model_names import named_folder, shipped_models
 from lineartime.base.settings import replace_fields, require
+from lineartime.base.stores import is_address
+from lineartime.config import TRAIN_FIELDS, TrainConfig
+from lineartime.model_names import named_folder, shipped_models
 
 Encoding = Annotated[str, "Encoding of the text, such as latin-1."]
 Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default evidence/ beside the "

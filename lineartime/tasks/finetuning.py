@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from lineartime.weights import checkpoint
 from lineartime.base.atomic_io import write_json
-from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
-from lineartime.tasks.finetune_config import FineTuning, name_of
-from lineartime.weights.load import load_model
+from lineartime.base.settings import require
+from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.model.language_model import LanguageModel
+from lineartime.run_files import RESULT_FILE, RUN_FILE, read_fine_tuning
+from lineartime.tasks.finetune_config import FineTuning, name_of
 from lineartime.tasks.qa.finetune import PREDICTIONS_FILE, QuestionTask
+from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
-from lineartime.run_files import RESULT_FILE, RUN_FILE, read_fine_tuning
 from lineartime.training.runtime import pick_device
-from lineartime.base.settings import require
-from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
+from lineartime.weights import checkpoint
+from lineartime.weights.load import load_model
 from lineartime.weights.transfer import is_flash
 
 logger = logging.getLogger(__name__)

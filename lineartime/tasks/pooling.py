@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.config import ModelConfig
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32, autocast_off
-from lineartime.base.settings import PRECISIONS, require, require_name
 
 BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
 """So many batches of rows wait to be sorted by length, or so many that are full of tokens; a stop loses them."""

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lineartime.data.tokens import TokenStream
-from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.errors import DataError, NumericsError
-from lineartime.training.evaluation import batches, scored
-from lineartime.model.language_model import LanguageModel
+from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.data.tokens import TokenStream
+from lineartime.model.language_model import LanguageModel
+from lineartime.training.evaluation import batches, scored
 
 TOKENS_AT_ONCE = 1 << 15
 """Rows are scored together up to this many tokens."""

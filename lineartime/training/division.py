@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.config import TrainConfig
-from lineartime.training.ordered import ParameterPart, exchange, gather_parts, parts_of, sum_over_row
 from lineartime.base.ranks import ALONE, Ranks, gather
-from lineartime.training.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
+from lineartime.config import TrainConfig
 from lineartime.model.language_model import LanguageModel
+from lineartime.training.ordered import ParameterPart, exchange, gather_parts, parts_of, sum_over_row
+from lineartime.training.shard import OrderedReduceScatter, padded, shard_model, sharded_parts, write_back
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lineartime.base.errors import NumericsError, UsageError
+from lineartime.base.ranks import ALONE, Ranks, gather_rows
+from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
 from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
-from lineartime.base.ranks import ALONE, Ranks, gather_rows
-from lineartime.base.errors import NumericsError, UsageError
-from lineartime.weights.load import load_model
-from lineartime.training.masking import masked_rows
 from lineartime.model.language_model import (
     LanguageModel,
     SpanModel,
     masked_token_losses,
     token_losses,
 )
-from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.training.masking import masked_rows
+from lineartime.weights.load import load_model
 
 Row = TypeVar("Row")
 

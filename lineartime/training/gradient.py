@@ -12,14 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lineartime.config import TrainConfig
-from lineartime.training.ordered import Sums, merge_all, norm_of, parts_of, push
+from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import Ranks
+from lineartime.config import TrainConfig
+from lineartime.training.division import Division
+from lineartime.training.objectives import Objective
+from lineartime.training.ordered import Sums, merge_all, norm_of, parts_of, push
 from lineartime.training.shard import local
 from lineartime.training.windows import differentiate_windows
-from lineartime.base.errors import NumericsError
-from lineartime.training.objectives import Objective
-from lineartime.training.division import Division
 
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,

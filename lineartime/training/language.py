@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from lineartime.base.atomic_io import read_bytes, write_atomically
+from lineartime.base.errors import ResourceError
+from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
-from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
-from lineartime.base.errors import ResourceError
-from lineartime.training.evaluation import evaluate_data
-from lineartime.weights.generation.generate import generate
 from lineartime.model.language_model import LanguageModel, number_of_parameters
+from lineartime.run_files import saved_run
+from lineartime.training.evaluation import evaluate_data
+from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.objectives import MaskedTokens, NextToken
 from lineartime.training.plot import PLOT_FILE, plot_run
 from lineartime.training.run import Run
 from lineartime.training.run_config import RunConfig, config_for_data
-from lineartime.run_files import saved_run
 from lineartime.training.runtime import available_bytes, peak_bytes
-from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.stop import Progress, StopSignal
+from lineartime.weights.generation.generate import generate
 from lineartime.weights.transformers_files import tokenizer_files
 from lineartime.weights.warm_start import check_shapes, find_weights, first_weights
 

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.weights import checkpoint
 from lineartime.base.atomic_io import write_json
-from lineartime.config import to_dict
-from lineartime.training.ordered import require_fitting
+from lineartime.base.errors import NumericsError, ResourceError
 from lineartime.base.ranks import (
     TIMEOUT_S,
     Ranks,
@@ -27,18 +25,20 @@ from lineartime.base.ranks import (
     require_same,
     wait_for_all,
 )
-from lineartime.training.shard import forget_shards
-from lineartime.base.errors import NumericsError, ResourceError
+from lineartime.config import to_dict
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.objectives import Objective
-from lineartime.training.run import Run, Wanted
-from lineartime.training.run_config import RunConfig
 from lineartime.run_files import RESULT_FILE, read_result
-from lineartime.training.runtime import pick_device
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient
+from lineartime.training.objectives import Objective
 from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer
+from lineartime.training.ordered import require_fitting
+from lineartime.training.run import Run, Wanted
+from lineartime.training.run_config import RunConfig
+from lineartime.training.runtime import pick_device
+from lineartime.training.shard import forget_shards
 from lineartime.training.stop import StopSignal
+from lineartime.weights import checkpoint
 
 logger = logging.getLogger(__name__)
 

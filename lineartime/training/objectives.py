@@ -6,12 +6,12 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from lineartime.data.tokens import Mixture, TokenStream, batch_rows
-from lineartime.training.ordered import own_rows
 from lineartime.base.ranks import ALONE, Ranks
+from lineartime.data.tokens import Mixture, TokenStream, batch_rows
+from lineartime.model.language_model import LanguageModel, masked_token_losses, token_losses
 from lineartime.training.evaluation import evaluate_data
 from lineartime.training.masking import NO_TARGET, masked_batch
-from lineartime.model.language_model import LanguageModel, masked_token_losses, token_losses
+from lineartime.training.ordered import own_rows
 from lineartime.training.run_config import RunConfig
 
 Data = TokenStream | Mixture

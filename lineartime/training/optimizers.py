@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.config import TrainConfig
-from lineartime.training.ordered import ParameterPart, is_matrix
 from lineartime.model.language_model import LanguageModel
+from lineartime.training.ordered import ParameterPart, is_matrix
 
 
 def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:

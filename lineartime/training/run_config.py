@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.base.atomic_io import read_text
+from lineartime.base.errors import UsageError
+from lineartime.base.settings import parse_field, replace_fields, require, require_name
 from lineartime.config import (
     MODEL_FIELDS,
     PRESETS,
     TRAIN_FIELDS,
     ModelConfig,
+    StartingWeights,
     TrainConfig,
     check_context_parallel,
     model_config,
@@ -24,23 +27,12 @@ from lineartime.config_json import (
     architecture_of,
     model_config_from_json,
 )
-from lineartime.base.errors import UsageError
 from lineartime.model_names import weights_folder
 from lineartime.run_files import CONFIG_FILE, saved_run
-from lineartime.base.settings import parse_field, replace_fields, require, require_name
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StartingWeights:
-    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
-    was given, and the specification of their own model."""
-
-    name: str
-    model: ModelConfig
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from lineartime.training.ordered import VECTOR, ParameterPart, tree_sum
 from lineartime.base.ranks import Ranks
+from lineartime.training.ordered import VECTOR, ParameterPart, tree_sum
 
 if TYPE_CHECKING:
     from lineartime.model.language_model import LanguageModel

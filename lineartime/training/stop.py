@@ -8,8 +8,8 @@ from types import FrameType
 
 import torch
 
-from lineartime.base.ranks import ALONE, Ranks, gather
 from lineartime.base.errors import Stopped
+from lineartime.base.ranks import ALONE, Ranks, gather
 
 Progress = Callable[[str, int, int | None], None]
 """A callback of progress: a description, the amount done, and the total, None if unknown."""

@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lineartime.base.settings import field_text
+from lineartime.base.words import mib, millions
 from lineartime.config import MODEL_FIELDS, SOURCES, ModelConfig
 from lineartime.model.decoding.cache import KeyValueCache
-from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 from lineartime.model.language_model import LanguageModel, empty_model
-from lineartime.base.settings import field_text
+from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
@@ -162,16 +163,6 @@ def count_flops(config: ModelConfig) -> Flops:
     projections = 2 * sum(module.weight.numel() for module in model.layers.modules() if isinstance(module, nn.Linear))
     head = 2 * model.embed.weight.numel()
     return Flops(projections, counter.get_total_flops() / config.context - projections - head, head)
-
-
-def millions(n: float) -> str:
-    """"112.1 M", or a small count in full."""
-    return f"{n / 1e6:,.1f} M" if n >= 1e6 else f"{n:,.0f}"
-
-
-def mib(n_bytes: float) -> str:
-    """"1.5 MiB"."""
-    return f"{n_bytes / 2**20:,.1f} MiB"
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], total: bool = False) -> None:

@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from lineartime.base.errors import CheckpointError, NumericsError
+from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
 from lineartime.data.read_text import LAST_WORD, cut, decode_next
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState, load_state, model_sha256, save_state
-from lineartime.base.errors import CheckpointError, NumericsError
 from lineartime.model.language_model import LanguageModel
-from lineartime.base.settings import PRECISIONS, require, require_name
 
 SHOWN, WINDOW = 80, 2048
 """A row shows at most so many characters of its line; the model reads about so many tokens at once, in whole chunks."""

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from lineartime.base.atomic_io import fsync, hashed_file, locked, read_bytes
-from lineartime.base.stores import is_as_written
-from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.errors import CheckpointError, ResourceError
+from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
+from lineartime.base.stores import is_as_written
+from lineartime.base.tensor_bytes import bytes_of
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -133,14 +134,8 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
     with hashed_file(open(path, "xb"), path.name, entries) as write:
         write(head)
         for tensor in tensors:
-            write(_bytes_of(tensor))
+            write(bytes_of(tensor))
     return entries[path.name]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on any device. One number is contiguous at any stride, but `view` needs stride 1."""
-    whole = tensor.detach().cpu().contiguous()
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
@@ -161,14 +156,6 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
-
-
-def tensors_sha256(named: Mapping[str, Tensor], text: str = "") -> str:
-    """The hash of a text and of the numbers of tensors, in their order, on any device."""
-    digest = hashlib.sha256(text.encode())
-    for tensor in named.values():
-        digest.update(_bytes_of(tensor))
-    return digest.hexdigest()
 
 
 # Loading

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineartime.weights import checkpoint
-from lineartime.config import ModelConfig
 from lineartime.base.errors import CheckpointError
+from lineartime.base.settings import replace_fields
+from lineartime.config import ModelConfig
 from lineartime.model.gau import GatedAttentionUnit
+from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias
 from lineartime.model.mhsa import MultiHeadAttention
-from lineartime.model.language_model import LanguageModel
-from lineartime.base.settings import replace_fields
+from lineartime.weights import checkpoint
 
 
 def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.weights import checkpoint
-from lineartime.config import ModelConfig, to_dict
-from lineartime.base.stores import hash_of
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.base.errors import UsageError
-from lineartime.weights.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
+from lineartime.base.settings import require
+from lineartime.base.stores import hash_of
+from lineartime.config import ModelConfig, StartingWeights, to_dict
+from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
 from lineartime.model.language_model import empty_model
 from lineartime.model_names import named_folder
-from lineartime.training.run_config import StartingWeights
 from lineartime.run_files import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
-from lineartime.base.settings import require
+from lineartime.weights import checkpoint
+from lineartime.weights.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 
 VOCABULARY = ("embed.weight", "head_bias")
 """The parameters that have a row for each token."""

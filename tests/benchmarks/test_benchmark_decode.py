@@ -7,12 +7,12 @@ from benchmarks import decode as decode_module
 from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.decode import benchmark_decode, filled_state
 from benchmarks.measure import Setup
-from lineartime.model.attention.combiner import RowCache
-from lineartime.config import model_config
 from lineartime.base.errors import UsageError
-from lineartime.weights.generation.generate import prefill
-from lineartime.use.info import describe
+from lineartime.config import model_config
+from lineartime.model.attention.combiner import RowCache
 from lineartime.model.language_model import LanguageModel
+from lineartime.use.info import describe
+from lineartime.weights.generation.generate import prefill
 from workers_here import work_here
 
 TINY = {"d_model": 32, "n_layers": 2, "vocab_size": 64, "context": 512}

@@ -10,10 +10,10 @@ from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.measure import Setup
 from benchmarks.peers import WINDOW_TOKENS, parse_label
 from benchmarks.step import step_cases
-from lineartime.config import ModelConfig, to_dict
 from lineartime.base.errors import UsageError
-from lineartime.use.info import describe
+from lineartime.config import ModelConfig, to_dict
 from lineartime.model.language_model import LanguageModel
+from lineartime.use.info import describe
 from workers_here import work_here
 
 TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},

@@ -13,8 +13,8 @@ from benchmarks.recall import study
 from benchmarks.recall.measure import LEARNED, Recall, asked, learn, passed
 from benchmarks.recall.tasks import FIRST_PAIR, FIRST_VALUE, FORMS, N_VALUES, TASKS, ZOOLOGY_VOCABULARY, text_task
 from command_line import Call, assert_refused
-from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.base.errors import DataError
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.language import train
 from tiny_runs import SETTINGS, prepare_text

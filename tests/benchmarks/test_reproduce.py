@@ -16,12 +16,12 @@ from benchmarks.paper.results import by_key, read_records, records_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
 from benchmarks.peers import build_peer
 from command_line import Call
+from lineartime.base.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
-from lineartime.training.ordered import parts_of
-from lineartime.base.errors import DataError, LineartimeError, ResourceError, Stopped
-from lineartime.training.run_config import run_config
 from lineartime.training.loop import Callbacks
+from lineartime.training.ordered import parts_of
+from lineartime.training.run_config import run_config
 from lineartime.training.stop import StopSignal
 from workers_here import work_here
 

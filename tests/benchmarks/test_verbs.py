@@ -12,8 +12,8 @@ from benchmarks.cells import LISTS, SHAPES, named_calls, shaped_config
 from benchmarks.op import OPS
 from benchmarks.peers import parse_label
 from command_line import Call, assert_refused
-from lineartime.config import PRESETS
 from lineartime.base.errors import ResourceError
+from lineartime.config import PRESETS
 from lineartime.use.info import describe
 from workers_here import work_here
 

@@ -13,11 +13,11 @@ import pytest
 import lineartime
 import lineartime.training.language
 from command_line import Call
+from lineartime.base.errors import UsageError
 from lineartime.cli import train
 from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data.tokens import read_manifest
-from lineartime.base.errors import UsageError
 from lineartime.training.run_config import config_for_data, run_config
 from lineartime.training.stop import StopSignal
 from tiny_runs import assert_same, command, what_is_left

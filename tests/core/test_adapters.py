@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lineartime.weights.generation.generate import decode_step, prefill
 from lineartime.model.language_model import LanguageModel
+from lineartime.weights.generation.generate import decode_step, prefill
 from marks import rest
 from tiny_models import CONFIGS, random_ids, random_model
 

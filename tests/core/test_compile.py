@@ -13,8 +13,8 @@ import torch
 
 from lineartime import GatedAttentionUnit, MultiHeadAttention
 from lineartime.config import model_config
-from lineartime.model.layers import sequence_info
 from lineartime.model.language_model import token_losses
+from lineartime.model.layers import sequence_info
 from marks import rest
 from tiny_models import CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
 

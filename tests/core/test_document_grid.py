@@ -11,9 +11,9 @@ from torch import Tensor
 from kernel_law import assert_near, tiny
 from lineartime.config import ModelConfig
 from lineartime.model.document_grid import places_of
-from lineartime.tasks.pooling import document_means, row_means
-from lineartime.model.layers import tokens_first
 from lineartime.model.language_model import LanguageModel, masked_token_losses, token_losses
+from lineartime.model.layers import tokens_first
+from lineartime.tasks.pooling import document_means, row_means
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, same, with_end
 

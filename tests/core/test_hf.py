@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
+from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.config import model_config, to_dict
 from lineartime.config_json import model_config_from_json
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_tokenizer, train_tokenizer
-from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.weights.generation.generate import generate
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
-from lineartime.weights.load import load_model
 from lineartime.model.language_model import token_losses
+from lineartime.weights.generation.generate import generate
+from lineartime.weights.load import load_model
 from lineartime.weights.transformers_files import tokenizer_files
 from marks import rest
 from tiny_checkpoints import random_model, write_checkpoint

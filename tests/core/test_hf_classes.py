@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from lineartime.base.errors import UsageError
 from lineartime.config import model_config
 from lineartime.data.tokenizer import byte_tokenizer
-from lineartime.base.errors import UsageError
 from lineartime.hf import document_means
 from tiny_checkpoints import random_model, write_checkpoint
 

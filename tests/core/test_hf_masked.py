@@ -5,10 +5,10 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from lineartime.base.errors import UsageError
 from lineartime.config import model_config
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
-from lineartime.base.errors import UsageError
 from lineartime.hf import LineartimeForMaskedLM, LineartimeTokenizer
 from lineartime.model.language_model import masked_token_losses
 from marks import rest

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lineartime.config import PRESETS, model_config
-from lineartime.weights.generation.generate import prefill
-from lineartime.use.info import DecodingBytes, count_flops, decoding_bytes, describe, print_description
 from lineartime.model.language_model import LanguageModel
+from lineartime.use.info import DecodingBytes, count_flops, decoding_bytes, describe, print_description
+from lineartime.weights.generation.generate import prefill
 from tiny_models import LONG_MEMORY
 
 SMALL = {"d_model": 48, "n_layers": 3, "vocab_size": 96, "context": 32}

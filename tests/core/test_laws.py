@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lineartime.config import PRESETS, ModelConfig
 from lineartime.base.errors import UsageError
-from lineartime.model.layers import RelPosBias, ScaledSin, sequence_info
+from lineartime.config import PRESETS, ModelConfig
 from lineartime.model.language_model import LanguageModel
+from lineartime.model.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.ops import reference
 from lineartime.ops.reference import toeplitz
 from marks import rest

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lineartime import FeedForward, GatedAttentionUnit, ModelConfig, MultiHeadAttention, model_config
-from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.base.errors import UsageError
+from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.layers import ResidualLayer
 
 WRONG = [

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import listings
-from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.config import model_config
+from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.gau import GatedAttentionUnit
-from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.model.language_model import LanguageModel
+from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.ops.ablations import paper_chunk_weights
 from lineartime.ops.reference import rope, rotary, toeplitz
 

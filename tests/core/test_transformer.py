@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from lineartime.config import PRESETS, model_config
-from lineartime.model.mhsa import FeedForward
 from lineartime.model.language_model import LanguageModel, init_weights
+from lineartime.model.mhsa import FeedForward
 from token_by_token import dense, normed
 
 

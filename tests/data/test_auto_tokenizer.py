@@ -4,14 +4,14 @@ import json
 
 import pytest
 import tokenizers
+from lineartime.data.shares import named_tokenizer
 from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from lineartime.base.errors import UsageError
 from lineartime.data.auto_tokenizer import PROBES
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.data.shares import named_tokenizer
 from lineartime.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
-from lineartime.base.errors import UsageError
 
 BPE = train_tokenizer(["the quick brown fox and the lazy dog " * 9], 300).json
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "hello", ","]

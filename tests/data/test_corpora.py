@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import lineartime.data.corpora
 from command_line import Call, assert_refused
 from fake_hub import Hub
+from lineartime.base.errors import UsageError
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import Manifest, open_split, read_manifest
-from lineartime.base.errors import UsageError
 from text_files import documents_of, make
 from tiny_runs import command
 

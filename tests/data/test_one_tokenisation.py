@@ -9,8 +9,8 @@ from test_tokenizer import KINDS
 from lineartime.data.prepare import prepare
 from lineartime.data.tokenizer import END_OF_DOCUMENT
 from lineartime.data.tokens import open_split
-from lineartime.tasks.pooling import document_ids
 from lineartime.hf import LineartimeTokenizer
+from lineartime.tasks.pooling import document_ids
 from lineartime.weights.transformers_files import PAD, tokenizer_files
 from marks import rest
 from text_files import make

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 import lineartime.data.prepare
 import lineartime.data.units
 from dying_saves import limited
+from lineartime.base.errors import DataError, ResourceError, UsageError
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.read_text import READS
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
 from lineartime.data.units import encode_unit
-from lineartime.base.errors import DataError, ResourceError, UsageError
 from text_files import contents, documents_of, make, stream_of
 
 EOD = 256

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from lineartime.base.errors import DataError, UsageError
 from lineartime.data.read_text import cut, ranges_of, read_pieces, read_small
 from lineartime.data.sources import find_sources
 from lineartime.data.tokenizer import train_tokenizer
-from lineartime.base.errors import DataError, UsageError
 from text_files import make
 
 DOCUMENTS = ["One line.\r\nAnother\u2028line, naïve.\n", " ", "東京 \U0001f600 <|endoftext|>\n\n", "x" * 10]

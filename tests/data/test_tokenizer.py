@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lineartime.base.atomic_io import read_toml
+from lineartime.base.errors import DataError
 from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
     WORDS,
@@ -25,7 +26,6 @@ from lineartime.data.tokenizer import (
     with_tokens,
 )
 from lineartime.tasks.pooling import document_ids
-from lineartime.base.errors import DataError
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
 TRAINED = train_tokenizer([TEXT], 400)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lineartime.base.errors import DataError
 from lineartime.data import mixture, tokens
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, eval_rows, open_split
-from lineartime.base.errors import DataError
 from text_files import make, stream_of
 
 EOD = 256

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lineartime.base.errors import UsageError
+from lineartime.config import PRESETS, ModelConfig
 from lineartime.model.attention.combiner import RowCache
 from lineartime.model.attention.performer import PrefixState
-from lineartime.config import PRESETS, ModelConfig
 from lineartime.model.decoding.cache import ChunkState, KeyValueCache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
-from lineartime.base.errors import UsageError
 from lineartime.model.gau import GatedAttentionUnit
+from lineartime.model.language_model import LanguageModel
+from lineartime.model.layers import sequence_info
 from lineartime.weights.generation import cuda_graph, generate
 from lineartime.weights.generation.cuda_graph import CapturedStep
-from lineartime.model.layers import sequence_info
-from lineartime.model.language_model import LanguageModel
 from marks import rest
 from tiny_models import (
     BOTH_GRIDS,

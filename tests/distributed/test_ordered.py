@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lineartime.training.ordered import VECTOR, cut, own_rows, require_fitting, tree_sum
-from lineartime.base.ranks import Ranks
 from lineartime.base.errors import UsageError
+from lineartime.base.ranks import Ranks
+from lineartime.training.ordered import VECTOR, cut, own_rows, require_fitting, tree_sum
 
 
 def terms(n, seed=0):

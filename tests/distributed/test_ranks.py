@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 from torch.distributed import DistStoreError
 
-from lineartime.weights import checkpoint
-from lineartime.base.ranks import connected
 from lineartime.base.errors import RankError, UsageError
+from lineartime.base.ranks import connected
 from lineartime.hf import LineartimeForCausalLM
-from lineartime.weights.load import load_model
 from lineartime.use.release.export import export
+from lineartime.weights import checkpoint
+from lineartime.weights.load import load_model
 from made_questions import write_questions
 from marks import rest
 from ranks_here import RanksHere, differences, state_of

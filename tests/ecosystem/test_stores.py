@@ -14,9 +14,9 @@ from urllib.request import urlopen
 import pytest
 
 import lineartime
+from lineartime.base.errors import DataError
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokens import open_split
-from lineartime.base.errors import DataError
 
 pytestmark = pytest.mark.ecosystem
 GUIDE = Path(__file__).parents[2] / "docs/guides/many-machines.md"

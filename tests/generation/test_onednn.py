@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lineartime.config import model_config
+from lineartime.model.language_model import LanguageModel
 from lineartime.weights.generation.generate import decode_step, generate, prefill
 from lineartime.weights.generation.onednn import can_pack, packed_weights
-from lineartime.model.language_model import LanguageModel
 
 SIZES = {"d_model": 64, "n_layers": 2, "vocab_size": 50, "context": 64}
 CONFIGS = {

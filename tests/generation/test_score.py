@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.measure import rss_bytes
 from command_line import Call, assert_refused
-from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.base.errors import DataError, UsageError
+from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.scoring import ScoringState, open_state, score
 from made_documents import write_model

@@ -13,9 +13,9 @@ import torch
 
 import lineartime
 from command_line import Call, assert_refused
+from lineartime.base.errors import DataError, UsageError
 from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
 from lineartime.model.decoding.state import DecodingState
-from lineartime.base.errors import DataError, UsageError
 from lineartime.weights.generation.generate import generate, prefill
 from made_documents import write_model
 from tiny_models import CONFIGS, random_ids, random_model, with_end

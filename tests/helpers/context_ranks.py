@@ -13,16 +13,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lineartime.config import TrainConfig
-from lineartime.training.ordered import gather_parts, parts_of
 from lineartime.base.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
-from lineartime.training.masking import NO_TARGET
+from lineartime.config import TrainConfig
 from lineartime.model.language_model import masked_token_losses, token_losses
 from lineartime.ops import reference
-from lineartime.training.run_config import RunConfig, run_config
 from lineartime.training.division import Division
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.language import train
+from lineartime.training.masking import NO_TARGET
+from lineartime.training.ordered import gather_parts, parts_of
+from lineartime.training.run_config import RunConfig, run_config
 from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS
 

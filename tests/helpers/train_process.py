@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 from dying_saves import limited
-from lineartime.training import objectives, run
-from lineartime.weights import checkpoint
 from lineartime.cli import verbs
-from lineartime.training import language, loop
+from lineartime.training import language, loop, objectives, run
+from lineartime.weights import checkpoint
 
 WATCHED = [(checkpoint, "lock"), (run.Run, "resume"), (loop, "compute_gradient"), (objectives, "evaluate_data"),
            (checkpoint, "save"), (checkpoint, "_write_checkpoint"), (language, "finish"), (language, "evaluate_data"),

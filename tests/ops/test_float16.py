@@ -6,9 +6,9 @@ from torch import Tensor
 
 from lineartime.model.attention.performer import performer_attention
 from lineartime.model.gau import GatedAttentionUnit
-from lineartime.weights.generation.generate import decode_step, prefill
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops import ablations, reference
+from lineartime.weights.generation.generate import decode_step, prefill
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 

@@ -17,13 +17,13 @@ from benchmarks.op import MODEL_OF, OPS, gradients, outputs, typed
 from context_ranks import Tokens
 from kernel_law import documents
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
-from lineartime.training.ordered import parts_of
-from lineartime.weights.generation.cuda_graph import CapturedStep
-from lineartime.weights.generation.generate import decode_step
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.runtime import choose_settings
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import make_optimizer
+from lineartime.training.ordered import parts_of
+from lineartime.training.runtime import choose_settings
+from lineartime.weights.generation.cuda_graph import CapturedStep
+from lineartime.weights.generation.generate import decode_step
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, UNPACKED, random_ids, random_model, with_end
 
 DEVICE = "cuda"

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kernel_law
 from kernel_law import S, assert_near, documents, head_inputs, make_inputs, random, run_heads, tiny
-from lineartime.model.ablations import AblatedGatedAttentionUnit
-from lineartime.config import model_config
 from lineartime.base.errors import UsageError
+from lineartime.config import model_config
+from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference, windows

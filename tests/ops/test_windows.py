@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernel_law import S, assert_held, assert_near, head_inputs, make_inputs, run_heads
 from lineartime import ops
-from lineartime.config import model_config
 from lineartime.base.errors import UsageError
+from lineartime.config import model_config
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops import dispatch, reference, windows

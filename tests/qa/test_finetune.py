@@ -16,20 +16,20 @@ from test_questions import parquet, squad, triviaqa
 import lineartime
 from benchmarks.paper import runner
 from command_line import assert_refused
-from lineartime.tasks import finetuning
+from lineartime.base.errors import CheckpointError
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config
-from lineartime.base.errors import CheckpointError
-from lineartime.tasks.finetune_config import FineTuning
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.training.plot import read_curves
+from lineartime.run_files import read_metrics
+from lineartime.tasks import finetuning
+from lineartime.tasks.finetune_config import FineTuning
 from lineartime.tasks.qa import spans
 from lineartime.tasks.qa.finetune import SpanObjective, span_config
 from lineartime.tasks.qa.metrics import score
 from lineartime.tasks.qa.questions import read_questions
 from lineartime.tasks.qa.spans import WindowConfig, training_windows
+from lineartime.training.plot import read_curves
 from lineartime.training.run_config import RunConfig
-from lineartime.run_files import read_metrics
 from made_questions import write_questions
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 

@@ -26,14 +26,14 @@ from transformers.dynamic_module_utils import get_imports
 import lineartime
 import lineartime.hf
 from command_line import Call, assert_refused
-from lineartime.weights import checkpoint
+from lineartime.base.errors import CONTROL, CheckpointError, UsageError
 from lineartime.cli import verbs
 from lineartime.config import model_config, to_dict
-from lineartime.base.errors import CONTROL, CheckpointError, UsageError
+from lineartime.run_files import read_metrics, read_run
+from lineartime.training.run_config import SIZES, parse_setting, run_config
 from lineartime.use.release.card import Card, made_by, train_command
 from lineartime.use.release.provenance import cpu_model, provenance
-from lineartime.training.run_config import SIZES, parse_setting, run_config
-from lineartime.run_files import read_metrics, read_run
+from lineartime.weights import checkpoint
 from tiny_runs import STEPS, command, prepare_text
 
 ROOT = Path(__file__).parents[2]

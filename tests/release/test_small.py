@@ -7,11 +7,11 @@ from pathlib import Path
 
 import lineartime
 from lineartime.base.atomic_io import read_toml
-from lineartime.weights.checkpoint import manifest_of
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
 from lineartime.training.evaluation import evaluate
 from lineartime.training.run_config import parse_setting, run_config
+from lineartime.weights.checkpoint import manifest_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "lineartime" / "models" / "small"

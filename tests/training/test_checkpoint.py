@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import lineartime
 from dying_saves import RUN, Died, Disk, hooked, save, state
+from lineartime.base.errors import CheckpointError, ResourceError
 from lineartime.weights import checkpoint
 from lineartime.weights.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_whole
-from lineartime.base.errors import CheckpointError, ResourceError
 from marks import rest
 from text_files import contents
 

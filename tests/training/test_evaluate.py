@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lineartime.base.errors import NumericsError, UsageError
 from lineartime.config import model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
-from lineartime.base.errors import NumericsError, UsageError
-from lineartime.training.evaluation import Evaluation, by_position, evaluate, evaluate_data, mixed
 from lineartime.model.language_model import LanguageModel
+from lineartime.training.evaluation import Evaluation, by_position, evaluate, evaluate_data, mixed
 
 TEXTS = ["It was a dark night. " * 9, "The rain fell in torrents, " * 12 + "except at intervals.", "Short."]
 

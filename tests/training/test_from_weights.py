@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 import lineartime
 import lineartime.training.language
 from command_line import Call, assert_refused
+from lineartime.base.errors import Stopped, UsageError
+from lineartime.base.stores import hash_of
 from lineartime.config import TrainConfig
 from lineartime.data import mixture
-from lineartime.base.stores import hash_of
 from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, open_data, open_split
-from lineartime.base.errors import Stopped, UsageError
-from lineartime.weights.load import load_model
-from lineartime.training.run_config import config_for_data, nearest_preset, run_config
 from lineartime.run_files import read_metrics, read_run
 from lineartime.training.optimizers import learning_rate_at
+from lineartime.training.run_config import config_for_data, nearest_preset, run_config
 from lineartime.training.stop import StopSignal
+from lineartime.weights.load import load_model
 from lineartime.weights.warm_start import check_shapes
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left
 

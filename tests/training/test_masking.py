@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lineartime.base.errors import DataError
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
-from lineartime.base.errors import DataError
 from lineartime.training.masking import NO_TARGET, mask_tokens, masked_batch, masked_rows
 from tiny_runs import prepare_text
 

@@ -10,17 +10,17 @@ import torch
 from matplotlib.image import imread
 
 from command_line import assert_refused
+from lineartime.base.errors import UsageError
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.tokens import open_split
-from lineartime.base.errors import UsageError
-from lineartime.training.evaluation import Evaluation, evaluate
-from lineartime.weights.load import load_model
-from lineartime.training.masking import NO_TARGET, mask_tokens
 from lineartime.model.language_model import LanguageModel, masked_token_losses
+from lineartime.run_files import read_metrics
+from lineartime.training.evaluation import Evaluation, evaluate
+from lineartime.training.gradient import compute_gradient
+from lineartime.training.masking import NO_TARGET, mask_tokens
 from lineartime.training.objectives import MaskedTokens
 from lineartime.training.run_config import run_config
-from lineartime.run_files import read_metrics
-from lineartime.training.gradient import compute_gradient
+from lineartime.weights.load import load_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import EVAL_EVERY, SETTINGS, STEPS, command, prepare_text
 from train_process import Launches

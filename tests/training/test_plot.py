@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lineartime.config import TrainConfig, model_config, to_dict
 from lineartime.base.errors import ResourceError, UsageError
+from lineartime.config import TrainConfig, model_config, to_dict
 from lineartime.training.plot import plot_run, plot_side_by_side, read_curves
 
 POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]

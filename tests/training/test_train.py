@@ -14,27 +14,26 @@ from pathlib import Path
 import pytest
 import torch
 
+import lineartime
 from command_line import assert_refused
 from dying_saves import Died
-import lineartime
-from lineartime.training import objectives
-from lineartime.weights import checkpoint
 from lineartime.base.atomic_io import _hidden
+from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
-from lineartime.training.ordered import parts_of
-from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.objectives import NextToken
-from lineartime.training.run import Run
-from lineartime.training.run_config import run_config
 from lineartime.run_files import read_metrics
+from lineartime.training import objectives
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.language import new_model
 from lineartime.training.loop import Callbacks, Setup, fit
-from lineartime.training.optimizers import make_optimizer
+from lineartime.training.objectives import NextToken
+from lineartime.training.optimizers import Muon, make_optimizer
+from lineartime.training.ordered import parts_of
+from lineartime.training.run import Run
+from lineartime.training.run_config import run_config
 from lineartime.training.stop import StopSignal
-from lineartime.training.optimizers import Muon
+from lineartime.weights import checkpoint
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
 from train_process import Launches

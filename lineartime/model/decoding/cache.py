@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lineartime.base.settings import require
 from lineartime.config import TOEPLITZ_BELOW
 from lineartime.model.decoding.inputs import DecodeInputs, TokenPosition
 from lineartime.model.layers import RelPosBias
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Past, entering_states, product, read_states, with_past
-from lineartime.base.settings import require
 
 
 class Cache:

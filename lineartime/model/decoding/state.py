@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lineartime.base.atomic_io import open_regular, replaced
-from lineartime.weights.checkpoint import tensors_sha256
+from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.settings import require
+from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.config import ModelConfig, to_dict
 from lineartime.model.decoding.cache import Cache, KeyValueCache
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.base.settings import require
 
 
 @dataclasses.dataclass

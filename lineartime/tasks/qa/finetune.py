@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.base.atomic_io import write_json
-from lineartime.weights.checkpoint import tensors_sha256
+from lineartime.base.errors import DataError
+from lineartime.base.ranks import ALONE, Ranks
+from lineartime.base.settings import require
+from lineartime.base.stores import hash_of
+from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
-from lineartime.base.stores import hash_of
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.base.ranks import ALONE, Ranks
-from lineartime.base.errors import DataError
-from lineartime.tasks.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.model.language_model import LanguageModel, SpanModel
+from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
+from lineartime.tasks.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.tasks.pooling import padded
 from lineartime.tasks.qa.metrics import score
 from lineartime.tasks.qa.questions import read_questions
 from lineartime.tasks.qa.spans import WindowConfig, answer_questions, span_logits, span_losses, training_windows
 from lineartime.training.run_config import RunConfig
-from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
-from lineartime.base.settings import require
 from lineartime.weights.transfer import copy_weights, is_flash, with_context
 from lineartime.weights.transformers_files import tokenizer_files
 

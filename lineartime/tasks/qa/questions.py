@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from lineartime.base.errors import DataError
 from lineartime.base.stores import Name, expanded
 from lineartime.data.read_text import ending_of, read_rows, read_small
 from lineartime.data.rows import checked, parse_json
 from lineartime.data.streams import ON_HUB, hub_rows
-from lineartime.base.errors import DataError
 
 Rules = Literal["triviaqa", "squad"]
 COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.tasks.pooling import padded
 from lineartime.tasks.qa.metrics import occurrences, score, words_of
 from lineartime.tasks.qa.questions import Question
-from lineartime.base.settings import PRECISIONS, require, require_name
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8

@@ -9,16 +9,17 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from lineartime.base.markdown import code_block, in_markdown, markdown
+from lineartime.base.settings import field_text, replace_fields
+from lineartime.base.words import mib
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.data.tokens import Manifest
-from lineartime.training.evaluation import Evaluation
-from lineartime.use.info import describe, mib
-from lineartime.base.markdown import code_block, in_markdown, markdown
 from lineartime.model.language_model import number_of_parameters
 from lineartime.model_names import shipped_models
-from lineartime.use.release.provenance import machine
+from lineartime.training.evaluation import Evaluation
 from lineartime.training.run_config import nearest_preset, run_config
-from lineartime.base.settings import field_text, replace_fields
+from lineartime.use.info import describe
+from lineartime.use.release.provenance import machine
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
 

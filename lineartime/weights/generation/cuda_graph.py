@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from lineartime.base.settings import require
 from lineartime.model.decoding.cache import ChunkState
 from lineartime.model.decoding.state import DecodingState
-from lineartime.weights.generation.step import last_tokens, step_in_window
 from lineartime.model.language_model import LanguageModel
-from lineartime.base.settings import require
+from lineartime.weights.generation.step import last_tokens, step_in_window
 
 WINDOW = 1024
 """The window of keys grows to multiples of this, at most to a position table's end; the graph is then made anew."""

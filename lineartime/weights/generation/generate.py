@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lineartime.base.errors import DataError, NumericsError, UsageError
+from lineartime.base.settings import require
 from lineartime.data.read_text import LAST_WORD, cut, read_whole
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState
-from lineartime.base.errors import DataError, NumericsError, UsageError
+from lineartime.model.language_model import LanguageModel
 from lineartime.weights.generation.cuda_graph import CapturedStep
 from lineartime.weights.generation.onednn import packed_weights
-from lineartime.model.language_model import LanguageModel
-from lineartime.base.settings import require
 
 PIECE_TOKENS = 2048
 """Prompt tokens of a row read at once, in whole chunks; bounds the memory of a long prompt."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, ChunkState
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
-from lineartime.base.settings import require
 
 
 def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int,
