@@ -4,7 +4,7 @@ TOO_OLD = error: Python 3.11 or newer is needed: $(PYTHON) is $$($(PYTHON) -V 2>
 
 help:
 	@echo "make train   train FLASH on a book that ships here, in about five minutes"
-	@echo "make test    run the tests; PYTEST_ARGS='tests/core/test_config.py -k toml' picks some"
+	@echo "make test    run the tests; PYTEST_ARGS='tests/test_config.py -k toml' picks some"
 	@echo "make test-all  the rest of the tests: rarer combinations of options, further kernel cases"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"

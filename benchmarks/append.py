@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.atomic_io import read_json_lines
 from lineartime.base.errors import ResourceError
+from lineartime.base.files import read_json_lines
 
 
 def rows_in(path: Path, parse: Callable[[Any], dict[str, Any]] = dict, what: str = "a row") -> list[dict[str, Any]]:

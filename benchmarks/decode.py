@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
+from lineartime.weights.generation.cuda_graph import CapturedStep
+from lineartime.weights.generation.onednn import packed_weights
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -20,9 +22,7 @@ from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.runtime import peak_bytes
 from lineartime.use.info import decoding_bytes
-from lineartime.weights.generation.cuda_graph import CapturedStep
 from lineartime.weights.generation.generate import decode_step
-from lineartime.weights.generation.onednn import packed_weights
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""

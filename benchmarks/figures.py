@@ -26,7 +26,7 @@ from benchmarks.paper.tables import value
 from benchmarks.recall.report import ABOUT, accuracies, learned, sizes, without_keys
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
-from lineartime.base.atomic_io import replaced
+from lineartime.base.files import replaced
 from lineartime.training.plot import COLOURS, DPI, STYLE, draw_curve, use_powers_of_two
 
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")

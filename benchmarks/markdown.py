@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import Row
 from lineartime.base.errors import escaped
-from lineartime.base.markdown import in_markdown
+from lineartime.base.words import in_markdown
 from lineartime.use.release.provenance import machine
 
 MACHINES, COMMANDS = 3, 3

@@ -21,10 +21,10 @@ from benchmarks.recall.report import learning
 from benchmarks.recall.report import section as recall_section
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import speed_section, speed_summary, tables_of
-from lineartime.base.atomic_io import read_bytes, write_atomically
 from lineartime.base.errors import DataError, UsageError
-from lineartime.base.markdown import in_markdown
+from lineartime.base.files import read_bytes, write_atomically
 from lineartime.base.settings import require_name
+from lineartime.base.words import in_markdown
 
 Kind = Literal["speed", "table", "recall", "laws"]
 

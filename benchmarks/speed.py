@@ -12,8 +12,8 @@ import pandas as pd
 
 from benchmarks import Row
 from benchmarks.markdown import folded, listed, number, parameters, source_line, tokens, unique
-from lineartime.base.atomic_io import read_json_lines
-from lineartime.base.markdown import in_markdown, markdown
+from lineartime.base.files import read_json_lines
+from lineartime.base.words import in_markdown, markdown
 
 NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "transformer": "Transformer",
          "transformer+": "Transformer+", "transformer++": "Transformer++", "mc-tfm++": "MC-TFM++",

@@ -25,7 +25,7 @@ from lineartime.base.settings import require, require_name
 from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
-from lineartime.model_names import named_folder, shipped_models
+from lineartime.folders import named_folder, shipped_models
 from lineartime.training.runtime import pick_device
 from lineartime.training.stop import StopSignal
 

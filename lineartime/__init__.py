@@ -11,16 +11,15 @@ if TYPE_CHECKING:
     from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
     from lineartime.data.prepare import prepare
     from lineartime.data.tokens import open_split
+    from lineartime.folders import model_folder
     from lineartime.model.gau import GatedAttentionUnit
     from lineartime.model.language_model import LanguageModel
     from lineartime.model.mhsa import FeedForward, MultiHeadAttention
-    from lineartime.model_names import model_folder
     from lineartime.tasks.finetune_config import FineTuning
     from lineartime.tasks.finetuning import finetune
     from lineartime.tasks.pooling import embed
     from lineartime.tasks.qa.questions import read_questions
     from lineartime.tasks.qa.spans import evaluate_questions
-    from lineartime.training.context_use import measure_context_use
     from lineartime.training.evaluation import evaluate
     from lineartime.training.language import train
     from lineartime.use.scoring import score
@@ -30,19 +29,47 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel",
-           "LineartimeError", "ModelConfig", "MultiHeadAttention", "TrainConfig", "embed", "evaluate",
-           "evaluate_questions", "finetune", "generate", "load_model", "load_span_model",
-           "measure_context_use", "model_config", "model_folder", "open_split", "prepare", "read", "read_questions",
-           "score", "train"]
-_HOME = {"PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
-         "GatedAttentionUnit": "model.gau", "MultiHeadAttention": "model.mhsa", "FeedForward": "model.mhsa", "LanguageModel": "model.language_model",
-         "prepare": "data.prepare", "open_split": "data.tokens", "train": "training.language", "load_model": "weights.load",
-         "load_span_model": "weights.load", "evaluate": "training.evaluation", "measure_context_use": "training.context_use",
-         "generate": "weights.generation.generate", "read": "weights.generation.generate", "DecodeStep": "weights.generation.step",
-         "FineTuning": "tasks.finetune_config", "finetune": "tasks.finetuning", "read_questions": "tasks.qa.questions",
-         "evaluate_questions": "tasks.qa.spans", "model_folder": "model_names", "embed": "tasks.pooling",
-         "score": "use.scoring", "LineartimeError": "base.errors"}
+__all__ = [
+    "PRESETS",
+    "DecodeStep",
+    "FeedForward",
+    "FineTuning",
+    "GatedAttentionUnit",
+    "LanguageModel",
+    "LineartimeError",
+    "ModelConfig",
+    "MultiHeadAttention",
+    "TrainConfig",
+    "embed",
+    "evaluate",
+    "evaluate_questions",
+    "finetune",
+    "generate",
+    "load_model",
+    "load_span_model",
+    "model_config",
+    "model_folder",
+    "open_split",
+    "prepare",
+    "read",
+    "read_questions",
+    "score",
+    "train",
+]
+_HOME = {
+    "PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
+    "LineartimeError": "base.errors", "model_folder": "folders",
+    "GatedAttentionUnit": "model.gau", "MultiHeadAttention": "model.mhsa", "FeedForward": "model.mhsa",
+    "LanguageModel": "model.language_model",
+    "prepare": "data.prepare", "open_split": "data.tokens",
+    "load_model": "weights.load", "load_span_model": "weights.load",
+    "generate": "weights.generation.generate", "read": "weights.generation.generate",
+    "DecodeStep": "weights.generation.step",
+    "train": "training.language", "evaluate": "training.evaluation",
+    "FineTuning": "tasks.finetune_config", "finetune": "tasks.finetuning", "embed": "tasks.pooling",
+    "read_questions": "tasks.qa.questions", "evaluate_questions": "tasks.qa.spans",
+    "score": "use.scoring"}
+"""Where each public name is defined."""
 
 
 def __getattr__(name: str) -> Any:

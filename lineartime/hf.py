@@ -29,7 +29,6 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
-    TokenClassifierOutput,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.tokenization_utils_base import TruncationStrategy
@@ -39,9 +38,9 @@ from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.settings import require
 from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
+from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.tasks.pooling import document_means
 from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five, reshaped
 from lineartime.weights.hf_cache import LineartimeCache
@@ -568,29 +567,6 @@ class LineartimeForSequenceClassification(LineartimeModel):
         if labels is not None:
             loss = self.loss_function(labels, at_least_float32(logits_BL), self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
-
-
-class LineartimeForTokenClassification(LineartimeModel):
-    """A class for each token: a linear layer, `score`, on its last state."""
-
-    def __init__(self, config: LineartimeConfig):
-        super().__init__(config)
-        self.score = torch.nn.Linear(config.d_model, config.num_labels)
-
-    @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                position_ids: Tensor | None = None, labels: Tensor | None = None,
-                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> TokenClassifierOutput:
-        """logits `[B, T, num_labels]`; the arguments are those of `LineartimeModel.forward`.
-
-        labels: the class of each token, -100 elsewhere; those of padding are ignored. The loss is that of
-        transformers: the mean in nats, or the sum divided by `num_items_in_batch`."""
-        x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
-        logits_BTL, loss = self.score(x_BTD), None
-        if labels is not None:
-            loss = self.loss_function(logits_BTL, labels.masked_fill(~valid_BT, -100), self.config,
-                                      num_items_in_batch=num_items_in_batch)
-        return TokenClassifierOutput(loss=loss, logits=logits_BTL, hidden_states=states)
 
 
 def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:

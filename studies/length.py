@@ -30,10 +30,10 @@ import lineartime
 from benchmarks import Row
 from benchmarks.append import append_json_lines
 from benchmarks.paper.memory import difference_text
-from lineartime.base.markdown import markdown
 from lineartime.base.settings import require_name
+from lineartime.base.words import markdown
+from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
-from lineartime.model_names import named_folder
 from lineartime.use.release.provenance import installed_version, provenance
 from studies import missing, named_models, run
 from studies.labelled_texts import books, topics

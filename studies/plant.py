@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.recall.tasks import N_QUESTIONS, article, invented
-from lineartime.base.atomic_io import write_atomically
+from lineartime.base.files import write_atomically
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, open_split
 

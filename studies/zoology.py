@@ -24,7 +24,7 @@ from benchmarks.recall.report import spread_text
 from benchmarks.recall.study import best_rate, config_of, new_model, training
 from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
-from lineartime.base.markdown import markdown
+from lineartime.base.words import markdown
 from lineartime.cli.terminal import Terminal, note, say_stopping
 from lineartime.training.stop import StopSignal
 from studies import run

@@ -15,7 +15,7 @@ import pandas as pd
 
 from benchmarks.markdown import listed, tokens
 from benchmarks.paper.results import Record, Results, of_cell, step_speedups
-from lineartime.base.markdown import markdown
+from lineartime.base.words import markdown
 
 LOCAL = "FLASH (LocalOnly)"
 OWN_REFERENCE = dict.fromkeys(("Transformer++, width 256", "FLASH+, width 256"), "FLASH, width 256")

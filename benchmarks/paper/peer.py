@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 
 from benchmarks import Row
+from benchmarks.context_use import measure_context_use
 from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
-from lineartime.base.atomic_io import write_atomically
+from lineartime.base.files import write_atomically
 from lineartime.base.ranks import Ranks
 from lineartime.cli.exits import exit_code
 from lineartime.cli.terminal import Terminal, say_stopping
 from lineartime.data.tokens import open_data, open_split, read_manifests, sha256_of
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.context_use import measure_context_use
 from lineartime.training.evaluation import evaluate_data
 from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.objectives import NextToken

@@ -12,7 +12,7 @@ from benchmarks.markdown import folded, listed, number, source_line, unique
 from benchmarks.paper import memory
 from benchmarks.paper.results import CELL, GAPS, Record, Results, gaps, results_of, speedups, spread, step_speedups
 from benchmarks.paper.tables import PAPER, SCALE_NAMES, Kind, printed, step_speedup
-from lineartime.base.markdown import in_markdown, markdown
+from lineartime.base.words import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
 four_figures = partial(number, figures=4)

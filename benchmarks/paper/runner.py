@@ -22,12 +22,12 @@ from benchmarks.paper.results import Record, by_key, read_records, records_of
 from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
 from benchmarks.peers import parse_label
 from benchmarks.step import StepCase, benchmark_step
-from lineartime.base.atomic_io import read_json, write_atomically
 from lineartime.base.errors import LineartimeError, NumericsError, ResourceError, UsageError
+from lineartime.base.files import read_json, write_atomically
 from lineartime.config import ModelConfig
 from lineartime.data.tokens import read_manifest
+from lineartime.folders import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
-from lineartime.run_files import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.training.run_config import run_config
 from lineartime.training.stop import StopSignal
 from lineartime.use.release.provenance import provenance

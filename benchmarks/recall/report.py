@@ -7,7 +7,7 @@ from benchmarks import Row
 from benchmarks.markdown import source_line
 from benchmarks.recall.study import STUDY, best_rate
 from benchmarks.recall.tasks import DIGITS, FORMS, RULER, TASKS, TEXT, Task, commonest
-from lineartime.base.markdown import in_markdown, markdown
+from lineartime.base.words import in_markdown, markdown
 
 ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT].what, len(DIGITS))}
 """What is asked, and how many values there are, of which a guess takes one."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lineartime.base import atomic_io
 from lineartime.base.errors import DataError, LineartimeError, UsageError
+from lineartime.base.files import hashed_stream, open_regular, replaced
 
 Name = str | Path
 """A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
@@ -69,7 +69,7 @@ def reading(name: Name) -> Iterator[None]:
 def opened(name: Name) -> IO[bytes]:
     """The bytes of a regular file. Raises OSError, and what the store's library raises."""
     if not is_address(name):
-        return io.BufferedReader(atomic_io.open_regular(Path(name)), 1 << 20)
+        return io.BufferedReader(open_regular(Path(name)), 1 << 20)
     store, path = store_of(name)
     return io.BufferedReader(store.open(path, "rb"), 1 << 20)
 
@@ -243,7 +243,7 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
             raise DataError("not the name of a file", joined(folder, name))
         if not (cache / name).exists() or (cache / name).stat().st_size != n_bytes:
             there = joined(folder, name)
-            with reading(there), opened(there) as file, atomic_io.replaced(cache / name) as copy:
+            with reading(there), opened(there) as file, replaced(cache / name) as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
     return cache
 
@@ -299,6 +299,6 @@ def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) ->
 
 def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]
                 ) -> contextlib.AbstractContextManager[Callable[[bytes | memoryview], None]]:
-    """Write a file in a folder, see `atomic_io.hashed_file`."""
+    """Write a file in a folder, see `base.files.hashed_stream`."""
     path = joined(folder, name)
-    return atomic_io.hashed_file(opened_new(path) if is_address(path) else open(path, "wb"), name, files)
+    return hashed_stream(opened_new(path) if is_address(path) else open(path, "wb"), name, files)

@@ -1,4 +1,9 @@
-"""Numbers as they are shown."""
+"""Text for people: numbers as they are shown, and Markdown that shows text from data as it is."""
+
+import re
+from collections.abc import Sequence
+
+from lineartime.base.errors import escaped
 
 
 def millions(n: float) -> str:
@@ -9,3 +14,24 @@ def millions(n: float) -> str:
 def mib(n_bytes: float) -> str:
     """"1.5 MiB"."""
     return f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def in_markdown(text: str) -> str:
+    """Text on one line of Markdown, which does not steer a terminal either."""
+    shown = escaped(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[\\`!\[\]|]", r"\\\g<0>", shown)
+
+
+def code_block(text: str, language: str = "") -> str:
+    """Lines of code, between more backticks than they have in a row, so that no text ends what they begin."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
+    """A table. Columns after the first `n_words` are right-aligned; None: from the first whose name begins with a
+    digit, or is tokens or ms."""
+    if n_words is None:
+        n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
+    rule = ["---" if i < n_words else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))

@@ -11,7 +11,7 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.prepare import say_counts
 from lineartime.cli.terminal import say
 from lineartime.config import PRESETS, model_config, source_of
-from lineartime.model_names import shipped_models, weights_folder
+from lineartime.folders import shipped_models, weights_folder
 from lineartime.training.run_config import read_config, run_config
 
 

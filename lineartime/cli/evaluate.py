@@ -1,25 +1,24 @@
-"""`lineartime evaluate`: scores of a split of prepared text, at one context or several, or of answers to questions."""
+"""`lineartime evaluate`: scores of a split of prepared text or of answers to questions."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.base.atomic_io import check_place, write_atomically, write_json
 from lineartime.base.errors import UsageError
+from lineartime.base.files import check_place, write_atomically, write_json
 from lineartime.base.ranks import connected, launched
 from lineartime.base.settings import require
 from lineartime.base.stores import require_there
 from lineartime.cli.options import Device, Precision, given_options
 from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.model_names import named_folder
+from lineartime.folders import named_folder
 from lineartime.tasks.finetune_config import Evidence, MaxAnswerTokens, Stride
 
-NEEDS = {"--document-tokens": "--contexts", "--predictions": "--questions", "--evidence": "--questions",
+NEEDS = {"--predictions": "--questions", "--evidence": "--questions",
          "--stride": "--questions", "--max-answer-tokens": "--questions"}
 """Options that need another one."""
-EXCLUDES = (("--contexts", "--questions"), ("--contexts", "--context"), ("--contexts", "--batch-rows"),
-            ("--questions", "--data"), ("--questions", "--split"))
+EXCLUDES = (("--questions", "--data"), ("--questions", "--split"))
 """Pairs of options that exclude each other."""
 
 
@@ -31,10 +30,6 @@ class EvaluateOptions:
     data: Annotated[str | None, "Folder made by `lineartime prepare`, or its address."] = None
     split: Annotated[str, "Which part of the text: train, validation or test."] = "validation"
     context: Annotated[int | None, "Tokens in a row; by default as in training."] = None
-    contexts: Annotated[tuple[int, ...] | None, "Score the same tokens at each of these contexts, with commas, to see "
-                        "whether the model gains from more context."] = None
-    document_tokens: Annotated[int | None, "With --contexts: read only so many tokens of each document, at least the "
-                               "longest context."] = None
     out: Annotated[Path | None, "JSON file for the scores."] = None
     batch_rows: Annotated[int | None, "Rows scored at once; changes only rounding, speed and memory. By default 8, and "
                           "fewer in rows of more than 8K tokens."] = None
@@ -81,7 +76,6 @@ def evaluate(options: EvaluateOptions) -> None:
 
     require(len(read_mixture(options.data)) == 1, "evaluate scores one text", options.data, "give one of its folders")
     read_manifest(options.data)  # refuses what is not prepared text, before torch is imported
-    from lineartime.training.context_use import describe, measure_context_use
     from lineartime.training.evaluation import evaluate, load_with_split
     from lineartime.training.runtime import pick_device
 
@@ -90,20 +84,14 @@ def evaluate(options: EvaluateOptions) -> None:
     facts["split"] = options.split
     with connected(picked.type) as ranks, Terminal() as terminal:
         model.to(picked)
-        if options.contexts is None:
-            result = evaluate(model, stream, context=options.context, batch_rows=options.batch_rows,
-                              precision=options.precision, ranks=ranks,
-                              progress=terminal.counting("evaluating", stream.n_tokens))
-            facts["context"], scores = options.context or model.config.context, result.to_dict()
-            unit = "nats per token" if result.n_read is None else "nats per masked token"
-            lines = [summary(options.split, scores),
-                     *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
-                       for first, last, loss in result.loss_by_position)]
-        else:
-            use = measure_context_use(model, stream, options.contexts, ranks=ranks, precision=options.precision,
-                                      document_tokens=options.document_tokens,
-                                      progress=terminal.counting("tokens read"))
-            facts["trained_context"], scores, lines = model.config.context, use.to_dict(), describe(use)
+        result = evaluate(model, stream, context=options.context, batch_rows=options.batch_rows,
+                          precision=options.precision, ranks=ranks,
+                          progress=terminal.counting("evaluating", stream.n_tokens))
+        facts["context"], scores = options.context or model.config.context, result.to_dict()
+        unit = "nats per token" if result.n_read is None else "nats per masked token"
+        lines = [summary(options.split, scores),
+                 *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
+                   for first, last, loss in result.loss_by_position)]
     show_or_print(facts | scores, lines, options.out, options.as_json)
 
 

@@ -7,8 +7,7 @@ from lineartime.base.settings import require
 from lineartime.base.stores import joined
 from lineartime.cli.options import Device
 from lineartime.cli.terminal import Terminal, results_are_files, say, summary
-from lineartime.model_names import named_folder
-from lineartime.run_files import require_run
+from lineartime.folders import named_folder, require_run
 
 
 def export(

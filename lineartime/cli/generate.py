@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lineartime.base.atomic_io import check_new
 from lineartime.base.errors import UsageError
+from lineartime.base.files import check_new
 from lineartime.base.settings import require
 from lineartime.base.stores import packing_of, require_there, size_of
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
 from lineartime.data.read_text import ending_of, is_one_document, read_small, require_encoding, text_of
 from lineartime.data.rows import UTF8, is_utf8
-from lineartime.model_names import named_folder
+from lineartime.folders import named_folder
 from lineartime.tasks.finetune_config import Encoding
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def generate(
     top_k: Annotated[int | None, "Draw from the k likeliest tokens only."] = None,
     top_p: Annotated[float | None, "Draw only from the likeliest tokens that together reach probability p."] = None,
     seed: Annotated[int, "The same seed gives the same text."] = 0,
-    capture: Annotated[bool, "Run each token as one CUDA graph, which is faster on a GPU."] = False,
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
@@ -72,7 +71,7 @@ def generate(
         with Terminal() as terminal:
             generate(loaded, ids, stop=add, on_prompt=reading(terminal, max(len(row) for row in ids)),
                      max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                     capture=capture, state=shared)
+                     state=shared)
     finally:  # an error has a line of its own, behind what there is of the texts
         for number, (text, rest) in enumerate(zip(texts, held, strict=True), 1):
             print(rest if len(texts) == 1 else f"== {number}\n{text}{rest}")

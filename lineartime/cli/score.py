@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from lineartime.base.atomic_io import check_place
 from lineartime.base.errors import DataError
+from lineartime.base.files import check_place
 from lineartime.base.stores import file_blocks, require_there, stdin_blocks
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import note, say_stopping
 from lineartime.data.read_text import PIECE
-from lineartime.model_names import named_folder
+from lineartime.folders import named_folder
 
 if TYPE_CHECKING:
     from lineartime.use.scoring import Row, ScoringState

@@ -7,13 +7,13 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.base.atomic_io import read_toml
+from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
 from lineartime.base.settings import require
 from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import PRESETS, TASKS
-from lineartime.run_files import RESULT_FILE, WEIGHTS_FILE, saved_run
+from lineartime.folders import RESULT_FILE, WEIGHTS_FILE, saved_run
 from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ VERBS: dict[Callable[..., None], list[str]] = {
     train.train: ["train flash --data data --out run",
                   "train flash --data data --out run --size small --set seed=1",
                   "train flash --size paper --task pg19 --data data --out run"],
-    evaluate.evaluate: ["evaluate run --data data",
-                        "evaluate run --data data --contexts 512,1024,2048"],
+    evaluate.evaluate: ["evaluate run --data data"],
     generate.generate: ['generate run "Once upon a time" --temperature 0.8',
                         'generate small "It was a dark and stormy night, and"',
                         'echo "Reader, I" | lineartime generate run -',
@@ -38,8 +37,7 @@ VERBS: dict[Callable[..., None], list[str]] = {
     export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
     describe.info: ["info flash --set context=8192", "info data --verify"],
-    questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"],
-    questions.answer: ['answer qa --question "Who wrote it?" --document book.txt']}
+    questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"]}
 """The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.base.atomic_io import system_errors, written_aside
 from lineartime.base.errors import DataError, ResourceError, UsageError
+from lineartime.base.files import system_errors, written_aside
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, hash_of, hashed_file, is_address, is_folder, joined, size_of, uploaded
 from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
@@ -37,7 +37,7 @@ from lineartime.data.tokenizer import (
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
 from lineartime.data.units import Slice, Unit, encode_unit, read_slice, rows_of
-from lineartime.model_names import copied, shipped_models, weights_folder
+from lineartime.folders import copied, shipped_models, weights_folder
 
 logger = logging.getLogger(__name__)
 

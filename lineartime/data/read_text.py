@@ -20,8 +20,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
-from lineartime.base.atomic_io import MAX_BYTES
 from lineartime.base.errors import DataError, UsageError
+from lineartime.base.files import MAX_BYTES
 from lineartime.base.stores import Name, file_blocks, files_below, packing_of, reading, size_of, unpacked
 from lineartime.data.corpora import wiki40b_document
 from lineartime.data.rows import (

@@ -17,8 +17,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from lineartime.base.atomic_io import read_bytes
 from lineartime.base.errors import DataError, UsageError
+from lineartime.base.files import read_bytes
 from lineartime.base.settings import require
 from lineartime.base.stores import Name
 from lineartime.config import LARGEST

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.base.atomic_io import MAX_LINES_BYTES, write_atomically
 from lineartime.base.errors import DataError
+from lineartime.base.files import MAX_LINES_BYTES, write_atomically
 from lineartime.base.settings import require
 from lineartime.base.stores import (
     Name,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import is_address
 from lineartime.config import TRAIN_FIELDS, TrainConfig
-from lineartime.model_names import named_folder, shipped_models
+from lineartime.folders import named_folder, shipped_models
 
 Encoding = Annotated[str, "Encoding of the text, such as latin-1."]
 Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default evidence/ beside the "
@@ -34,8 +34,8 @@ class FineTuning:
     validation: Annotated[tuple[Path | str, ...], "Questions that the learning rate is chosen on; may be given again."]
     out: Annotated[Path, "Folder for the runs; unfinished runs there are continued."]
     evidence: Evidence = None
-    learning_rates: Annotated[tuple[float, ...] | None, "Rates to try, each in a run of its own, with commas; by "
-                              "default 1e-4,7e-5,5e-5."] = None
+    learning_rates: Annotated[tuple[float, ...], "Rates to try, each in a run of its own, with commas."
+                              ] = (1e-4, 7e-5, 5e-5)
     context: Annotated[int | None, "Tokens in a window; by default 4096."] = None
     epochs: Annotated[float, "How often each window is read."] = 5
     negatives: Annotated[float, "Share of the windows without an answer that is trained on."] = 0.25
@@ -53,8 +53,6 @@ class FineTuning:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("data", "validation"):  # one file or several
             object.__setattr__(self, name, (given,) if isinstance(given := getattr(self, name), str | Path) else given)
-        if self.learning_rates is None:
-            object.__setattr__(self, "learning_rates", (1e-4, 7e-5, 5e-5))
         require(len(self.learning_rates) > 0, "no learning rate", "learning_rates")
         require(len(set(self.learning_rates)) == len(self.learning_rates), "the same learning rate twice",
                 ", ".join(f"{rate:g}" for rate in self.learning_rates))

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lineartime.base.atomic_io import write_json
+from lineartime.base.files import write_json
 from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
+from lineartime.folders import RESULT_FILE, RUN_FILE, read_fine_tuning
 from lineartime.model.language_model import LanguageModel
-from lineartime.run_files import RESULT_FILE, RUN_FILE, read_fine_tuning
 from lineartime.tasks.finetune_config import FineTuning, name_of
 from lineartime.tasks.qa.finetune import PREDICTIONS_FILE, QuestionTask
 from lineartime.training.loop import Callbacks, Setup, fit_once

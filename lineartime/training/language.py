@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from lineartime.base.atomic_io import read_bytes, write_atomically
 from lineartime.base.errors import ResourceError
+from lineartime.base.files import read_bytes, write_atomically
 from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
+from lineartime.folders import saved_run
 from lineartime.model.language_model import LanguageModel, number_of_parameters
-from lineartime.run_files import saved_run
 from lineartime.training.evaluation import evaluate_data
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
 from lineartime.training.objectives import MaskedTokens, NextToken

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lineartime.base.atomic_io import write_json
 from lineartime.base.errors import NumericsError, ResourceError
+from lineartime.base.files import write_json
 from lineartime.base.ranks import (
     TIMEOUT_S,
     Ranks,
@@ -26,8 +26,8 @@ from lineartime.base.ranks import (
     wait_for_all,
 )
 from lineartime.config import to_dict
+from lineartime.folders import RESULT_FILE, read_result
 from lineartime.model.language_model import LanguageModel
-from lineartime.run_files import RESULT_FILE, read_result
 from lineartime.training.division import divide
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.objectives import Objective

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lineartime.base.atomic_io import replaced
 from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.files import replaced
 from lineartime.base.words import millions
 from lineartime.config import ModelConfig
+from lineartime.folders import RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
-from lineartime.run_files import RESULT_FILE, read_metrics, read_result, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.base.atomic_io import open_regular, read_json, write_atomically, write_json
 from lineartime.base.errors import CheckpointError, ResourceError, UsageError
+from lineartime.base.files import open_regular, read_json, write_atomically, write_json
 from lineartime.base.ranks import ALONE, Ranks, gather_json
 from lineartime.config import TrainConfig, to_dict
 from lineartime.config_json import model_config_json
-from lineartime.model.language_model import LanguageModel
-from lineartime.run_files import (
+from lineartime.folders import (
     CONFIG_FILE,
     METRICS_FILE,
     OPTIMIZER,
@@ -28,6 +27,7 @@ from lineartime.run_files import (
     read_metrics,
     read_run,
 )
+from lineartime.model.language_model import LanguageModel
 from lineartime.training.ordered import ParameterPart, parts_of
 from lineartime.training.run_config import RunConfig
 from lineartime.weights import checkpoint

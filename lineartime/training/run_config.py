@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.atomic_io import read_text
 from lineartime.base.errors import UsageError
+from lineartime.base.files import read_text
 from lineartime.base.settings import parse_field, replace_fields, require, require_name
 from lineartime.config import (
     MODEL_FIELDS,
@@ -27,8 +27,7 @@ from lineartime.config_json import (
     architecture_of,
     model_config_from_json,
 )
-from lineartime.model_names import weights_folder
-from lineartime.run_files import CONFIG_FILE, saved_run
+from lineartime.folders import CONFIG_FILE, saved_run, weights_folder
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 

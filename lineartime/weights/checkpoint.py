@@ -24,8 +24,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from lineartime.base.atomic_io import fsync, hashed_file, locked, read_bytes
 from lineartime.base.errors import CheckpointError, ResourceError
+from lineartime.base.files import fsync, hashed_stream, locked, read_bytes
 from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.stores import is_as_written
 from lineartime.base.tensor_bytes import bytes_of
@@ -131,7 +131,7 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
     Raises OSError, and ValueError for a dtype that cannot be stored."""
     head, tensors = (content, []) if isinstance(content, bytes) else _layout(content)
     entries: dict[str, Any] = {}
-    with hashed_file(open(path, "xb"), path.name, entries) as write:
+    with hashed_stream(open(path, "xb"), path.name, entries) as write:
         write(head)
         for tensor in tensors:
             write(bytes_of(tensor))
@@ -452,5 +452,5 @@ def lock(run_dir: Path) -> Iterator[None]:
         yield
 
 
-# A save changes the disk by these names and `hashed_file`, so that a test can end the process at each change.
+# A save changes the disk by these names and `hashed_stream`, so that a test can end the process at each change.
 _mkdir, _rename, _symlink, _unlink, _fsync_dir = os.mkdir, os.rename, os.symlink, os.unlink, fsync

@@ -8,17 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.base.atomic_io import read_json, read_text
 from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.files import read_json, read_text
 from lineartime.config_json import (
     QUESTION_ANSWERING,
     architecture_of,
     model_config_from_json,
 )
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
+from lineartime.folders import (
+    CONFIG_FILE,
+    OPTIMIZER,
+    RUN_FILE,
+    WEIGHTS,
+    WEIGHTS_FILE,
+    best_run,
+    damaged,
+    named_folder,
+    read_run,
+)
 from lineartime.model.language_model import LanguageModel, SpanModel, Undrawn
-from lineartime.model_names import named_folder
-from lineartime.run_files import CONFIG_FILE, OPTIMIZER, RUN_FILE, WEIGHTS, WEIGHTS_FILE, best_run, damaged, read_run
 from lineartime.weights import checkpoint
 from lineartime.weights.checkpoint import MANIFEST
 

@@ -26,8 +26,7 @@ except ImportError as e:
 CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
            "AutoModelForCausalLM": "LineartimeForCausalLM", "AutoModelForMaskedLM": "LineartimeForMaskedLM",
            "AutoModelForQuestionAnswering": "LineartimeForQuestionAnswering",
-           "AutoModelForSequenceClassification": "LineartimeForSequenceClassification",
-           "AutoModelForTokenClassification": "LineartimeForTokenClassification"}
+           "AutoModelForSequenceClassification": "LineartimeForSequenceClassification"}
 AUTO_MAP = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
 LONGEST = 1 << 30
 """More tokens than any text has."""

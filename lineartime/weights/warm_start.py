@@ -15,9 +15,8 @@ from lineartime.base.settings import require
 from lineartime.base.stores import hash_of
 from lineartime.config import ModelConfig, StartingWeights, to_dict
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, added_tokens, load_tokenizer
+from lineartime.folders import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, named_folder
 from lineartime.model.language_model import empty_model
-from lineartime.model_names import named_folder
-from lineartime.run_files import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE
 from lineartime.weights import checkpoint
 from lineartime.weights.load import SHARDS_FILE, check_shared, is_exported, newest_checkpoint
 

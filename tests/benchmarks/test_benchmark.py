@@ -10,7 +10,7 @@ from benchmarks import measure
 from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
 from benchmarks.step import training_steps
-from lineartime.base.atomic_io import read_json_lines
+from lineartime.base.files import read_json_lines
 from lineartime.use.release.provenance import commit, provenance
 
 

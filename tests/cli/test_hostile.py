@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from command_line import Call, assert_refused
 from lineartime.base.errors import ResourceError
-from lineartime.model_names import model_folder
+from lineartime.folders import model_folder
 from lineartime.training.language import new_model
 from lineartime.training.run_config import run_config
 from tiny_runs import command as train_command

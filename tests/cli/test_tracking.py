@@ -7,7 +7,7 @@ import pytest
 
 from command_line import Call, assert_refused
 from lineartime.cli.train import Tracker, numbers_of
-from lineartime.run_files import read_metrics
+from lineartime.folders import read_metrics
 from tiny_runs import command, prepare_text
 
 LINE = {"step": 1, "steps": 2, "loss": 5.0, "clock": {"time": 1.7e9, "tokens_per_s": 100.0}}

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from lineartime.base.atomic_io import read_toml
 from lineartime.base.errors import DataError
+from lineartime.base.files import read_toml
 from lineartime.data.tokenizer import (
     END_OF_DOCUMENT,
     WORDS,

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from lineartime.weights.generation.cuda_graph import CapturedStep
 from torch import Tensor
 
 from benchmarks.op import MODEL_OF, OPS, gradients, outputs, typed
@@ -22,7 +23,6 @@ from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import make_optimizer
 from lineartime.training.ordered import parts_of
 from lineartime.training.runtime import choose_settings
-from lineartime.weights.generation.cuda_graph import CapturedStep
 from lineartime.weights.generation.generate import decode_step
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, UNPACKED, random_ids, random_model, with_end
 

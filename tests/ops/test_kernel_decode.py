@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lineartime.weights.generation.cuda_graph import CapturedStep
 from torch import Tensor
 
 from kernel_law import assert_near, error, random
@@ -13,7 +14,6 @@ from lineartime.model.language_model import LanguageModel
 from lineartime.ops import decode_step, reference
 from lineartime.ops.reference import rotary
 from lineartime.weights.generation import generate
-from lineartime.weights.generation.cuda_graph import CapturedStep
 from marks import rest
 from tiny_models import CHUNK, CONFIGS, FLASH, random_ids, random_model, with_end
 

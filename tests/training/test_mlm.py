@@ -13,8 +13,8 @@ from command_line import assert_refused
 from lineartime.base.errors import UsageError
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.tokens import open_split
+from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel, masked_token_losses
-from lineartime.run_files import read_metrics
 from lineartime.training.evaluation import Evaluation, evaluate
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.masking import NO_TARGET, mask_tokens

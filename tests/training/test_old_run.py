@@ -12,8 +12,8 @@ import lineartime
 from lineartime.base.errors import CheckpointError
 from lineartime.config import ModelConfig, TrainConfig, model_config, stored_config
 from lineartime.data.tokenizer import byte_tokenizer
+from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel
-from lineartime.run_files import read_metrics
 from lineartime.training.run_config import RunConfig
 from lineartime.weights.load import load_model
 from tiny_checkpoints import random_model, write_checkpoint

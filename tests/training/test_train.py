@@ -17,12 +17,12 @@ import torch
 import lineartime
 from command_line import assert_refused
 from dying_saves import Died
-from lineartime.base.atomic_io import _hidden
 from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
+from lineartime.base.files import _hidden
 from lineartime.config import PRESETS, TrainConfig, model_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
+from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel
-from lineartime.run_files import read_metrics
 from lineartime.training import objectives
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.language import new_model

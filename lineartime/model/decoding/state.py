@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.base.atomic_io import open_regular, replaced
 from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.config import ModelConfig, to_dict

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lineartime.base.atomic_io import write_json
 from lineartime.base.errors import DataError
+from lineartime.base.files import write_json
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require
 from lineartime.base.stores import hash_of
@@ -22,8 +22,8 @@ from lineartime.config import TRAIN_FIELDS, ModelConfig
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.run_files import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.tasks.finetune_config import QUESTIONS_CONTEXT, FineTuning
 from lineartime.tasks.pooling import padded
 from lineartime.tasks.qa.metrics import score

@@ -9,13 +9,12 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from lineartime.base.markdown import code_block, in_markdown, markdown
 from lineartime.base.settings import field_text, replace_fields
-from lineartime.base.words import mib
+from lineartime.base.words import code_block, in_markdown, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.data.tokens import Manifest
+from lineartime.folders import shipped_models
 from lineartime.model.language_model import number_of_parameters
-from lineartime.model_names import shipped_models
 from lineartime.training.evaluation import Evaluation
 from lineartime.training.run_config import nearest_preset, run_config
 from lineartime.use.info import describe

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lineartime.base.atomic_io import remove_leftovers, system_errors, written_aside
 from lineartime.base.errors import UsageError
+from lineartime.base.files import remove_leftovers, system_errors, written_aside
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
 from lineartime.config import model_config
@@ -18,8 +18,8 @@ from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import open_data, read_manifests, sha256_of
+from lineartime.folders import CONFIG_FILE, METRICS_FILE, RUN_FILE, WEIGHTS_FILE, damaged, read_metrics, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.run_files import CONFIG_FILE, METRICS_FILE, RUN_FILE, WEIGHTS_FILE, damaged, read_metrics, read_run
 from lineartime.training.evaluation import Evaluation, evaluate_data
 from lineartime.training.stop import Progress, StopSignal
 from lineartime.use.release.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, Card, model_card

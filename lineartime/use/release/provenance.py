@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.markdown import in_markdown
+from lineartime.base.words import in_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,6 @@ from lineartime.data.read_text import LAST_WORD, cut, read_whole
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
-from lineartime.weights.generation.cuda_graph import CapturedStep
-from lineartime.weights.generation.onednn import packed_weights
 
 PIECE_TOKENS = 2048
 """Prompt tokens of a row read at once, in whole chunks; bounds the memory of a long prompt."""
@@ -134,7 +131,7 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
              tokenizer: Tokenizer | None = None, temperature: float = 0.0, top_k: int | None = None,
              top_p: float | None = None, seed: int = 0, stop: Callable[[int, list[int]], bool] | None = None,
              on_token: Callable[[int, int], None] | None = None, on_prompt: Callable[[int], None] | None = None,
-             capture: bool = False, state: DecodingState | None = None) -> list[Prompt]:
+             state: DecodingState | None = None) -> list[Prompt]:
     """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids of each row. Texts,
     with the model's tokenizer, give the new texts; a text is read as the beginning of a document.
 
@@ -143,9 +140,8 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
 
     A row ends at one of the model's `end_tokens` (which is not returned) or when `stop(row, new_tokens)` is true.
     on_token: called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a
-    generator seeded with (seed, r). capture: run the step as a CUDA graph, see `CapturedStep`. On a CPU bfloat16 is the
-    fastest dtype, see `packed_weights`. Raises UsageError as `check_sampling` and `prefill` do, past the end of a
-    position table, for a model whose step cannot be captured, and for texts without a tokenizer; NumericsError for
+    generator seeded with (seed, r). Raises UsageError as `check_sampling` and `prefill` do, past the end of a
+    position table, and for texts without a tokenizer; NumericsError for
     logits that are not numbers."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if len(prompts) == 0:
@@ -154,34 +150,31 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     rows, open_rows = list(range(len(prompts))), set(range(len(prompts)))  # those of the state, and those that go on
-    with packed_weights(model):
-        logits_BV, now = prefill(model, rows_of_ids, on_prompt, state and state.repeated(len(prompts)))
-        step = CapturedStep(model, now) if capture else partial(decode_step, model, state=now)
-        for n_done in range(1, max_new_tokens + 1):
-            if not (logits_BV < math.inf).all():
-                raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
-                                    "the weights are damaged, or too large for float16: take float32 or bfloat16")
-            ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
-                           generators=[generators[row] for row in rows])
-            for row, token in zip(rows, ids_B.tolist(), strict=True):
-                if row not in open_rows:
-                    continue
-                if token in model.end_tokens:
-                    open_rows.remove(row)
-                    continue
-                new[row].append(token)
-                if on_token is not None:
-                    on_token(row, token)
-                if stop is not None and stop(row, new[row]):
-                    open_rows.remove(row)
-            if not open_rows or n_done == max_new_tokens:
-                break
-            if len(open_rows) < len(rows) and model.config.max_len is not None:
-                kept = [i for i, row in enumerate(rows) if row in open_rows]  # the others would reach the table's end
-                now.select(torch.tensor(kept))
-                ids_B, rows = ids_B[kept], [rows[i] for i in kept]
-                step = CapturedStep(model, now) if capture else step
-            logits_BV = step(ids_B)
+    logits_BV, now = prefill(model, rows_of_ids, on_prompt, state and state.repeated(len(prompts)))
+    for n_done in range(1, max_new_tokens + 1):
+        if not (logits_BV < math.inf).all():
+            raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
+                                "the weights are damaged, or too large for float16: take float32 or bfloat16")
+        ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
+                       generators=[generators[row] for row in rows])
+        for row, token in zip(rows, ids_B.tolist(), strict=True):
+            if row not in open_rows:
+                continue
+            if token in model.end_tokens:
+                open_rows.remove(row)
+                continue
+            new[row].append(token)
+            if on_token is not None:
+                on_token(row, token)
+            if stop is not None and stop(row, new[row]):
+                open_rows.remove(row)
+        if not open_rows or n_done == max_new_tokens:
+            break
+        if len(open_rows) < len(rows) and model.config.max_len is not None:
+            kept = [i for i, row in enumerate(rows) if row in open_rows]  # the others would reach the table's end
+            now.select(torch.tensor(kept))
+            ids_B, rows = ids_B[kept], [rows[i] for i in kept]
+        logits_BV = decode_step(model, ids_B, now)
     made: list[Any] = new if tokenizer is None or not isinstance(prompts[0], str) else list(map(tokenizer.decode, new))
     return made
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import lineartime
-from lineartime.base.atomic_io import read_toml
+from lineartime.base.files import read_toml
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
 from lineartime.training.evaluation import evaluate

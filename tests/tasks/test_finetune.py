@@ -19,8 +19,8 @@ from command_line import assert_refused
 from lineartime.base.errors import CheckpointError
 from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config
+from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.run_files import read_metrics
 from lineartime.tasks import finetuning
 from lineartime.tasks.finetune_config import FineTuning
 from lineartime.tasks.qa import spans

@@ -1,14 +1,21 @@
-"""The files of a run's folder, by name and as they are read. Nothing here imports torch."""
+"""Folders of runs and models: the names of their files, how these are read, and which folder a name means.
 
+Nothing here imports torch.
+"""
+
+import hashlib
+import json
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.atomic_io import read_json, read_json_lines
 from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.base.settings import require
+from lineartime.base.files import read_json, read_json_lines
+from lineartime.base.settings import require, require_name
+from lineartime.base.stores import cached, is_address, reading, store_of
 from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
 
 RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
@@ -17,6 +24,12 @@ CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"
 """Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
+MODELS = Path(__file__).parent / "models"
+
+logger = logging.getLogger(__name__)
+
+
+# A run
 
 
 def require_run(out: Path) -> None:
@@ -104,3 +117,57 @@ def damaged(path: Path) -> Iterator[None]:
         raise CheckpointError("damaged", path, f"{e} is missing") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError, UsageError) as e:
         raise CheckpointError("damaged", path, str(e)) from None
+
+
+# A model by its name
+
+
+def shipped_models() -> list[str]:
+    """The names of the models that ship with the package."""
+    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model that ships with the package. Raises UsageError for an unknown name."""
+    require_name("shipped model", name, shipped_models())
+    return MODELS / name
+
+
+def named_folder(name: str | Path) -> Path:
+    """The folder of a shipped model by its name, a str; any other folder by its path; or a copy, in the cache, of an
+    exported folder in a store by its address. A shipped model comes before a folder of its name, with a warning. Raises
+    UsageError if there is none."""
+    if is_address(name):
+        return copied(str(name), (".json", ".safetensors"))
+    is_shipped = name in shipped_models()
+    folder = MODELS / name if is_shipped else Path(name)
+    if is_shipped and Path(name).is_dir():
+        logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
+    require(folder.is_dir(), "no weights here", str(name),
+            f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
+    return folder
+
+
+def weights_folder(name: str) -> Path:
+    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
+    newest checkpoint that has a configuration. Of an address all but the weights are there. Raises UsageError if there
+    is none."""
+    folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
+    saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    for each in (folder, *saved):
+        if (each / "config.json").is_file():
+            return each
+    raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")
+
+
+def copied(address: str, endings: tuple[str, ...], needed: str = "config.json") -> Path:
+    """A copy, in the cache, of the files of a folder in a store that have these endings. Raises UsageError unless the
+    file `needed` is there."""
+    store, path = store_of(address)
+    store.invalidate_cache()
+    with reading(address):
+        found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
+    require(needed in found, f"no {needed} here", address, "give the address of an exported folder")
+    state = json.dumps([address, found], default=str, sort_keys=True)  # sizes, times, hashes: what the store says
+    sizes = {name: each["size"] for name, each in found.items() if name.endswith(endings)}
+    return cached(address, sizes, hashlib.sha256(state.encode()).hexdigest())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lineartime.base.atomic_io import (
+from lineartime.base.errors import DataError, ResourceError, UsageError
+from lineartime.base.files import (
     _hidden,
     check_place,
     locked,
@@ -16,7 +17,6 @@ from lineartime.base.atomic_io import (
     write_atomically,
     written_aside,
 )
-from lineartime.base.errors import DataError, ResourceError, UsageError
 
 
 def values(path):

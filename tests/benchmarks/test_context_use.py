@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lineartime.training.context_use import ContextUse, describe, measure_context_use
 
 from lineartime.base.errors import DataError, NumericsError, UsageError
 from lineartime.config import ModelConfig, model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.context_use import ContextUse, describe, measure_context_use
 from marks import rest
 
 LENGTHS = [150, 40, 9, 70, 41]

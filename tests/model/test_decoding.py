@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lineartime.weights.generation.cuda_graph import CapturedStep
 from torch import Tensor
 
 from lineartime.base.errors import UsageError
@@ -21,7 +22,6 @@ from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import sequence_info
 from lineartime.weights.generation import cuda_graph, generate
-from lineartime.weights.generation.cuda_graph import CapturedStep
 from marks import rest
 from tiny_models import (
     BOTH_GRIDS,

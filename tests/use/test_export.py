@@ -29,7 +29,7 @@ from command_line import Call, assert_refused
 from lineartime.base.errors import CONTROL, CheckpointError, UsageError
 from lineartime.cli import verbs
 from lineartime.config import model_config, to_dict
-from lineartime.run_files import read_metrics, read_run
+from lineartime.folders import read_metrics, read_run
 from lineartime.training.run_config import SIZES, parse_setting, run_config
 from lineartime.use.release.card import Card, made_by, train_command
 from lineartime.use.release.provenance import cpu_model, provenance
@@ -228,7 +228,7 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
 
 def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call: Call,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lineartime.model_names.MODELS", exported.parent)
+    monkeypatch.setattr("lineartime.folders.MODELS", exported.parent)
     assert lineartime.model_folder("tiny") == exported
     how, score = [PROMPT, "--max-new-tokens", 8], ["--data", data]
     assert call("generate", "tiny", *how) == call("generate", exported, *how)
@@ -244,7 +244,7 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
 def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The name is the shipped model's, and it is said that there is a folder too."""
-    monkeypatch.setattr("lineartime.model_names.MODELS", exported.parent)
+    monkeypatch.setattr("lineartime.folders.MODELS", exported.parent)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     code, _, err = call("generate", "tiny", "--max-new-tokens", 1)

@@ -24,7 +24,7 @@ from lineartime.data import mixture
 from lineartime.data.mixture import place_of, read_mixture
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, open_data, open_split
-from lineartime.run_files import read_metrics, read_run
+from lineartime.folders import read_metrics, read_run
 from lineartime.training.optimizers import learning_rate_at
 from lineartime.training.run_config import config_for_data, nearest_preset, run_config
 from lineartime.training.stop import StopSignal

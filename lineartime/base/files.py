@@ -113,7 +113,7 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
 
 
 @contextlib.contextmanager
-def hashed_file(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
+def hashed_stream(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
                 ) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Write a file that was just opened, flush it to the disk (in a store there is none), close it, and add its size
     and SHA-256 to `files` by its name. The hash is of the bytes in memory, not read back. Raises OSError."""

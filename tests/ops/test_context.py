@@ -16,7 +16,7 @@ from context_ranks import OFTEN, ON_PUSH, REFUSED, SHARED, run_of
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import Ranks, in_rows
 from lineartime.config import check_context_parallel
-from lineartime.run_files import read_metrics
+from lineartime.folders import read_metrics
 from lineartime.training.language import train
 from lineartime.training.ordered import require_fitting
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model

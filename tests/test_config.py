@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.base.atomic_io import read_toml
 from lineartime.base.errors import UsageError
+from lineartime.base.files import read_toml
 from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config, replace, to_dict
 from lineartime.config_json import model_config_from_json, model_config_json
 from lineartime.training.run_config import RUN_FIELDS, parse_setting, run_config

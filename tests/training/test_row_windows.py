@@ -8,7 +8,7 @@ import torch
 from context_ranks import BEGIN, LENGTH, ON_PUSH, SHARED, Tokens, model_of, run_of
 from lineartime.base.errors import UsageError
 from lineartime.config import TrainConfig
-from lineartime.run_files import read_metrics
+from lineartime.folders import read_metrics
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.language import train
 from marks import rest

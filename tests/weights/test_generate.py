@@ -9,8 +9,8 @@ import torch
 from lineartime.base.errors import NumericsError, UsageError
 from lineartime.config import model_config
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from lineartime.folders import MODELS
 from lineartime.model.language_model import LanguageModel
-from lineartime.model_names import MODELS
 from lineartime.weights.generation.generate import generate, prefill, sample
 
 END = 0
