@@ -497,15 +497,27 @@ class TrainConfig:
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
 
+GO_BACK = "use the version of the package that made it"
+REMOVED: dict[str, tuple[Any, str]] = {
+    "linear_divisor": (None, GO_BACK),
+    "linear_scale_init": (None, GO_BACK),
+    "local_scale_init": (None, GO_BACK),
+    "keys_start_as_queries": (False, GO_BACK),
+    "window_tokens": (None, GO_BACK)}
+"""Fields that a configuration may have had: the value without effect, and what to do about another value."""
+REMOVED_AT_START = ("linear_scale_init", "local_scale_init", "keys_start_as_queries")
+"""The removed fields that chose initial values: weights that are there do not need them."""
+
+
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
-    """`config` with the fields in the description of a run, which an earlier version may have begun. Raises UsageError
-    for an unknown or wrong field, CheckpointError for a setting that is gone if it changed what the run computes."""
+    """`config` with the fields that a file holds, which an earlier version may have written.
+
+    Raises UsageError for an unknown or wrong field, CheckpointError for a removed one that had an effect."""
     fields = dict(fields)
-    for name, unused in (("row_tiles", (None, fields.get("context_parallel", 1))), ("linear_norm", (False,))):
-        value = fields.pop(name, unused[0])
-        if value not in unused:
-            raise CheckpointError("the run has a setting that is gone", f"{name} = {value}",
-                                  "go on with the version that began it")
+    for name in REMOVED.keys() & fields.keys() - {field.name for field in dataclasses.fields(config)}:
+        unused, todo = REMOVED[name]
+        if (value := fields.pop(name)) != unused:
+            raise CheckpointError("a setting that is gone", f"{name} = {value}", todo)
     return replace_fields(config, fields)
 
 

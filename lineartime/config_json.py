@@ -1,12 +1,11 @@
 """A model's `config.json`: its specification, in the fields that `transformers` reads too, and what its head is for."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 from lineartime.base.errors import UsageError
 from lineartime.base.settings import require
-from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
+from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, stored_config, to_dict
 
 QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
 
@@ -29,11 +28,12 @@ def architecture_of(config_json: str) -> str:
 
 def model_config_from_json(text: str) -> ModelConfig:
     """The model that a `config.json` describes. Raises UsageError for invalid JSON, another library's model, or wrong
-    fields."""
+    fields, CheckpointError as `stored_config` does."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise UsageError("not valid JSON", "config.json", str(e)) from None
     require(isinstance(fields, dict) and fields.get("model_type") == "lineartime",
             "not a lineartime model", "config.json")
-    return replace(ModelConfig(), **{name: value for name, value in fields.items() if name in MODEL_FIELDS})
+    kept = {*MODEL_FIELDS, *REMOVED} - {*REMOVED_AT_START}
+    return stored_config(ModelConfig(), {name: value for name, value in fields.items() if name in kept})

@@ -1,15 +1,28 @@
 """The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
 
 import itertools
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import read_toml
-from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, TrainConfig, model_config, replace, to_dict
+from lineartime.config import (
+    MODEL_FIELDS,
+    PRESETS,
+    REMOVED,
+    TASKS,
+    TRAIN_FIELDS,
+    ModelConfig,
+    TrainConfig,
+    model_config,
+    replace,
+    stored_config,
+    to_dict,
+)
 from lineartime.config_json import model_config_from_json, model_config_json
 from lineartime.training.run_config import RUN_FIELDS, parse_setting, run_config
 
@@ -261,6 +274,20 @@ def test_a_wrong_stored_configuration_is_refused():
             ('{"model_type": "lineartime", "d_model": "wide"}', "wrong value: d_model = 'wide'; it takes a whole "),
             ('{"model_type": "lineartime", "d_model": 0}', "d_model must be at least 1: d_model = 0")):
         assert refused_by(model_config_from_json, text).startswith(message)
+
+
+def test_a_removed_setting_is_dropped_if_it_had_no_effect_and_else_named(monkeypatch):
+    monkeypatch.setitem(REMOVED, "gone", (None, "go back"))
+    monkeypatch.setitem(REMOVED, "start", (0, "go back"))
+    monkeypatch.setattr("lineartime.config_json.REMOVED_AT_START", ("start",))
+    assert stored_config(TrainConfig(), {"steps": 20_000, "gone": None}) == TrainConfig(steps=20_000)
+    for config in (TrainConfig(), ModelConfig()):
+        with pytest.raises(CheckpointError, match=r"^a setting that is gone: gone = 2; go back$"):
+            stored_config(config, {"gone": 2})
+    stored = {"model_type": "lineartime", "gone": None, "start": 3}
+    assert model_config_from_json(json.dumps(stored)) == ModelConfig()
+    with pytest.raises(CheckpointError, match="gone"):
+        model_config_from_json(json.dumps(stored | {"gone": 2}))
 
 
 def test_a_wrong_toml_file_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
 from lineartime.base.files import read_json, read_text
 from lineartime.config_json import (
     QUESTION_ANSWERING,
@@ -64,9 +64,9 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
         config = model_config_from_json(files[CONFIG_FILE])
         kind = architecture_of(files[CONFIG_FILE])
         tokenizer = Tokenizer(as_saved(files[TOKENIZER_FILE], folder), str(folder / TOKENIZER_FILE))
-    except UsageError as e:
+    except LineartimeError as e:
         where = folder / CONFIG_FILE
-        raise UsageError(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
+        raise type(e)(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
     if config.n_layers > len(weights):  # a layer takes milliseconds to build
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")

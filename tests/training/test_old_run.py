@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lineartime
-from lineartime.base.errors import CheckpointError
 from lineartime.config import ModelConfig, TrainConfig, model_config, stored_config
 from lineartime.data.tokenizer import byte_tokenizer
 from lineartime.folders import read_metrics
@@ -30,8 +29,6 @@ def test_a_run_of_3e437fd_goes_on_to_the_losses_that_it_had_there(norm, tmp_path
     shutil.copytree(OLD / norm, tmp_path / norm)
     expected = json.loads((tmp_path / norm / "expected.json").read_text())
     stored = json.loads((tmp_path / norm / "run.json").read_text())
-    stored["train"] |= {"row_tiles": None if norm == "layer_norm" else 1}  # as later versions stored it
-    (tmp_path / norm / "run.json").write_text(json.dumps(stored))
     model, trained = stored_config(ModelConfig(), stored["model"]), stored_config(TrainConfig(), stored["train"])
     config = RunConfig(model, trained, stored["preset"], stored["task"], stored["data"], norm)
     lineartime.train(config, device="cpu")
@@ -40,13 +37,6 @@ def test_a_run_of_3e437fd_goes_on_to_the_losses_that_it_had_there(norm, tmp_path
     for line, old in zip(found, expected["metrics"], strict=True):  # sums have another order, here and elsewhere
         assert line.pop("held_out", {}) == pytest.approx(old.pop("held_out", {}), rel=1e-5)
         assert line == pytest.approx(old, rel=1e-5)
-
-
-def test_a_setting_that_is_gone_is_named():
-    assert stored_config(TrainConfig(), {"row_tiles": 2, "context_parallel": 2}).context_parallel == 2
-    for config, gone in ((TrainConfig(), {"row_tiles": 4, "context_parallel": 2}), (ModelConfig(), {"linear_norm": 1})):
-        with pytest.raises(CheckpointError, match=r"setting that is gone: \w+ = (4|1); go on with the version"):
-            stored_config(config, gone)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])

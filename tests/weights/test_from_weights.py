@@ -85,7 +85,7 @@ def test_the_first_loss_is_that_of_the_weights_and_the_rest_begins_anew(root: Pa
     assert stored["from"] == str(root / "run") and stored["preset"] == "flash"
     assert stored["from_sha256"] == hash_of(Path(facts["checkpoint"]) / "model.safetensors")["sha256"]
     assert stored["from_model"]["context"] == 32 and stored["model"]["context"] == 64
-    older = stored | {name: stored[name] | {"linear_norm": False} for name in ("from_model", "model")}
+    older = stored | {name: stored[name] | {"local_scale_init": None} for name in ("from_model", "model")}
     (tmp_path / "new/run.json").write_text(json.dumps(older))  # a field that is gone, in what it was off
     assert read_run(tmp_path / "new") == stored
 
