@@ -290,21 +290,21 @@ def test_prepared_again_is_left_alone_and_otherwise_is_refused(tmp_path):
 def test_a_file_may_grow_while_it_is_read(tmp_path, monkeypatch):
     """A log, to which a line is added after the files were found: its document has an end, and the next one begins."""
     make(tmp_path, {"in/a.txt": "one two ", "in/b.txt": "three"})
-    plan = shares.plan
+    plan = lineartime.data.prepare.find_text
 
     def grown(*given, **how):
         with (tmp_path / "in/a.txt").open("a") as file:
             file.write("more and more" * bool(job := plan(*given, **how)))
         return job
 
-    monkeypatch.setattr(shares, "plan", grown)
+    monkeypatch.setattr(lineartime.data.prepare, "find_text", grown)
     prepare([tmp_path / "in"], tmp_path / "out", tokenizer="bytes")
     assert documents_of(tmp_path / "out") == ["one two more and more", "three"]
 
 
 def test_an_output_of_another_kind_is_never_touched(tmp_path, monkeypatch):
     make(tmp_path, {"a.txt": "text", "full/precious": "p", "file": "f"})
-    monkeypatch.setattr(shares, "find_text", None)  # said before text is read
+    monkeypatch.setattr(lineartime.data.prepare, "find_text", None)  # said before text is read
     for name in ("full", "file"):
         with pytest.raises(UsageError, match="the output exists and is not a prepared folder"):
             prepare([tmp_path / "a.txt"], tmp_path / name, tokenizer="bytes")
