@@ -27,11 +27,8 @@ PACKAGES = {"flash-pytorch": "FLASH-pytorch", **dict.fromkeys(PEERS, "transforme
 """Others' models, and where they come from."""
 
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
-            "checkpoint": "checkpointed", "checkpointed": "checkpointed", "windowed": "windowed"}
+            "checkpoint": "checkpointed", "checkpointed": "checkpointed"}
 """What may stand behind a model, and its name in a `Label`, which has them in this order."""
-
-WINDOW_TOKENS = 4096
-"""Tokens of a window of a row that is "windowed", see `distributed.windows`."""
 
 CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                   SDPBackend.MATH]
@@ -52,12 +49,7 @@ class Label:
 
     @property
     def variant(self) -> str:
-        less_memory = [f"+{name}" for name in ("checkpointed", "windowed") if name in self.how]
-        return "".join(["compiled" if "compiled" in self.how else "eager", *less_memory])
-
-    def n_windows(self, n_tokens: int) -> int:
-        """Windows of a row of so many tokens."""
-        return max(n_tokens // WINDOW_TOKENS, 1) if "windowed" in self.how else 1
+        return ("compiled" if "compiled" in self.how else "eager") + "+checkpointed" * ("checkpointed" in self.how)
 
     @property
     def preset(self) -> str:
@@ -77,11 +69,8 @@ def parse_label(text: str) -> Label:
     fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
     for wrong, why in (
             ("unfused" in how and not fused, "only the Transformers have a fused attention"),
-            (is_peer and how & {"checkpointed", "windowed", "reference"},
-             "a peer has no activation checkpointing, windows or reference of ours"),
-            ("windowed" in how and preset.attn_type not in ("mixed_chunk", "linear"),
-             "windows are for mixed chunk attention and Performer"),
-            ({"windowed", "checkpointed"} <= how, "windows need no activation checkpointing"),
+            (is_peer and how & {"checkpointed", "reference"},
+             "a peer has no activation checkpointing or reference of ours"),
             ({"reference", "unfused"} <= how, "unfused attention is a reference already")):
         require(not wrong, why, text)
     return label

@@ -105,7 +105,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     imported = (rss_bytes() or 0) * (place["device"] == "cpu")
     on, settings = measure.set_up(**place)
     parsed, fields = peers.parse_label(label), ModelConfig(**config)
-    n_tokens, n_windows = n_rows * fields.context, parsed.n_windows(fields.context)
+    n_tokens = n_rows * fields.context
     train = TrainConfig(precision=precision, tokens_per_step=n_tokens, micro_batch_tokens=n_tokens)
     model = peers.build(parsed, fields).to(on).train()
     if "compiled" in parsed.how:
@@ -115,7 +115,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     times: Times = {}
 
     def step() -> float:
-        last_loss, _ = compute_gradient(model, task, batch, n_rows, train, n_windows=n_windows)
+        last_loss, _ = compute_gradient(model, task, batch, n_rows, train)
         optimizer.step()
         return last_loss
 
@@ -125,7 +125,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
 
     with peers.attention_backend(on):
         # The first step is the check.
-        found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None), n_windows=n_windows)
+        found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
         optimizer.step()
         measure.wait(on)

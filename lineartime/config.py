@@ -16,15 +16,14 @@ from lineartime.base.settings import Rule, check_fields, check_rules, replace_fi
 
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
-           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16,
-           "window_tokens": 2**26}
+           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16}
 """The largest values of settings. Nobody needs more, and a larger number is refused before it fills the memory."""
 
 BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must be at least 1": (lambda value: value >= 1, (
         "n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context",
         "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
-        "keep", "context_parallel", "window_tokens")),
+        "keep", "context_parallel")),
     "must be positive": (lambda value: value > 0, (
         "init_std", "linear_scale_init", "local_scale_init", "linear_divisor", "learning_rate", "muon_learning_rate",
         "adam_epsilon", "clip")),
@@ -444,9 +443,6 @@ class TrainConfig:
                      "moments alone. A sharded run draws other initial values."] = False
     context_parallel: Annotated[int, "Processes of `torchrun` that share each row. Each holds a part of it, of whole "
                                 "chunks."] = 1
-    window_tokens: Annotated[int | None, "Compute the gradient of a row in windows of so many tokens, each of "
-                             "whole chunks. Only the activations of one window are kept, and the forward pass runs "
-                             "twice; the gradient is that of whole rows. None: whole rows."] = None
     eval_every: Annotated[int, "Steps between held-out evaluations."] = 500
     eval_tokens: Annotated[int, "Most held-out tokens of an evaluation during training. The last evaluation takes more "
                            "if the run was long."] = 100_000
@@ -477,10 +473,6 @@ class TrainConfig:
                    "a sharded gradient cannot be clipped by micro-batch", "shard clip_scope", "set clip_scope = global")
             yield (self.context_parallel.bit_count() == 1, "1, 2, 4, ... ranks can share a row of a sharded model",
                    "context_parallel", "choose a power of 2, or set shard = false")
-        if self.window_tokens is not None:
-            for name in ("shard", "activation_checkpointing", "context_parallel"):
-                yield (getattr(self, name) == getattr(TrainConfig, name), f"window_tokens does not go with {name}",
-                       name, "leave one out")
         yield (self.tokens_per_step % self.micro_batch_tokens == 0,
                "tokens_per_step must be a multiple of micro_batch_tokens",
                f"{self.tokens_per_step} and {self.micro_batch_tokens}", None)
@@ -503,7 +495,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "linear_scale_init": (None, GO_BACK),
     "local_scale_init": (None, GO_BACK),
     "keys_start_as_queries": (False, GO_BACK),
-    "window_tokens": (None, GO_BACK)}
+    "window_tokens": (None, f"activation_checkpointing = true is what there is now, or {GO_BACK}")}
 """Fields that a configuration may have had: the value without effect, and what to do about another value."""
 REMOVED_AT_START = ("linear_scale_init", "local_scale_init", "keys_start_as_queries")
 """The removed fields that chose initial values: weights that are there do not need them."""
@@ -521,13 +513,12 @@ def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
     return replace_fields(config, fields)
 
 
-def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "context_parallel") -> None:
+def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
     """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has whole chunks, and needs
-    from the others only a state, and with `key_conv` the positions next to its part. name: the setting that asks for
-    it; with "window_tokens" `n_ranks` is the number of windows."""
+    from the others only a state, and with `key_conv` the positions next to its part."""
     if n_ranks == 1:
         return
-    off = f"set {name} = {'none' if name == 'window_tokens' else 1}"
+    name, off = "context_parallel", "set context_parallel = 1"
     require(config.attn_type in ("mixed_chunk", "linear"), f"{name} is for mixed chunk attention and Performer",
             f"attn_type = {config.attn_type}", f"take flash, mc-tfm++ or performer, or {off}")
     for field, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
@@ -544,7 +535,7 @@ def check_context_parallel(config: ModelConfig, n_ranks: int, name: str = "conte
             f"make context a multiple of {n_ranks * (config.chunk_size or 1)}")
     require(config.key_conv <= own, "a part of a row is shorter than key_conv",
             f"{own} tokens, key_conv = {config.key_conv}",
-            "raise window_tokens" if name == "window_tokens" else "lower context_parallel")
+            "lower context_parallel")
 
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))

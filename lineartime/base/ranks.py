@@ -64,8 +64,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-RENDEZVOUS: dict[str, Any] = {}
-"""`windows.Carried` by the name of a group whose ranks are windows of one process."""
 
 
 def launched() -> Ranks:
@@ -225,8 +223,6 @@ def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
 
     if ranks.size == 1:
         return values[None]
-    if ranks.group in RENDEZVOUS:
-        return RENDEZVOUS[ranks.group].gather(values, ranks.rank)
     out = values.new_empty(ranks.size * values.numel())
     # PyTorch 2.13 renamed it; 2.11 knows the old name alone.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

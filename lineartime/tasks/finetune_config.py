@@ -19,7 +19,7 @@ MaxAnswerTokens = Annotated[int, "Most tokens of an answer."]
 
 QUESTIONS_CONTEXT, ROWS_PER_STEP, WARMUP_SHARE, N_SCORINGS, MOST_EPOCHS = 4096, 32, 0.1, 5, 10**6
 OTHER_SETTINGS = {"learning_rate": "give --learning-rates", **dict.fromkeys(
-    ("shard", "context_parallel", "window_tokens"), "it is for language modelling")}
+    ("shard", "context_parallel"), "it is for language modelling")}
 """Settings of training that a fine-tuning does not take, and what to do."""
 
 

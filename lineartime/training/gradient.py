@@ -7,7 +7,6 @@ g_m is the gradient of the mean loss of micro-batch m, share_m the share of the 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,16 @@ from lineartime.training.division import Division
 from lineartime.training.objectives import Objective
 from lineartime.training.ordered import Sums, merge_all, norm_of, parts_of, push
 from lineartime.training.shard import local
-from lineartime.training.windows import differentiate_windows
 
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
-                     config: TrainConfig, *, division: Division | None = None, n_windows: int = 1,
+                     config: TrainConfig, *, division: Division | None = None,
                      between: Callable[[int], None] = lambda number: None) -> tuple[float, float]:
     """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and gradient norm.
 
     batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: this rank's part of the
-    step; by default all of it. Its parts' `own.grad` is set. n_windows: windows of a row, see `distributed.windows`;
-    more than one for `NextToken` alone. between is called with the number of each micro-batch before it, and may raise.
+    step; by default all of it. Its parts' `own.grad` is set. between is called before each
+    micro-batch, with its number, and may raise.
     The norm is that before clipping; of micro-batches that are clipped one by one it is the mean of theirs. Raises
     NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
     division = division or Division(parts_of(model))
@@ -47,8 +45,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         share = count / n_targets
         division.begin_micro_batch(share)
         forget(parameters)
-        losses.append(share * backward(model, objective, micro_batch, count, config.precision, division.ranks.in_row,
-                                       n_windows))
+        losses.append(share * backward(model, objective, micro_batch, count, config.precision, division.ranks.in_row))
         # A parameter that the loss does not depend on has no gradient, which counts as zeros.
         gradient = division.add_row([local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters])
         # Clipped by its own norm before it is averaged, so that one bad micro-batch cannot use up the others' share.
@@ -72,25 +69,12 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
 
 def backward(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int, precision: str,
-             ranks: Ranks, n_windows: int) -> Tensor:
+             ranks: Ranks) -> Tensor:
     """Add the gradient of the mean loss of a micro-batch's `count` targets to `.grad`; returns the loss, `[]`.
 
-    ranks: those that share the rows; each has the loss of its part. Windows of a row stand for such ranks, one after
-    the other."""
-    autocast = partial(torch.autocast, micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16")
-
-    def loss_of(part: Ranks) -> Tensor:
-        with autocast():
-            return objective.losses(model, *micro_batch, ranks=part).sum() / max(count, 1)
-
-    def read(part: Ranks) -> None:  # the layers alone: no token's logits are asked for
-        rows_BT = micro_batch[0]
-        with autocast():
-            model(rows_BT[:, :-1], at_K=rows_BT.new_empty(0), ranks=part)
-
-    if n_windows > 1:
-        return differentiate_windows(read, loss_of, n_windows).sum()
-    loss = loss_of(ranks)
+    ranks: those that share the rows; each has the loss of its part."""
+    with torch.autocast(micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        loss = objective.losses(model, *micro_batch, ranks=ranks).sum() / max(count, 1)
     loss.backward()
     return loss.detach()
 

@@ -128,7 +128,7 @@ class Loop:
             group["lr"] = rate * (config.muon_learning_rate or config.learning_rate) / config.learning_rate
         with self.errors_explained(step):
             loss, norm = compute_gradient(self.model, self.setup.objective, batch, self.run.config.micro_batch_rows,
-                                          config, division=self.division, n_windows=self.run.config.n_windows,
+                                          config, division=self.division,
                                           between=partial(self.begin_micro_batch, step))
             self.optimizer.step()
             self.muon.update()
@@ -194,7 +194,7 @@ class Loop:
             if not out_of_memory(e):
                 raise
             where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {self.run.config.model.context}"
-            todo = "lower micro_batch_tokens, window_tokens or context, or switch activation_checkpointing on"
+            todo = "lower micro_batch_tokens or context, or switch activation_checkpointing on"
             raise ResourceError("out of memory", where, todo) from e
 
 

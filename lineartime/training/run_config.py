@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class RunConfig:
     """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
 
-    Raises UsageError unless micro-batches hold whole rows, and ranks or windows can share a row."""
+    Raises UsageError unless micro-batches hold whole rows, and ranks can share a row."""
 
     model: ModelConfig
     train: TrainConfig
@@ -54,12 +54,6 @@ class RunConfig:
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
         check_context_parallel(self.model, self.train.context_parallel)
-        if (window := self.train.window_tokens) is not None:
-            require(self.model.causal, "window_tokens is for causal models", "causal = false", "leave it out")
-            require(context % window == 0 and window % (self.model.chunk_size or 1) == 0,
-                    "a row must be whole windows, and a window whole chunks",
-                    f"context = {context}, window_tokens = {window}, chunk_size = {self.model.chunk_size}")
-            check_context_parallel(self.model, self.n_windows, "window_tokens")
 
     @property
     def rows_per_step(self) -> int:
@@ -70,11 +64,6 @@ class RunConfig:
     def micro_batch_rows(self) -> int:
         """Rows per forward and backward pass, at least 1."""
         return self.train.micro_batch_tokens // self.model.context
-
-    @property
-    def n_windows(self) -> int:
-        """Windows of a row, see `TrainConfig.window_tokens`."""
-        return self.model.context // (self.train.window_tokens or self.model.context)
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import torch
 from benchmarks import measure, peers, step
 from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.measure import Setup
-from benchmarks.peers import WINDOW_TOKENS, parse_label
+from benchmarks.peers import parse_label
 from benchmarks.step import step_cases
 from lineartime.base.errors import UsageError
 from lineartime.config import ModelConfig, to_dict
@@ -42,11 +42,8 @@ def test_a_label_is_a_model_and_how_it_runs():
     assert parse_label("flash:checkpoint").variant == "eager+checkpointed"
     assert parse_label("flash:compile:reference").text == "flash:reference:compiled"
     assert parse_label("flash-pytorch").preset == "flash"
-    windowed = parse_label("mc-tfm++:windowed")
-    assert windowed.variant == "eager+windowed" and windowed.n_windows(3 * WINDOW_TOKENS) == 3
-    assert windowed.n_windows(512) == label.n_windows(3 * WINDOW_TOKENS) == 1
     for wrong in ("flush", "flash:fused", "performer:unfused", "flash-pytorch:checkpoint", "flash-pytorch:reference",
-                  "transformer:unfused:reference", "flash:", "transformer++:windowed", "flash:windowed:checkpointed"):
+                  "transformer:unfused:reference", "flash:", "flash:windowed"):
         with pytest.raises(UsageError):
             parse_label(wrong)
 

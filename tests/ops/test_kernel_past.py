@@ -1,5 +1,5 @@
 """Attention of whole chunks behind a past: kernels are held to the reference. That rows in parts are the rows is tested
-in distributed/test_row_windows.py."""
+in ops/test_context.py."""
 
 import pytest
 import torch
