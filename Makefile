@@ -77,7 +77,7 @@ env: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "$(TOO_OLD)" >&2; exit 1; }
 	@if [ -e $@ ]; then rm $@; else $(PYTHON) -m venv --clear .venv; fi
-	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,peers,report,studies]'
+	.venv/bin/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev,peers,report]'
 	@.venv/bin/python -c 'import triton' 2>/dev/null || \
 		.venv/bin/python -m pip install --disable-pip-version-check --no-input '$(TRITON)'
 	@touch $@
@@ -96,7 +96,7 @@ wheel:
 lowest:
 	$(PYTHON) -m venv --clear out/lowest
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q uv
-	out/lowest/bin/uv pip compile -q --no-header --resolution lowest-direct --extra report --extra documents --extra triton --extra peers --extra studies pyproject.toml -o out/lowest/versions.txt
+	out/lowest/bin/uv pip compile -q --no-header --resolution lowest-direct --extra report --extra triton --extra peers pyproject.toml -o out/lowest/versions.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -r out/lowest/versions.txt
 	grep -E '^(accelerate|psutil|pytest|pytest-xdist|hypothesis|tensorboard)==' constraints.txt > out/lowest/tools.txt
 	out/lowest/bin/pip install --disable-pip-version-check --no-input -q -c out/lowest/versions.txt -r out/lowest/tools.txt

@@ -1,19 +1,28 @@
-"""Whether a model uses its context: the same held-out tokens, scored at several contexts."""
+"""Whether a model uses its context: the same held-out tokens, scored at several contexts.
 
+    python -m benchmarks.context_use RUN --data DATA --contexts 512,1024,2048 --out FILE.json"""
+
+import argparse
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from lineartime.base.errors import DataError, NumericsError
-from lineartime.base.ranks import ALONE, Ranks
-from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.base.files import write_atomically
+from lineartime.base.settings import PRECISIONS, require
+from lineartime.cli.exits import exit_code
 from lineartime.data.tokens import TokenStream
+from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.evaluation import batches, scored
+from lineartime.training.evaluation import batches, load_with_split, scored
+from lineartime.training.runtime import pick_device
 
 TOKENS_AT_ONCE = 1 << 15
 """Rows are scored together up to this many tokens."""
@@ -67,17 +76,14 @@ class ContextUse:
 
 @torch.inference_mode()
 def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Sequence[int], *,
-                        document_tokens: int | None = None, precision: str = "float32", ranks: Ranks = ALONE,
-                        progress: Callable[[int], None] | None = None) -> ContextUse:
+                        document_tokens: int | None = None, precision: str = "float32") -> ContextUse:
     """Score the same tokens of a split at each context: those with half of the longest context before them.
 
     contexts: rising; each reads two tokens per scored token. Documents shorter than half of the longest context are not
     read. document_tokens: only the first so many tokens of each document are read, at least the longest context; by
     default all. For a model with chunks give contexts whose half is whole chunks, or a token's chunk starts elsewhere
-    at another context; nothing checks it. ranks: see `evaluate`. progress counts tokens read. Raises UsageError for
-    wrong contexts or a model that is not causal, DataError if no document is long enough, NumericsError for a loss that
-    is not finite."""
-    require_name("precision", precision, PRECISIONS)
+    at another context; nothing checks it. Raises UsageError for wrong contexts or a model that is not causal, DataError
+    if no document is long enough, NumericsError for a loss that is not finite."""
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
@@ -92,37 +98,30 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     if not chosen:
         raise DataError(f"no document has more than {after:,} tokens, half of the longest context",
                         f"{stream.name}, {stream.split}", f"contexts up to {2 * int(lengths.max()) - 2:,} work")
-    was_training, n_read, nll_DL = model.training, 0, []
+    was_training, nll_DL = model.training, []
     model.eval()
     for i in chosen:
         ids = stream.read(starts[i], starts[i] + n_tokens[i] + 1)
-        nll_L = []
-        for context in contexts:
-            nll = 0.0
-            for nll_of_row, n_of_row in score_document(model, ids, context, after, precision, ranks):
-                nll += nll_of_row
-                n_read += n_of_row
-                if progress is not None:
-                    progress(n_read)
+        nll_L = [score_document(model, ids, context, after, precision) for context in contexts]
+        for context, nll in zip(contexts, nll_L, strict=True):
             if not math.isfinite(nll):
                 raise NumericsError("a held-out loss is not finite", f"document {i}, context {context}",
                                     "the weights are damaged or have diverged")
-            nll_L.append(nll)
         nll_DL.append(nll_L)
     model.train(was_training)
     return ContextUse(contexts, after, chosen, [int(n_tokens[i]) - after for i in chosen], nll_DL)
 
 
-def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str,
-                   ranks: Ranks) -> Iterator[tuple[float, int]]:
-    """Score a document's targets from `first` on: for each row the sum of -ln p of its scored targets, and the tokens
-    that were read for them."""
+def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str) -> float:
+    """The sum of -ln p of a document's targets from `first` on."""
     rows = rows_of_document(len(ids) - 1, context, first)
     batches_of_rows = list(batches(rows, lambda row: row[2] - row[0], lambda length: max(TOKENS_AT_ONCE // length, 1)))
     stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
-    for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision, ranks), strict=True):
-        for (start, begin, _), row_T in zip(batch, losses_BT, strict=True):
-            yield float(row_T[begin - start :].sum()), len(row_T)
+    nll = 0.0
+    for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision), strict=True):
+        for (start, begin, _), losses_T in zip(batch, losses_BT, strict=True):
+            nll += float(losses_T[begin - start :].sum())
+    return nll
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
@@ -134,7 +133,7 @@ def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[
 
 
 def describe(use: ContextUse) -> list[str]:
-    """The table that `lineartime evaluate --contexts` prints, line by line."""
+    """The scores as a table for a person, line by line."""
     lines = [f"{sum(use.n_tokens_D):,} tokens of {len(use.document_D)} documents, each token with more than "
              f"{use.after:,} of its document before it",
              "   context   nats per token   gain over the shortest, and its standard error"]
@@ -142,3 +141,33 @@ def describe(use: ContextUse) -> list[str]:
         spread = "" if error is None else f" +- {error:.4f}"
         lines.append(f"{context:>10,}   {loss:>14.4f}   {gain:>+8.4f}{spread}")
     return lines
+
+
+def with_contexts(parser: argparse.ArgumentParser, *, required: bool) -> argparse.ArgumentParser:
+    parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=(),
+                        required=required, help="contexts, rising, with commas")
+    parser.add_argument("--document-tokens", type=int, help="read only so many tokens of each document")
+    return parser
+
+
+def main() -> None:
+    parser = with_contexts(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter),
+                           required=True)
+    parser.add_argument("run", help="a run, one of its checkpoints, or small")
+    parser.add_argument("--data", required=True, help="prepared text")
+    parser.add_argument("--split", default="validation")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
+    parser.add_argument("--device")
+    parser.add_argument("--out", type=Path, help="JSON file for the scores")
+    given = parser.parse_args()
+    model, stream, facts = load_with_split(named_folder(given.run), given.data, given.split)
+    use = measure_context_use(model.to(pick_device(given.device)), stream, given.contexts,
+                              document_tokens=given.document_tokens, precision=given.precision)
+    if given.out:
+        found = facts | {"split": given.split, "trained_context": model.config.context} | use.to_dict()
+        write_atomically(given.out, json.dumps(found) + "\n")
+    print(*describe(use), sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

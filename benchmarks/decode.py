@@ -3,11 +3,8 @@
 import itertools
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
-from lineartime.weights.generation.cuda_graph import CapturedStep
-from lineartime.weights.generation.onednn import packed_weights
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +20,7 @@ from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.runtime import peak_bytes
 from lineartime.use.info import decoding_bytes
 from lineartime.weights.generation.generate import decode_step
+from lineartime.weights.generation.step import DecodeStep
 
 BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
@@ -40,20 +38,20 @@ def whole_chunks(config: ModelConfig) -> int:
 
 def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int], setup: Setup, *, batch_size: int = 1,
                      precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768,
-                     capture: bool = False) -> list[Row]:
+                     compiled: bool = False) -> list[Row]:
     """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model, type, context.
 
     Blocks of greedy tokens are timed, `setup.repeats` of each case, all in turns: whole chunks, so that each block
     closes as many as a long text does per token. Weights are random, and the state is filled with random numbers: the
     time does not depend on what they are. quadratic_up_to: models whose state grows are not measured beyond it.
-    capture: steps are CUDA graphs."""
+    compiled: each step is one graph of `torch.compile`, on a GPU a CUDA graph."""
     measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
-    cases, variant = [], "captured" if capture else "eager"
+    cases, variant = [], "compiled" if compiled else "eager"
     for label, config in configs.items():
         is_peer = label in PACKAGES
         longest = quadratic_up_to if is_peer or decoding_bytes(config).per_token else max(contexts)
         for precision, n_tokens in itertools.product(precisions, sorted({n for n in contexts if n <= longest})):
-            row = {"model": label, "variant": variant, "label": label if not capture else f"{label}:captured",
+            row = {"model": label, "variant": variant, "label": f"{label}:compiled" if compiled else label,
                    "attention": "fused" if config.attn_kernel == "softmax" else None,
                    "config": None if is_peer else to_dict(config), **peers.about(label),
                    "n_parameters": number_of_parameters(config), "context_tokens": n_tokens, "context": "filled",
@@ -61,60 +59,74 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                    "state_bytes": batch_size * decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
             cases.append(Case(decoded_tokens, {
                 "label": label, "config": to_dict(config), "n_tokens": n_tokens, "batch_size": batch_size,
-                "precision": precision, "repeats": setup.repeats, "capture": capture, "place": setup.place},
+                "precision": precision, "repeats": setup.repeats, "compiled": compiled, "place": setup.place},
                 row, batch_size))
     require(len(cases) > 0, "nothing to measure", f"{', '.join(map(str, contexts))} tokens",
             "raise --quadratic-up-to for models whose cache grows")
     return measure.side_by_side(cases, "decode", setup, FEW, hold=True)
 
 
-def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int, capture: bool,
-                   place: Row) -> Generator[Row, Row, None]:
+def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int,
+                   compiled: bool, place: Row) -> Generator[Row, Row, None]:
     """The job of a case: makes the state, then decodes a block whenever it is asked, or a few tokens without timing."""
     on, settings = measure.set_up(**place)
     model = peers.build(peers.parse_label(label), ModelConfig(**config)).to(on).eval()
     model.to(getattr(torch, precision))
-    with packed_weights(model) if isinstance(model, LanguageModel) else nullcontext():
-        if isinstance(model, LanguageModel):
-            block_tokens = whole_chunks(model.config)
-            step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, capture)
-            answer: Row = {"settings": settings}
-        else:
-            block_tokens = PEER_TOKENS
-            step, other, facts = peer_steps(model, n_tokens, batch_size, on)
-            answer = {"settings": settings, "block_tokens": block_tokens, **facts}
-        ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
-        while True:
-            order = yield answer
-            # A token of another state comes before, so that the weights are where they are while a text is decoded,
-            # whatever the cases before have done to the processor's memory.
-            other(ids_B)
-            measure.wait(on)
-            marks = [measure.mark(on)]
-            for _ in range(block_tokens if order["timed"] else FEW):
-                ids_B = step(ids_B).argmax(-1)
-                marks.append(measure.mark(on))
-            measure.wait(on)
-            if order["timed"]:
-                block = Times()
-                measure.add_times(block, marks)
-                for clock, ms in block.items():  # a row's times are means of blocks
-                    times.setdefault(clock, []).append(statistics.fmean(ms))
-                slowest.append(max(block["gpu_ms" if "gpu_ms" in block else "cpu_ms"]))
-                answer = {"times": times, "slowest_token_ms": measure.spread(slowest),
-                          "peak_mib": peak_bytes(on) / 2**20}
+    if isinstance(model, LanguageModel):
+        block_tokens = whole_chunks(model.config)
+        step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, compiled)
+        answer: Row = {"settings": settings}
+    else:
+        block_tokens = PEER_TOKENS
+        step, other, facts = peer_steps(model, n_tokens, batch_size, on)
+        answer = {"settings": settings, "block_tokens": block_tokens, **facts}
+    ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
+    while True:
+        order = yield answer
+        # A token of another state comes before, so that the weights are where they are while a text is decoded,
+        # whatever the cases before have done to the processor's memory.
+        other(ids_B)
+        measure.wait(on)
+        marks = [measure.mark(on)]
+        for _ in range(block_tokens if order["timed"] else FEW):
+            ids_B = step(ids_B).argmax(-1)
+            marks.append(measure.mark(on))
+        measure.wait(on)
+        if order["timed"]:
+            block = Times()
+            measure.add_times(block, marks)
+            for clock, ms in block.items():  # a row's times are means of blocks
+                times.setdefault(clock, []).append(statistics.fmean(ms))
+            slowest.append(max(block["gpu_ms" if "gpu_ms" in block else "cpu_ms"]))
+            answer = {"times": times, "slowest_token_ms": measure.spread(slowest),
+                      "peak_mib": peak_bytes(on) / 2**20}
 
 
 Step = Callable[[Tensor], Tensor]
 """Appends a token to every row; the logits of the next."""
 
 
-def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, capture: bool) -> tuple[Step, Step]:
+def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, compiled: bool) -> tuple[Step, Step]:
     """Steps of a model of ours after `n_tokens` tokens, with room for `n_new`, and steps of another, empty state."""
     model.check_length(n_tokens + n_new)
     state = filled_state(model, n_tokens, batch_size, n_tokens + n_new)
-    step = CapturedStep(model, state) if capture else lambda ids_B: decode_step(model, ids_B, state)
+    step = compiled_step(model, state, n_tokens + n_new) if compiled else lambda ids_B: decode_step(model, ids_B, state)
     return step, lambda ids_B: decode_step(model, ids_B, model.decoding_state(batch_size))
+
+
+def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step:
+    """The step as one graph, whose tensors stay where they are: the new state is copied into the old one."""
+    graph = DecodeStep(model, room if any(cache.growing for cache in state.caches) else None)
+    run, tensors = torch.compile(graph, mode="reduce-overhead"), graph.to_tensors(state)
+
+    @torch.inference_mode()
+    def step(ids_B: Tensor) -> Tensor:
+        logits_BV, new = run(ids_B, tensors)
+        for name, tensor in tensors.items():
+            tensor.copy_(new[name])
+        return logits_BV
+
+    return step
 
 
 @torch.inference_mode()

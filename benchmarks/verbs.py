@@ -77,7 +77,7 @@ def benchmark_decode(
     models: Annotated[tuple[str, ...], f"Models: {', '.join([*PRESETS, *PEERS])}.", "MODELS"] = (),
     batch: Annotated[int, "Rows that are decoded together."] = 1,
     quadratic_up_to: Annotated[int, "Longest context for models with a key-value cache."] = 32768,
-    capture: Annotated[bool, "Each step is a CUDA graph."] = False,
+    compiled: Annotated[bool, "Each step is one graph of torch.compile."] = False,
 ) -> None:
     """Time per generated token after contexts of different lengths.
     Contexts are not read, which would take minutes: the state is filled with random numbers. Peers read one row."""
@@ -86,7 +86,7 @@ def benchmark_decode(
     measured = decode.benchmark_decode(
         {name: how.config(parse_label(name).preset) for name in models or DEFAULT},
         how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precisions,
-        quadratic_up_to=quadratic_up_to, capture=capture)
+        quadratic_up_to=quadratic_up_to, compiled=compiled)
     how.show_and_keep(measured)
 
 

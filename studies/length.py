@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import torch
@@ -30,15 +29,15 @@ import lineartime
 from benchmarks import Row
 from benchmarks.append import append_json_lines
 from benchmarks.paper.memory import difference_text
-from lineartime.base.settings import require_name
+from lineartime.base.settings import require, require_name
 from lineartime.base.words import markdown
 from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.release.provenance import installed_version, provenance
 from studies import missing, named_models, run
-from studies.labelled_texts import books, topics
 
-KINDS = ("books", "code", "articles of a topic", "articles as they come")
+KINDS = ("books", "code")
+"""The rows also have articles, by topic and as they come, of a version of this file before."""
 N_TOKENS, N_DOCUMENTS = 16_384, 10
 REACHES = (512, 1024, 2048, 4096, 8192, 16_384)
 """Tokens that the memory goes back."""
@@ -100,13 +99,9 @@ def texts_of(kind: str, texts: Path | None) -> list[str]:
     require_name("text", kind, KINDS)
     if kind == "code":
         return [text for name, text in code_documents().items() if code_split(name) != "train"]
-    if kind == "books":
-        return [book["text"] for book in books(texts, ("validation", "test"))]
-    # Articles one behind the other, those of a topic or as they come.
-    articles, by_label = topics(texts), defaultdict(list)
-    for number, at in enumerate(np.random.default_rng(0).permutation(len(articles))):
-        by_label[articles[at].label if kind == "articles of a topic" else str(number % 12)].append(articles[at].text)
-    return ["\n\n".join(own) for own in by_label.values()]
+    require(texts is not None, "no folder of texts is given", "it has pg19_medium", "give --texts")
+    return [book for split in ("validation", "test")
+            for book in parquet.read_table(texts / "pg19_medium" / f"{split}.parquet")["text"].to_pylist()]
 
 
 @torch.no_grad()
@@ -204,7 +199,7 @@ def table(rows: Sequence[Row]) -> str:
 
 if __name__ == "__main__":
     run(__doc__, "length", measure, table, "length", {
-        "texts": {"type": Path, "help": "the folder with pg19_medium and wiki40b_mini"},
+        "texts": {"type": Path, "help": "the folder with pg19_medium"},
         "code": {"type": Path, "help": "write the text of code below this folder"},
         "model": {"action": "append", "default": [], "help": f"TEXT=MODEL; a text is {', '.join(KINDS)}; "
                   "may be given again"}})

@@ -14,5 +14,5 @@ lineartime train flash --size paper --data "$out/data" --out "$out/run" --contex
   --set d_model=256 --set n_layers=4 --set micro_batch_tokens=65536 --set learning_rate=1e-2 --set warmup_steps=10 \
   --set activation_checkpointing=true --set compile=true --set precision=bfloat16 \
   --set eval_every=55 --set eval_tokens=131072 --set save_every=5
-lineartime evaluate "$out/run" --data "$out/data" --split test --precision bfloat16 \
+python -m benchmarks.context_use "$out/run" --data "$out/data" --split test --precision bfloat16 \
   --contexts 512,1024,4096,16384,65536,262144 --document-tokens 262144 --out "$out/contexts.json"

@@ -59,7 +59,7 @@ two --from "$out/ninth" --data "$out/data:0.4,$out/apart-data:0.3,$out/once-data
 two --from "$out/tenth" --data "$out/run-data" --out "$out/run"
 # The card has bits per byte; the numbers of its section "Memory" are written by hand, from these.
 [ -e "$out/small" ] || lineartime export "$out/run" --out "$out/small" --about studies/small.md
-lineartime evaluate "$out/small" --data "$out/books" --split test --precision bfloat16 --document-tokens 81920 \
+python -m benchmarks.context_use "$out/small" --data "$out/books" --split test --precision bfloat16 --document-tokens 81920 \
   --contexts 512,1024,2048,4096,8192,16384,32768,65536 --out "$out/contexts.json"
 for task in once text; do
   python -m benchmarks recall "$out/small" --task $task --data "$out/books" --json "$out/recall.jsonl"

@@ -49,10 +49,6 @@ def test_a_long_prompt() -> None:
     assert (short, long) == (1_000, 5_000) and bytes_short == bytes_long
 
 
-def test_labels_of_long_documents(tmp_path: Path) -> None:
-    assert example("long_document_labels")["main"](1, tmp_path, n_words=60) >= 0.75
-
-
 @pytest.mark.filterwarnings("default")
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     before, after = example("transformers_trainer")["main"](4, tmp_path)

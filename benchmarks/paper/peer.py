@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks import Row
-from benchmarks.context_use import measure_context_use
+from benchmarks.context_use import measure_context_use, with_contexts
 from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
 from lineartime.base.files import write_atomically
@@ -35,7 +35,7 @@ from lineartime.use.release.provenance import installed_version
 def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),
           document_tokens: int | None = None) -> None:
     """Train a peer, or go on, and write the result file that `lineartime train` writes; with `contexts` also the file
-    `context_use.json` beside the run, as `lineartime evaluate` does. Raises as `config_for_data`, `build_peer`,
+    `context_use.json` beside the run, as `benchmarks.context_use` does. Raises as `config_for_data`, `build_peer`,
     `fit_once` and `measure_context_use` do."""
     config, fields = config_for_data(settings), PEERS[name]
     held_out, manifests = open_split(config.data, "validation"), read_manifests(config.data)
@@ -63,12 +63,10 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = with_contexts(argparse.ArgumentParser(), required=False)
     parser.add_argument("name", choices=PEERS)
     parser.add_argument("settings", type=Path)
     parser.add_argument("device")
-    parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=())
-    parser.add_argument("--document-tokens", type=int)
     given = parser.parse_args()
     settings = tomllib.loads(given.settings.read_text(encoding="utf-8"))
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:

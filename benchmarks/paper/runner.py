@@ -36,6 +36,7 @@ from lineartime.weights import checkpoint
 Records = Mapping[str, list[Record]]
 """Of `by_key`."""
 PEER = (sys.executable, "-m", "benchmarks.paper.peer")
+CONTEXT_USE = (sys.executable, "-m", "benchmarks.context_use")
 SAVE_S = 600.0
 """A run is given so long to save when this process ends."""
 STOPPED = "what ran has saved; the same command goes on"
@@ -200,9 +201,9 @@ def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | No
     for name, options in job.cell.table.evaluations.items():
         file = folder / f"{name}.json"
         if stop.number is None and not file.exists():
-            failed = call(["evaluate", str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
+            failed = call([str(folder / "run"), "--data", str(place.data(job.cell.text)), *options.split(),
                            "--device", place.device, "--out", str(file)],
-                          f"{job.label}, {name}", folder / f"{name}.log", place, stop)
+                          f"{job.label}, {name}", folder / f"{name}.log", place, stop, CONTEXT_USE)
             if failed:
                 return failed
     return None

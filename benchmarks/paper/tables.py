@@ -53,7 +53,7 @@ class Table:
     one_seed: list[str] | Literal["all"] = field(default_factory=list)
     cpu_caption: str = ""
     evaluations: dict[str, str] = field(default_factory=dict)
-    """Options of `lineartime evaluate`, by what the row of a run calls its JSON."""
+    """Options of `benchmarks.context_use`, by what the row of a run calls its JSON."""
 
 
 def table_of(name: str, entry: Settings, presets: Settings) -> Table:

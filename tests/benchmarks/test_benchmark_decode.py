@@ -51,6 +51,19 @@ def test_a_row_per_model_and_context():
         assert row["state_bytes"] == describe(config).decoding.at(row["context_tokens"])
 
 
+def test_a_compiled_step_is_the_eager_one(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, mode: step)
+    (row,) = decode({"flash": FLASH}, [32], compiled=True)
+    assert row["variant"] == "compiled" and row["label"] == "flash:compiled" and row["cpu_ms"]["n"] == 2
+    for config in (FLASH, QUAD):
+        model, ids_B = LanguageModel(config), torch.tensor([1, 2])
+        torch.manual_seed(0)
+        state = filled_state(model, 30, 2, 64)
+        step = decode_module.compiled_step(model, state, 64)
+        for _ in range(3):  # over the end of a chunk
+            torch.testing.assert_close(step(ids_B), decode_module.decode_step(model, ids_B, state))
+
+
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "mc-tfm++", "performer", "combiner"])
 def test_a_filled_state_is_like_one_that_was_read(name):
     """Of the same shapes, types and lengths; and finite numbers follow from it."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lineartime.training.context_use import ContextUse, describe, measure_context_use
 
+from benchmarks.context_use import ContextUse, describe, measure_context_use
 from lineartime.base.errors import DataError, NumericsError, UsageError
 from lineartime.config import ModelConfig, model_config
 from lineartime.data.prepare import prepare
@@ -99,7 +99,6 @@ def test_what_is_refused(stream: TokenStream) -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match="document_tokens is below the longest context"):
         measure_context_use(model, stream, [16, 64], document_tokens=63)
-    told: list[int] = []
-    use = measure_context_use(model, stream, [16, 300], progress=told.append)
-    assert use.n_tokens_D == [1] and told == sorted(told) and told[-1] < 5 * sum(LENGTHS)
+    use = measure_context_use(model, stream, [16, 300])
+    assert use.n_tokens_D == [1]
     assert json.loads(json.dumps(use.to_dict()))["n_tokens"] == 1

@@ -24,7 +24,6 @@ import lineartime
 import lineartime.hf  # registers the classes
 from lineartime.base.errors import UsageError
 from lineartime.model.language_model import token_losses
-from lineartime.use.release.export import export_documents
 
 pytestmark = pytest.mark.ecosystem
 SMALL = str(lineartime.model_folder("small"))
@@ -276,23 +275,6 @@ def test_onnx_by_transformers_decodes_from_a_cache():
                                              position_ids=torch.arange(300)[at].repeat(2, 1))
             cache = out.past_key_values
             assert (out.logits - wanted_BTV[:, at]).abs().max() < 1e-5
-
-
-def test_sentence_transformers_gives_the_vectors_of_embed(tmp_path):
-    """Of texts that are short, and of one that is longer than a row."""
-    from sentence_transformers import SentenceTransformer
-
-    texts, documents = [f"{text} {i}" for i, text in enumerate(TEXTS)], tmp_path / "texts.jsonl"
-    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    lineartime.finetune(lineartime.FineTuning(
-        Path(SMALL), (documents,), (documents,), tmp_path / "vectors", task="embed", learning_rates=(1e-4,),
-        context=64, settings={"steps": 1, "tokens_per_step": 256, "micro_batch_tokens": 256}), device="cpu")
-    export_documents(tmp_path / "vectors", tmp_path / "shared")
-    asked = [*texts, "One thing after another. " * 600]
-    model, tokenizer, _ = lineartime.load_model(tmp_path / "shared")
-    found = SentenceTransformer(str(tmp_path / "shared"), trust_remote_code=True, device="cpu").encode(asked)
-    wanted = lineartime.embed(model, tokenizer, asked)
-    torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(wanted), rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":
