@@ -33,7 +33,6 @@ from lineartime.data.tokenizer import (
     load_tokenizer,
     require_vocab_size,
     train_tokenizer,
-    with_tokens,
 )
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
 from lineartime.data.units import Slice, Unit, encode_unit, read_slice, rows_of
@@ -191,14 +190,12 @@ def named_tokenizer(asked: PrepareSettings) -> Tokenizer | None:
     stored, masked = is_address(asked.tokenizer), asked.is_masked
     path = copied(asked.tokenizer, (".json",), TOKENIZER_FILE) if stored else Path(asked.tokenizer)
     if path.is_dir() and is_saved_elsewhere(path):
-        ready = auto_tokenizer(path, mlm=masked)
-    elif asked.tokenizer == "bytes":
-        ready = byte_tokenizer(mlm=masked)
-    else:
-        if asked.tokenizer in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
-            path = weights_folder(asked.tokenizer)
-        ready = load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=masked)
-    return ready if asked.add_tokens is None else with_tokens(ready, asked.add_tokens)
+        return auto_tokenizer(path, mlm=masked)
+    if asked.tokenizer == "bytes":
+        return byte_tokenizer(mlm=masked)
+    if asked.tokenizer in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
+        path = weights_folder(asked.tokenizer)
+    return load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=masked)
 
 
 def cut_into_units(asked: PrepareSettings, sources: list[Source], tokenizer: Tokenizer | None

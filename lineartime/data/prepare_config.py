@@ -27,8 +27,6 @@ class PrepareSettings:
     tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one "
                          "or that transformers opens, a run, an exported folder or `small`; or the address of a folder."
                          ] = "train"
-    add_tokens: Annotated[Path | str | None, "File of tokens to add to what --tokenizer names, one in each line."
-                          ] = None
     vocab_size: Annotated[int | None, "Tokens of the tokenizer that is trained; by default 32000."] = None
     held_out: Annotated[float | None, "Share of the text to keep for validation, such as 0.05: whole documents at "
                         "equal distances, or the end of a single one."] = None
@@ -61,8 +59,6 @@ class PrepareSettings:
                 f"{len(self.inputs)} and the sample" if self.sample else "there are none",
                 "name files or folders, or ask for the sample")
         require([*self.inputs, *self.validation, *self.test].count("-") <= 1, "stdin is read once", "-", "name it once")
-        require(self.tokenizer != "train" or self.add_tokens is None, "tokens are added to a tokenizer that is there",
-                str(self.add_tokens), "name it: --tokenizer RUN")
         require(self.tokenizer == "train" or self.vocab_size is None, "this tokenizer has its own vocabulary",
                 f"--tokenizer {self.tokenizer} --vocab-size {self.vocab_size}", "leave out --vocab-size")
 

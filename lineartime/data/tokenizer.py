@@ -20,9 +20,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from lineartime.base.errors import DataError, UsageError
 from lineartime.base.files import read_bytes
 from lineartime.base.settings import require
-from lineartime.base.stores import Name
 from lineartime.config import LARGEST
-from lineartime.data.read_text import pieces_of, read_small, read_whole
+from lineartime.data.read_text import pieces_of, read_whole
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -321,38 +320,9 @@ def saved_settings(folder: Path) -> dict[str, Any]:
         raise DataError("not a tokenizer_config.json", path, str(e)) from None
 
 
-# With further tokens: words of a field that a vocabulary has in pieces
-
-
-def with_tokens(tokenizer: Tokenizer, path: Name) -> Tokenizer:
-    """A tokenizer with further tokens, one from each line of a file of UTF-8. Text is searched for them first.
-
-    Raises UsageError, with the line, for a token that is there already, has white space in it, or that the tokenizer
-    would not give back, and for a file that names none; DataError as `read_small` does."""
-    inner, words = tokenizers.Tokenizer.from_str(tokenizer.json), map(str.strip, read_small(path).split("\n"))
-    seen = {*inner.get_vocab()}
-    new = {f"{path}, line {number}: {word}": word for number, word in enumerate(words, 1) if word}
-    require(bool(new), "no tokens", str(path), "write one in each line")
-    for where, token in new.items():
-        require(token not in seen, "the vocabulary has this token already", where, "take it out")
-        require(len(token.split()) == 1, "a token with white space", where, "take a word of it")
-        seen.add(token)
-    inner.add_tokens([AddedToken(token, normalized=False) for token in new.values()])
-    made = Tokenizer(inner.to_str(), tokenizer.name)
-    for where, token in new.items():
-        require(made.decode(made.encode(token)) == token, "a token that this tokenizer does not give back", where,
-                "take it out")
-    return made
-
-
-def added_tokens(old: Tokenizer, new: Tokenizer) -> dict[int, str] | None:
-    """The tokens that a tokenizer has besides those of an older one, by id; None if they differ in anything else."""
-    old_content, new_content = as_the_library_writes(old.json), as_the_library_writes(new.json)
-    before, after = ({token["id"]: token for token in content.pop("added_tokens")}
-                     for content in (old_content, new_content))
-    more = {i: token["content"] for i, token in after.items() if i not in before}
-    same = old_content == new_content and all(after.get(i) == token for i, token in before.items())
-    return more if same and all(i >= old.vocab_size for i in more) else None
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give the same tokens, however their files were written."""
+    return one.sha256 == other.sha256 or as_the_library_writes(one.json) == as_the_library_writes(other.json)
 
 
 def as_the_library_writes(json: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from lineartime.base.errors import ResourceError
 from lineartime.base.files import read_bytes, write_atomically
 from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
-from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
-from lineartime.folders import saved_run
+from lineartime.folders import WEIGHTS, saved_run
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.evaluation import evaluate_data
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
@@ -24,9 +24,11 @@ from lineartime.training.run import Run
 from lineartime.training.run_config import RunConfig, config_for_data
 from lineartime.training.runtime import available_bytes, peak_bytes
 from lineartime.training.stop import Progress, StopSignal
+from lineartime.weights.checkpoint import read_parts
 from lineartime.weights.generation.generate import generate
+from lineartime.weights.load import find_weights
+from lineartime.weights.transfer import check_shapes
 from lineartime.weights.transformers_files import tokenizer_files
-from lineartime.weights.warm_start import check_shapes, find_weights, first_weights
 
 SAMPLE_FILE = "sample.txt"
 
@@ -69,7 +71,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     # What decides the numbers is stored with the run: the hashes of the text, the tokenizer, and the first weights.
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = tokenizer_of(data), read_manifests(data)
-    of_weights, first = weights_to_begin(settings, tokenizer)
+    of_weights, first = weights_to_begin(settings)
     facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
              **of_weights}
 
@@ -89,7 +91,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     return TrainResult(out, settings, result, sample, already)
 
 
-def weights_to_begin(config: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], First | None]:
+def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:
     """What a run stores of the weights that it begins with, and a function that reads them. Without `from` there is
     neither, and a run that is continued needs no function. Raises UsageError, CheckpointError and DataError."""
     source, there = config.source, saved_run(Path(config.out))
@@ -99,7 +101,7 @@ def weights_to_begin(config: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str,
     if there.get("from") == source.name:
         return {name: there[name] for name in there if name.startswith("from")}, None
     folder, facts = find_weights(source)
-    return facts, partial(first_weights, folder, source.model, tokenizer)
+    return facts, partial(read_parts, folder, WEIGHTS)
 
 
 def new_model(config: RunConfig) -> LanguageModel:

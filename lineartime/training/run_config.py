@@ -262,13 +262,13 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
 
 
 def require_same_tokens(weights: str, data: str) -> None:
-    """Raise UsageError unless the data's tokenizer is that of the weights, or has further tokens besides."""
-    from lineartime.data.tokenizer import TOKENIZER_FILE, added_tokens, load_tokenizer
+    """Raise UsageError unless the data's tokenizer gives the tokens that the weights have learned."""
+    from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
     from lineartime.data.tokens import tokenizer_of
 
     old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)
     new = tokenizer_of(data)
-    require(old.sha256 == new.sha256 or added_tokens(old, new) is not None,
+    require(same_tokens(old, new),
             "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
             f"prepare the data with --tokenizer {weights}")

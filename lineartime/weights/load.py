@@ -10,11 +10,10 @@ from torch import Tensor
 
 from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
 from lineartime.base.files import read_json, read_text
-from lineartime.config_json import (
-    QUESTION_ANSWERING,
-    architecture_of,
-    model_config_from_json,
-)
+from lineartime.base.settings import require
+from lineartime.base.stores import hash_of
+from lineartime.config import StartingWeights, to_dict
+from lineartime.config_json import QUESTION_ANSWERING, architecture_of, model_config_from_json
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.folders import (
     CONFIG_FILE,
@@ -45,8 +44,9 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
     `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
     the package, "small". If a run's newest checkpoint is damaged, a warning says so and an older one is read;
-    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU, in float32. Raises UsageError for any other path,
-    CheckpointError for a checkpoint that is damaged, of another run or not finite, DataError for a bad tokenizer."""
+    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU,
+    in float32. Raises UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run
+    or not finite, DataError for a bad tokenizer."""
     # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's newest checkpoint.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
@@ -86,6 +86,23 @@ def end_tokens(folder: Path) -> set[int]:
     found = read_json(place).get("eos_token_id")
     with damaged(place):
         return {int(each) for each in (found if isinstance(found, list) else [] if found is None else [found])}
+
+
+def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
+    """The folder of the weights that a run begins with, which match its manifest if it has one, and what `run.json`
+    stores of them. Raises UsageError and CheckpointError as `load_model` does."""
+    folder = named_folder(source.name).resolve()  # `latest` is a link
+    require((folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists(), "weights in several files",
+            str(folder), "save them in one: save_pretrained(..., max_shard_size='1TB')")
+    if is_exported(folder):
+        check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
+    elif (folder / MANIFEST).exists():
+        checkpoint.check(folder)
+    else:
+        folder = newest_checkpoint(folder).path
+    # Weights of a sharded run lie in several files; their manifest has the hash of each.
+    hashed = hash_of(folder / (WEIGHTS_FILE if (folder / WEIGHTS_FILE).exists() else MANIFEST))
+    return folder, {"from": source.name, "from_sha256": hashed["sha256"], "from_model": to_dict(source.model)}
 
 
 def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:

@@ -1,15 +1,15 @@
-"""The weights of a pretrained model in a model with a new head, another row length or another chunk size."""
+"""The weights of a pretrained model in another model: as they are, or for a new head, row length or chunk size."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lineartime.base.errors import CheckpointError
+from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.settings import replace_fields
-from lineartime.config import ModelConfig
+from lineartime.config import MODEL_FIELDS, ModelConfig
 from lineartime.model.gau import GatedAttentionUnit
-from lineartime.model.language_model import LanguageModel
+from lineartime.model.language_model import LanguageModel, empty_model
 from lineartime.model.layers import RelPosBias
 from lineartime.model.mhsa import MultiHeadAttention
 from lineartime.weights import checkpoint
@@ -21,6 +21,18 @@ def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) ->
     config = model.config
     model.check_length(context)
     return replace_fields(config, {"context": context, **config.kept_scale, **changes})
+
+
+def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
+    """Raise UsageError, with the fields that differ, if a model has other tensors than the weights that it begins with,
+    or if its rows are longer than their position tables."""
+    shapes, wanted = ({name: p.shape for name, p in empty_model(each).named_parameters()} for each in (source, config))
+    changed = [name for name in MODEL_FIELDS if getattr(source, name) != getattr(config, name)]
+    if shapes != wanted:
+        raise UsageError("the weights have other shapes", ", ".join(
+            f"{name} = {getattr(config, name)}, the weights have {getattr(source, name)}" for name in changed),
+            "leave it out; what changes no shape may be set")
+    empty_model(config).check_length(config.context)
 
 
 def is_flash(config: ModelConfig) -> bool:

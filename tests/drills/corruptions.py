@@ -103,9 +103,6 @@ SUBJECTS += [
     Subject("vectors", "labels", {"embed": verb("embed", "{it}", "{made}/dev.jsonl"), **LOAD}),
     Subject("unfinished-labels", "labels", {
         "finetune, resumed": verb(*folders.finetune_documents(MADE, "classify", "{it}"))}),
-    Subject("extended", "data", {
-        "train --from": verb(*folders.train_from("{made}/run", "{it}", "{out}/run")),
-        "prepare over": verb(*folders.add_tokens(MADE, "{it}"))}),
 ]
 PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]

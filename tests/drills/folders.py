@@ -61,10 +61,6 @@ def read_documents(made: Path, out: Path) -> list[str]:
     return [name, str(made / model), str(made / "train.jsonl"), "--out", str(out)]
 
 
-def add_tokens(made: Path, out: object) -> list[str]:
-    return prepare(made / "text.txt", out, "--tokenizer", str(made / "run"), "--add-tokens", str(made / "tokens.txt"))
-
-
 def prepare(text: object, out: object, *more: str) -> list[str]:
     size = [] if "--tokenizer" in more else ["--vocab-size", "280"]
     return ["prepare", str(text), "--out", str(out), "--held-out", "0.2", "--jobs", "1", *size, *more]
@@ -90,14 +86,12 @@ def make_documents(made: Path) -> None:
 
     for name, n in (("train", 24), ("dev", 12), ("test", 9)):
         made_documents.write_rows(made / f"{name}.jsonl", made_documents.made_rows(n, len(name)))
-    (made / "tokens.txt").write_text("waves\ntrees\nSTREETS\n")
     command(made, finetune_documents(made, "classify", made / "labels"))
     command(made, finetune_documents(made, "embed", made / "vectors"))
     cut_off(made, finetune_documents(made, "classify", made / "unfinished-labels"), made / "unfinished-labels", 150)
     (made / "parts").mkdir()
     for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl"):
         cut_off(made, read_documents(made, made / "parts" / name), made / "parts", 16)
-    command(made, add_tokens(made, made / "extended"))
 
 
 def save_pretrained(source: Path, out: Path) -> None:

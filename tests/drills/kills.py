@@ -48,8 +48,7 @@ SCENARIOS: dict[str, Scenario] = {
        for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl")},
     "finetune for labels": Scenario(verb(*folders.finetune_documents(MADE, "classify", "{it}"))),
     "finetune for vectors": Scenario(verb(*folders.finetune_documents(MADE, "embed", "{it}"))),
-    "prepare --add-tokens": Scenario(verb(*folders.add_tokens(MADE, "{it}"))),
-    "train --from": Scenario(verb(*folders.train_from("{made}/run", "{made}/extended", "{it}"))),
+    "train --from": Scenario(verb(*folders.train_from("{made}/run", "{made}/data", "{it}"))),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export"]
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]

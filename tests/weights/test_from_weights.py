@@ -29,7 +29,7 @@ from lineartime.training.optimizers import learning_rate_at
 from lineartime.training.run_config import config_for_data, nearest_preset, run_config
 from lineartime.training.stop import StopSignal
 from lineartime.weights.load import load_model
-from lineartime.weights.warm_start import check_shapes
+from lineartime.weights.transfer import check_shapes
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left
 
 LEFT_OUT = ("n_layers", "d_model", "query_key_dim", "chunk_size", "warmup_steps")
@@ -149,46 +149,15 @@ def test_a_model_is_called_by_its_nearest_preset(preset: str) -> None:
 
 def test_no_field_changes_shapes_unseen() -> None:
     config = lineartime.model_config("flash", n_layers=1, d_model=32, vocab_size=300)
-    for fields in ({"norm": "scale_norm"}, {"linear_gate": True}, {"expansion_factor": 3}, {"overlap": True}):
+    for fields in ({"norm": "scale_norm"}, {"linear_gate": True}, {"expansion_factor": 3}, {"overlap": True},
+                   {"vocab_size": 310}):
         with pytest.raises(UsageError, match=f"{next(iter(fields))} = "):
             check_shapes(config, lineartime.config.replace(config, **fields))
-    for fields in ({"context": 1024}, {"rope_base": 1e6}, {"document_mask": "paper"}, {"vocab_size": 310}):
+    for fields in ({"context": 1024}, {"rope_base": 1e6}, {"document_mask": "paper"}):
         check_shapes(config, lineartime.config.replace(config, **fields))
     with pytest.raises(UsageError, match="row longer than the position table"):
         quad = lineartime.model_config("flash-quad", n_layers=1, d_model=32, vocab_size=300, context=128)
         check_shapes(quad, lineartime.config.replace(quad, context=256, attn_scale_len=128))
-
-
-def test_new_tokens_begin_as_the_mean_of_what_they_were(root: Path, tmp_path: Path, call: Call) -> None:
-    (tmp_path / "tokens.txt").write_text("Rochester\n\nJane\n")
-    code, _, err = call("prepare", root / "b/text.txt", "--out", tmp_path / "data", "--tokenizer", root / "run",
-                        "--add-tokens", tmp_path / "tokens.txt", "--held-out", 0.2, "--jobs", 1)
-    assert code == 0, err
-    assert open_split(tmp_path / "data", "train").n_tokens < open_split(root / "b/prepared", "train").n_tokens
-    begun(root, tmp_path / "new", data=tmp_path / "data", steps=1, warmup_steps=0, learning_rate=1e-30, weight_decay=0)
-    old, before, _ = load_model(root / "run")
-    new, after, _ = load_model(tmp_path / "new")
-    assert before.vocab_size == 257 and new.config.vocab_size == after.vocab_size == 259
-    text = "Jane saw Mr. Rochester\u2026 Rochester!"
-    assert after.decode(after.encode(text)) == text and len(after.encode(text)) == len(before.encode(text)) - 8 - 8 - 3
-    for name in ("embed.weight", "head_bias"):
-        rows, was = new.get_parameter(name), old.get_parameter(name)
-        assert torch.equal(rows[:257], was)
-        for token, word in ((257, "Rochester"), (258, "Jane")):
-            assert after.encode(word) == [token]
-            assert torch.equal(rows[token], was[before.encode(word)].mean(0))
-
-
-@pytest.mark.parametrize(("text", "words"), [
-    ("", "no tokens"), ("two words", "tokens.txt, line 1: two words"), ("x\nyes\nyes", "line 3: yes; take it out"),
-    ("a", "the vocabulary has this token already"), ("na\u00efve", "a token that this tokenizer does not give back")])
-def test_tokens_that_cannot_be_added_are_refused(tmp_path: Path, call: Call, text: str, words: str) -> None:
-    (tmp_path / "tokens.txt").write_text(text)
-    if text.startswith("x"):
-        (tmp_path / "tokens.txt").write_text("xx\nyes\nyes")
-    code, _, err = call("prepare", "--sample", "--out", tmp_path / "data", "--tokenizer", "bytes", "--add-tokens",
-                        tmp_path / "tokens.txt")
-    assert_refused(code, err, 2, words)
 
 
 # More steps
