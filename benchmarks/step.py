@@ -26,7 +26,7 @@ from lineartime.training.gradient import compute_gradient
 from lineartime.training.masking import NO_TARGET
 from lineartime.training.objectives import MaskedTokens, NextToken, Objective
 from lineartime.training.optimizers import make_optimizer
-from lineartime.training.ordered import parts_of
+from lineartime.training.ordered import parameter_parts
 
 Precision = Literal["float32", "bfloat16"]
 LIMITS = {"float32": 1e-3, "bfloat16": 0.06}
@@ -110,7 +110,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
     model = peers.build(parsed, fields).to(on).train()
     if "compiled" in parsed.how:
         model.compile_layers()
-    optimizer = make_optimizer(parts_of(model), train)
+    optimizer = make_optimizer(parameter_parts(model), train)
     task, batch = random_batch(fields, n_rows, on)
     times: Times = {}
 

@@ -16,7 +16,7 @@ from lineartime.config import TrainConfig
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import learning_rate_at, make_optimizer
-from lineartime.training.ordered import parts_of
+from lineartime.training.ordered import parameter_parts
 
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer
@@ -98,7 +98,7 @@ def learn(model: Model, objective: Recall, on_step: OnStep = lambda _: None) -> 
     `measure`. Raises NumericsError for a loss that is not finite."""
     train, losses = objective.config, []
     began = time.perf_counter()
-    optimizer = make_optimizer(parts_of(model), train)
+    optimizer = make_optimizer(parameter_parts(model), train)
     for step in range(train.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, train)

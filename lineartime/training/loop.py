@@ -28,8 +28,7 @@ from lineartime.base.ranks import (
 from lineartime.config import to_dict
 from lineartime.folders import RESULT_FILE, read_result
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.division import divide
-from lineartime.training.gradient import compute_gradient
+from lineartime.training.gradient import compute_gradient, divide
 from lineartime.training.objectives import Objective
 from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer
 from lineartime.training.ordered import require_fitting
@@ -169,7 +168,7 @@ class Loop:
         if step == self.saved:
             return
         parts, state = self.division.parts, self.optimizer.state
-        is_finite = all(t.isfinite().all() for part in parts for t in (part.own, *state[part.own].values()))
+        is_finite = all(t.isfinite().all() for part in parts for t in (part.updated, *state[part.updated].values()))
         if not gather(torch.tensor(is_finite), self.ranks).all():
             raise NumericsError("the weights are not finite", f"step {step}", self.advice())
         self.run.save(step, self.model, parts, self.optimizer, self.setup.extra_files)

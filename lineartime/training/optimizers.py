@@ -16,8 +16,8 @@ def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch
     """AdamW as in Tables 6-7 for the parts of the parameters that this process updates and that are not Muon's.
     Matrices and embeddings decay; biases, norms, scales and position biases do not."""
     parts = [part for part in parts if not part.by_muon]
-    decayed = [part.own for part in parts if is_matrix(part.name, part.whole)]
-    others = [part.own for part in parts if not is_matrix(part.name, part.whole)]
+    decayed = [part.updated for part in parts if is_matrix(part.name, part.parameter)]
+    others = [part.updated for part in parts if not is_matrix(part.name, part.parameter)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
                              eps=config.adam_epsilon, fused=True)
@@ -36,8 +36,8 @@ class Muon(torch.optim.Muon):
         own = [part for part in parts if part.by_muon and part.start < part.stop]
         self.kept = state
         # Rows of a parameter as parameters of their own, in the same memory.
-        self.matrices = {part.own: [nn.Parameter(rows) for rows in part.own.detach().split(
-            sizes.get(part.name, (len(part.own),)))] for part in own}
+        self.matrices = {part.updated: [nn.Parameter(rows) for rows in part.updated.detach().split(
+            sizes.get(part.name, (len(part.updated),)))] for part in own}
         super().__init__([{"params": [matrix for matrices in self.matrices.values() for matrix in matrices]}],
                          lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
 

@@ -2,7 +2,8 @@
 
 The gradients of micro-batches are added as a complete binary tree in their order: ((g0 + g1) + (g2 + g3)) + ...
 
-1. A rank has a consecutive block of 2^k micro-batches. That is a subtree, which it adds alone (`push`, `merge_all`).
+1. A rank has a consecutive block of 2^k micro-batches. That is a subtree, which it adds alone (`add_in_order`,
+   `merge_all`).
 2. One all-to-all gives every rank its own part of all blocks' sums. It adds these as the tree's upper levels
    (`exchange`), so it has that part of the step's gradient.
 3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one all-gather brings
@@ -32,12 +33,13 @@ class ParameterPart(NamedTuple):
     """The elements [start, stop) of a flattened parameter, which one rank updates."""
 
     name: str
-    whole: nn.Parameter
+    parameter: nn.Parameter
+    """The model's, whole."""
     start: int
     stop: int
-    own: nn.Parameter
-    """The optimizer's parameter: `whole` itself, a part of its storage, `[stop - start]`, or a copy that is padded to a
-    multiple of `VECTOR`."""
+    updated: nn.Parameter
+    """What the optimizer updates: `parameter` itself, a part of its storage, `[stop - start]`, or a copy that is padded
+    to a multiple of `VECTOR`."""
     by_muon: bool = False
     """Whether Muon updates it, which takes whole matrices: one rank has all of it, the others nothing."""
 
@@ -47,7 +49,7 @@ class ParameterPart(NamedTuple):
         return ("momentum_buffer",) if self.by_muon else ("exp_avg", "exp_avg_sq")
 
     def uncut(self, x: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as `cut` takes it: Muon's matrices are one row, which is not cut."""
+        """A tensor of the parameter's shape as `cut` takes it: a matrix of Muon's is one row, which is not cut."""
         return x.reshape(1, -1) if self.by_muon else x
 
 
@@ -82,11 +84,11 @@ def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
     Tensors of the terms are overwritten."""
     sums: Sums = []
     for term in terms:
-        push(sums, term)
+        add_in_order(sums, term)
     return merge_all(sums)
 
 
-def push(sums: Sums, term: list[Tensor]) -> None:
+def add_in_order(sums: Sums, term: list[Tensor]) -> None:
     """Add the next term of `tree_sum`. At most one list a level is kept: log2 of the number of terms."""
     sums.append((0, term))
     while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
@@ -94,7 +96,7 @@ def push(sums: Sums, term: list[Tensor]) -> None:
 
 
 def merge_all(sums: Sums) -> list[Tensor]:
-    """The sum of all terms that were pushed."""
+    """The sum of all terms that were added."""
     while len(sums) > 1:
         merge(sums)
     return sums[0][1]
@@ -107,20 +109,23 @@ def merge(sums: Sums) -> None:
     sums[-2:] = [(height + 1, left)]
 
 
-def parts_of(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
+def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
     """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
     all of it. muon: whether the matrices of layers are Muon's."""
-    wholes = [ParameterPart(name, p, 0, p.numel(), p, muon and "layers." in name and is_matrix(name, p) and p.dim() < 3)
-              for name, p in model.named_parameters() if p.requires_grad]
+    wholes = []
+    for name, p in model.named_parameters():
+        by_muon = muon and "layers." in name and is_matrix(name, p) and p.dim() < 3
+        if p.requires_grad:
+            wholes.append(ParameterPart(name, p, 0, p.numel(), p, by_muon))
     if ranks.size == 1:
         return wholes
     # A part shares the memory of its parameter, so that the optimizer's update is the model's.
     parts = []
-    own = cut(tuple(each.uncut(each.whole).shape for each in wholes), ranks.size)[ranks.rank]
+    own = cut(tuple(each.uncut(each.parameter).shape for each in wholes), ranks.size)[ranks.rank]
     for each, (start, stop) in zip(wholes, own, strict=True):
-        flat = each.whole.detach().view(-1)[start:stop]
-        shape = each.whole.shape if each.by_muon and start < stop else flat.shape
-        parts.append(each._replace(start=start, stop=stop, own=nn.Parameter(flat.view(shape))))
+        flat = each.parameter.detach().view(-1)[start:stop]
+        shape = each.parameter.shape if each.by_muon and start < stop else flat.shape
+        parts.append(each._replace(start=start, stop=stop, updated=nn.Parameter(flat.view(shape))))
     return parts
 
 
@@ -148,7 +153,7 @@ def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, in
 
 
 def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """This rank's parts of the sum over all ranks of a list of tensors, flattened, as `parts_of` has them.
+    """This rank's parts of the sum over all ranks of a list of tensors, flattened, as `parameter_parts` has them.
 
     total: the sum over the rank's own micro-batches, the same on all ranks of `in_row`; a process on its own gets it
     back."""
@@ -203,7 +208,7 @@ def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) ->
     gradient: of each part, of any shape."""
     # A part is whole rows of its parameter. A row's squares are added by one rank, always in the same order, and the
     # sums of rows by all ranks, as one process would: by parameter, and in each from the first row to the last.
-    squares = [row_squares(g.reshape(-1, math.prod(part.whole.shape[1:])))
+    squares = [row_squares(g.reshape(-1, math.prod(part.parameter.shape[1:])))
                for g, part in zip(gradient, parts, strict=True)]
     n_rows = gather(torch.tensor([len(square) for square in squares]), ranks).tolist()
     by_rank = [row.split(n) for row, n in zip(gather_rows(torch.cat(squares).cpu(), ranks), n_rows, strict=True)]

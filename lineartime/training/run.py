@@ -28,7 +28,7 @@ from lineartime.folders import (
     read_run,
 )
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.ordered import ParameterPart, parts_of
+from lineartime.training.ordered import ParameterPart, parameter_parts
 from lineartime.training.run_config import RunConfig
 from lineartime.weights import checkpoint
 
@@ -112,13 +112,13 @@ class Run:
         parts: what the rank updates; it reads no other moments, whatever number of ranks has written them."""
         # The weights that this rank holds: all of them, or of a sharded model its parts.
         newest = checkpoint.newest(self.out, self.ranks)
-        held = parts if self.config.train.shard else parts_of(model)
-        wanted: Wanted = {part.name: (part.whole.shape, part.start, part.stop) for part in held}
+        held = parts if self.config.train.shard else parameter_parts(model)
+        wanted: Wanted = {part.name: (part.parameter.shape, part.start, part.stop) for part in held}
 
         def put(weights: dict[str, Tensor]) -> None:
             with torch.no_grad():
                 for part in held:
-                    part.own.view(-1)[: part.stop - part.start] = weights[part.name].to(part.own.device)
+                    part.updated.view(-1)[: part.stop - part.start] = weights[part.name].to(part.updated.device)
 
         if newest is None:
             if first is not None:
@@ -131,14 +131,15 @@ class Run:
         put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
         # AdamW's state, in the form that its first step makes. Muon's momentum is there too; its "step" is not used.
         moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
-            f"{kind}.{part.name}": (part.whole.shape, part.start, part.stop)
+            f"{kind}.{part.name}": (part.parameter.shape, part.start, part.stop)
             for part in parts for kind in part.moments})
         with torch.no_grad():
             for part in parts:
-                state = {kind: torch.zeros_like(part.own) for kind in part.moments}
+                state = {kind: torch.zeros_like(part.updated) for kind in part.moments}
                 for kind in part.moments:
                     state[kind].view(-1)[: part.stop - part.start] = moments[f"{kind}.{part.name}"]
-                optimizer.state[part.own] = {"step": torch.tensor(float(newest.step), device=part.own.device), **state}
+                n_done = torch.tensor(float(newest.step), device=part.updated.device)
+                optimizer.state[part.updated] = {"step": n_done, **state}
         if self.ranks.is_first:
             self.truncate_metrics(newest.step)
         if newest.damaged:
@@ -151,10 +152,10 @@ class Run:
         by file name. Every rank calls it, and writes its parts of the moments and, if sharded, of the weights."""
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
-        tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.own][kind])
+        tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.updated][kind])
                                for part in own for kind in part.moments}}
         if self.is_sharded:
-            tensors[WEIGHTS] = {part.name: held_by(part, part.own.detach()) for part in own}
+            tensors[WEIGHTS] = {part.name: held_by(part, part.updated.detach()) for part in own}
         # Of several ranks each writes a file, and an index says which elements each file has.
         if ranks.size > 1:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
@@ -194,8 +195,8 @@ class Run:
 def held_by(part: ParameterPart, x: Tensor) -> Tensor:
     """A part's weights or moments as a checkpoint has them: in the parameter's shape if it is whole, else flat."""
     n = part.stop - part.start
-    if n == part.whole.numel():
-        return x.view(-1)[:n].view(part.whole.shape)
+    if n == part.parameter.numel():
+        return x.view(-1)[:n].view(part.parameter.shape)
     return x[:n]
 
 
@@ -209,7 +210,7 @@ def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[st
 
     places: of each rank, the first element and the end of its part of each parameter, by name."""
     index = {}
-    for name, whole, moments in ((part.name, part.whole, part.moments) for part in parts):
+    for name, whole, moments in ((part.name, part.parameter, part.moments) for part in parts):
         for tensor in [name] if stem == WEIGHTS else [f"{kind}.{name}" for kind in moments]:
             files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[name]]
                      for rank, at in enumerate(places) if name in at]

@@ -122,6 +122,6 @@ def local(x: Tensor) -> Tensor:
 def write_back(parts: list[ParameterPart]) -> None:
     """Copy the optimizer's parameters that are copies into the model's."""
     for part in parts:
-        held = local(part.whole)
-        if len(part.own) != held.numel():
-            held.view(-1).copy_(part.own[: held.numel()])
+        held = local(part.parameter)
+        if len(part.updated) != held.numel():
+            held.view(-1).copy_(part.updated[: held.numel()])

@@ -20,7 +20,7 @@ from lineartime.base.errors import DataError, LineartimeError, ResourceError, St
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.training.loop import Callbacks
-from lineartime.training.ordered import parts_of
+from lineartime.training.ordered import parameter_parts
 from lineartime.training.run_config import run_config
 from lineartime.training.stop import StopSignal
 from workers_here import work_here
@@ -191,10 +191,10 @@ def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
 def test_muon_has_the_matrices_of_a_peer_one_by_one(name):
     (cell,) = (cell for cell in cells_of("kin", "cpu") if "0.016" in cell.row and cell.settings().get("peer") == name)
     model = build_peer(name, config_of(cell).model, tables.PEERS[name])
-    parts, sizes = parts_of(model, muon=True), model.in_sizes()
-    own = {part.name: len(part.whole) for part in parts if part.by_muon}
+    parts, sizes = parameter_parts(model, muon=True), model.in_sizes()
+    own = {part.name: len(part.parameter) for part in parts if part.by_muon}
     assert len(sizes) == 6 and all(sum(sizes[each]) == own[each] for each in sizes)
-    others = {part.name.split(".")[-2] for part in parts if not part.by_muon and part.whole.dim() > 1}
+    others = {part.name.split(".")[-2] for part in parts if not part.by_muon and part.parameter.dim() > 1}
     assert others <= {"embed_tokens", "embeddings", "conv1d"}
 
 

@@ -17,11 +17,10 @@ from lineartime.base.ranks import ALONE, Ranks, connected, gather, in_rows, with
 from lineartime.config import TrainConfig
 from lineartime.model.language_model import masked_token_losses, token_losses
 from lineartime.ops import reference
-from lineartime.training.division import Division
-from lineartime.training.gradient import compute_gradient
+from lineartime.training.gradient import Division, compute_gradient
 from lineartime.training.language import train
 from lineartime.training.masking import NO_TARGET
-from lineartime.training.ordered import gather_parts, parts_of
+from lineartime.training.ordered import gather_parts, parameter_parts
 from lineartime.training.run_config import RunConfig, run_config
 from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
 from tiny_runs import SETTINGS
@@ -181,13 +180,13 @@ def gradient_error(world, causal, clip_scope):
     config = TrainConfig(tokens_per_step=8 * LENGTH, micro_batch_tokens=2 * LENGTH, clip=0.1, clip_scope=clip_scope)
     wanted = compute_gradient(model, Tokens(), batch, 2, config)
     gradients = [p.grad.clone() for p in model.parameters()]
-    parts = parts_of(model, world)
+    parts = parameter_parts(model, world)
     shared = replace(config, context_parallel=world.in_row.size)
     own = world.in_column.share(8)
     found = compute_gradient(model, Tokens(), [part[own] for part in batch], 2, shared, division=Division(parts, world))
     with torch.no_grad():
         for part in parts:
-            part.own.copy_(part.own.grad)
+            part.updated.copy_(part.updated.grad)
     gather_parts([p.detach() for p in model.parameters()], world)
     most = max(g.abs().max() for g in gradients)
     return max(*(abs(a / b - 1) for a, b in zip(found, wanted, strict=True)),

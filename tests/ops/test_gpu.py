@@ -21,7 +21,7 @@ from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import make_optimizer
-from lineartime.training.ordered import parts_of
+from lineartime.training.ordered import parameter_parts
 from lineartime.training.runtime import choose_settings
 from lineartime.weights.generation.generate import decode_step
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, UNPACKED, random_ids, random_model, with_end
@@ -90,7 +90,7 @@ def test_bfloat16_trains(preset: str) -> None:
     wanted, wanted_norm = compute_gradient(model, task, [rows_BT], 2, replace(train, precision="float32", clip=None))
     first, norm = compute_gradient(model, task, [rows_BT], 2, replace(train, clip=None))
     assert abs(first - wanted) < 0.01 * wanted and abs(norm - wanted_norm) < 0.1 * wanted_norm
-    optimizer = make_optimizer(parts_of(model), train)
+    optimizer = make_optimizer(parameter_parts(model), train)
     for _ in range(20):
         loss, _ = compute_gradient(model, task, [rows_BT], 1, train)
         optimizer.step()

@@ -29,7 +29,7 @@ from lineartime.training.language import new_model
 from lineartime.training.loop import Callbacks, Setup, fit
 from lineartime.training.objectives import NextToken
 from lineartime.training.optimizers import Muon, make_optimizer
-from lineartime.training.ordered import parts_of
+from lineartime.training.ordered import parameter_parts
 from lineartime.training.run import Run
 from lineartime.training.run_config import run_config
 from lineartime.training.stop import StopSignal
@@ -83,7 +83,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else(preset):
     chunks = {"chunk_size": 4} if preset == "flash" else {}
     model = LanguageModel(model_config(preset, n_layers=1, d_model=8, context=16, vocab_size=11, **heads, **chunks))
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = make_optimizer(parts_of(model), TrainConfig()).param_groups
+    groups = make_optimizer(parameter_parts(model), TrainConfig()).param_groups
     decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
     layers = {"layers.0.in_proj.weight", "layers.0.out_proj.weight"}
     if heads:
@@ -165,7 +165,7 @@ def test_a_run_is_the_equations(optimizer, float64, data, tmp_path):
 
 def test_muon_keeps_no_gradient_through_the_next_step():
     model = random_model(CONFIGS["flash"])
-    muon = Muon(model, parts_of(model, muon=True), TrainConfig(), defaultdict(dict))
+    muon = Muon(model, parameter_parts(model, muon=True), TrainConfig(), defaultdict(dict))
     for parameter in muon.matrices:
         parameter.grad = torch.ones_like(parameter)
     muon.update()
