@@ -24,11 +24,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks import Row
 from benchmarks.markdown import listed, source_line, unique
+from benchmarks.provenance import installed_version, provenance
 from lineartime.base.errors import UsageError
 from lineartime.base.settings import require, require_name
 from lineartime.config import PRESETS, model_config
 from lineartime.hf import LineartimeConfig
-from lineartime.use.release.provenance import installed_version, provenance
 
 SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("laws.toml").read_text(encoding="utf-8"))
 CLASSES: dict[str, dict[str, Any]] = SIZES["classes"]

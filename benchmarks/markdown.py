@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from benchmarks import Row
+from benchmarks.provenance import machine
 from lineartime.base.errors import escaped
 from lineartime.base.words import in_markdown
-from lineartime.use.release.provenance import machine
 
 MACHINES, COMMANDS = 3, 3
 """The line under a table names at most so many machines, and so many commands."""

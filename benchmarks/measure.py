@@ -23,11 +23,11 @@ import torch
 
 from benchmarks import Row
 from benchmarks.append import append_json_lines, rows_in
+from benchmarks.provenance import provenance
 from lineartime.base.errors import LineartimeError
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.training.loop import out_of_memory
 from lineartime.training.runtime import available_bytes, bytes_of, choose_settings, peak_bytes
-from lineartime.use.release.provenance import provenance
 
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""

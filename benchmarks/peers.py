@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import Row
 from benchmarks.cells import PEERS
+from benchmarks.provenance import installed_version
 from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require, require_name
@@ -21,7 +22,6 @@ from lineartime.model.layers import SequenceInfo
 from lineartime.model.mhsa import MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.use.release.provenance import installed_version
 
 PACKAGES = {"flash-pytorch": "FLASH-pytorch", **dict.fromkeys(PEERS, "transformers")}
 """Others' models, and where they come from."""

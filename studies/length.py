@@ -29,11 +29,11 @@ import lineartime
 from benchmarks import Row
 from benchmarks.append import append_json_lines
 from benchmarks.paper.memory import difference_text
+from benchmarks.provenance import installed_version, provenance
 from lineartime.base.settings import require, require_name
 from lineartime.base.words import markdown
 from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
-from lineartime.use.release.provenance import installed_version, provenance
 from studies import missing, named_models, run
 
 KINDS = ("books", "code")

@@ -16,6 +16,7 @@ from benchmarks import Row
 from benchmarks.context_use import measure_context_use, with_contexts
 from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
+from benchmarks.provenance import installed_version
 from lineartime.base.files import write_atomically
 from lineartime.base.ranks import Ranks
 from lineartime.cli.exits import exit_code
@@ -29,7 +30,6 @@ from lineartime.training.run import Run
 from lineartime.training.run_config import config_for_data
 from lineartime.training.runtime import peak_bytes
 from lineartime.training.stop import StopSignal
-from lineartime.use.release.provenance import installed_version
 
 
 def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),

@@ -21,6 +21,7 @@ from benchmarks.measure import Setup, spread
 from benchmarks.paper.results import Record, by_key, read_records, records_of
 from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
 from benchmarks.peers import parse_label
+from benchmarks.provenance import provenance
 from benchmarks.step import StepCase, benchmark_step
 from lineartime.base.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.base.files import read_json, write_atomically
@@ -30,7 +31,6 @@ from lineartime.folders import read_fine_tuning, read_metrics, read_result, read
 from lineartime.model.language_model import number_of_parameters
 from lineartime.training.run_config import run_config
 from lineartime.training.stop import StopSignal
-from lineartime.use.release.provenance import provenance
 from lineartime.weights import checkpoint
 
 Records = Mapping[str, list[Record]]

@@ -15,13 +15,13 @@ from benchmarks.append import rows_in
 from benchmarks.cells import shaped_config
 from benchmarks.measure import add_missing
 from benchmarks.peers import build_peer
+from benchmarks.provenance import installed_version, provenance
 from benchmarks.recall.measure import Model, OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import FORMS, TASKS, Task, text_task
 from lineartime.base.settings import require, require_name
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import load_with_split
-from lineartime.use.release.provenance import installed_version, provenance
 
 STUDY: dict[str, Any] = tomllib.loads(Path(__file__).with_name("study.toml").read_text(encoding="utf-8"))
 RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]

@@ -24,7 +24,7 @@ def export(
     folder = named_folder(run)
     from lineartime.data.read_text import read_small
     from lineartime.training.runtime import pick_device
-    from lineartime.use.release.export import export
+    from lineartime.use.export import export
 
     text = read_small(about) if about is not None else ""
     with Terminal() as terminal:

@@ -1,7 +1,9 @@
 """What all measurements share: times, memory, where a row comes from, rows in files, processes."""
 
 import json
+import platform
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ import torch
 from benchmarks import measure
 from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
+from benchmarks.provenance import commit, cpu_model, provenance
 from benchmarks.step import training_steps
 from lineartime.base.files import read_json_lines
-from lineartime.use.release.provenance import commit, provenance
 
 
 def test_times_have_quartiles_and_say_which_clock_counts(monkeypatch):
@@ -36,15 +38,20 @@ def test_a_process_that_dies_says_why():
     killed.close()
 
 
+def test_a_processor_without_a_name_is_its_kind(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: "processor: 0\nCPU architecture: 8\n")  # of an ARM
+    assert cpu_model() == platform.machine()
+
+
 def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     def git(*arguments):
         who = ["-c", "user.name=n", "-c", "user.email=e@x"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
 
     assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "torch"} <= set(provenance())
-    monkeypatch.setattr("lineartime.use.release.provenance.ROOT", tmp_path)
+    monkeypatch.setattr("benchmarks.provenance.ROOT", tmp_path)
     git("init", "-q")
-    file = tmp_path / "lineartime" / "release" / "provenance.py"
+    file = tmp_path / "benchmarks" / "provenance.py"
     rows, page = (tmp_path / "benchmarks" / name for name in ("rows/rows.jsonl", "tables/speed.md"))
     study = tmp_path / "studies" / "zoology.py"
     for path in (file, rows, page, study):

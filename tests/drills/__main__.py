@@ -81,7 +81,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     child.warm_up()
-    from lineartime.use.release.provenance import commit
+    from benchmarks.provenance import commit
 
     work, log, version, rows = given.work.resolve(), given.work / "log.jsonl", commit(), []
     folders.make(work)

@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError
 from lineartime.base.errors import RankError, UsageError
 from lineartime.base.ranks import connected
 from lineartime.hf import LineartimeForCausalLM
-from lineartime.use.release.export import export
+from lineartime.use.export import export
 from lineartime.weights import checkpoint
 from lineartime.weights.load import load_model
 from made_questions import write_questions

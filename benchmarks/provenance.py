@@ -12,7 +12,7 @@ from typing import Any
 
 from lineartime.base.words import in_markdown
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "lineartime/use/release/provenance.py")
+        git("ls-files", "--error-unmatch", "benchmarks/provenance.py")
         changes = git("status", "--porcelain", "--untracked-files=no", "--", "lineartime", "benchmarks", "studies",
                       ":!benchmarks/rows", ":!benchmarks/tables")
         return git("rev-parse", "HEAD") + ("+changes" if changes else "")
