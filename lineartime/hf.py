@@ -21,8 +21,6 @@ from transformers import (
     PreTrainedModel,
     TokenizersBackend,
 )
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -42,7 +40,7 @@ from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.tasks.pooling import document_means
-from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five, reshaped
+from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five
 from lineartime.weights.hf_cache import LineartimeCache
 from lineartime.weights.load import check_shared, has_optimizer, weight_files
 from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_FILE, LONGEST, padding_token
@@ -188,20 +186,6 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
                         padding=how.get("padding_strategy", False), **{name: how.get(name) for name in (
                             "max_length", "pad_to_multiple_of", "padding_side", "return_attention_mask",
                             "return_tensors")})
-
-
-class Reshaped(ConversionOps):
-    """`checkpoint.reshaped` for `from_pretrained`; saving changes no shapes."""
-
-    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
-                **kwargs: Any) -> dict[str, Any]:
-        (stored,) = (part[0] if isinstance(part, list) else part for part in input_dict.values())
-        own = dict(kwargs["model"].named_parameters()).get(kwargs["full_layer_name"], stored)
-        return {target_patterns[0]: reshaped(stored, own.shape)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return Reshaped()
 
 
 class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
@@ -381,7 +365,6 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         own = self.state_dict()
         names = {name if name in own else f"model.{name.removeprefix('model.')}": value
                  for name, value in state_dict.items()}
-        names = {name: reshaped(value, own[name].shape) if name in own else value for name, value in names.items()}
         return super().load_state_dict(names, *args, **kwargs)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
@@ -578,8 +561,6 @@ def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: 
     return total / torch.as_tensor(len(at_K) if n_items is None else n_items).to(total.device).clamp(min=1)
 
 
-register_checkpoint_conversion_mapping(
-    "lineartime", [WeightConverter("scalar", "scalar", operations=[Reshaped()])], overwrite=True)
 transformers.AutoConfig.register("lineartime", LineartimeConfig, exist_ok=True)
 transformers.AutoTokenizer.register(LineartimeConfig, fast_tokenizer_class=LineartimeTokenizer, exist_ok=True)
 for auto_class in CLASSES.keys() - {"AutoConfig"}:

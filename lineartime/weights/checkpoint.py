@@ -225,9 +225,8 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
     and stop. Raises CheckpointError for tensors that cannot be read, are not as expected, or not finite."""
     found = {}
     index = _index(folder, stem)
-    # A shape of [] stands for [1], see `reshaped`.
     wrong = [name for name, (shape, _, _) in wanted.items()
-             if name not in index or (index[name]["shape"] or [1]) != (list(shape) or [1])]
+             if name not in index or index[name]["shape"] != list(shape)]
     if wrong:
         raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
     # Each part that overlaps [start, stop) gives a piece of it; the parts are in order.
@@ -262,20 +261,12 @@ def _index(folder: Path, stem: str) -> dict[str, Any]:
     return index
 
 
-def reshaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
-    """A stored tensor in the shape of its parameter: older versions stored scalar parameters as `[]`, now `[1]`."""
-    return stored.reshape(1) if tuple(stored.shape) == () and tuple(shape) == (1,) else stored
-
-
-def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors of the file `path` in the shapes of their parameters, see `reshaped`.
-
-    Raises CheckpointError, with the file and the first five differences, unless names, shapes and dtypes are as
-    expected and every number is finite."""
+def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError, with the file `path` and the first five differences, unless the names, shapes and dtypes
+    of tensors are as expected, and every number is finite."""
     def kinds(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in tensors.items()}
 
-    loaded = {name: reshaped(x, expected[name].shape) if name in expected else x for name, x in loaded.items()}
     # Names, shapes and types first, then numbers: a tensor of another model is not called damaged.
     found, wanted = kinds(loaded), kinds(expected)
     wrong = [f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}"
@@ -283,7 +274,6 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
     if wrong:
         raise CheckpointError("the checkpoint's tensors are not this model's", f"{path}: {first_five(wrong)}")
     check_finite(loaded, path)
-    return loaded
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:

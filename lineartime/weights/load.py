@@ -73,7 +73,7 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     # Built without memory of its own; then the weights that were read become its parameters.
     with torch.device("meta"), Undrawn():
         model = SpanModel(config) if kind == QUESTION_ANSWERING else LanguageModel(config)
-    weights = checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
+    checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)
     return model.eval(), tokenizer, facts
