@@ -1,9 +1,9 @@
-"""The grid of packed rows: where the positions and the chunks of each document begin.
+"""The layout of rows: which token lies where, once for all layers, and the way back.
 
-With `ModelConfig.document_grid` "row" they count from the beginning of the row, as in the paper's listings. With "own"
-positions count from the beginning of each document. Rows are then laid out once, where a model or a layer takes them:
-a document begins with a chunk, or lies in one. The layers compute as always, and the results go back to where the
-tokens were."""
+Padding goes to the end of its row, where it shifts neither positions nor chunks. With `ModelConfig.document_grid` "row"
+positions and chunks count from the beginning of the row, as in the paper's listings. With "own" positions count from
+the beginning of each document, and a document begins with a chunk or lies in one. The layers compute as always, and the
+results go back to where the tokens were."""
 
 import itertools
 from typing import NamedTuple
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lineartime.base.errors import UsageError
 from lineartime.config import ModelConfig
 
 
-class Places(NamedTuple):
+class Layout(NamedTuple):
     """Rows of T tokens as layers take them, in L places."""
 
     position_BL: Tensor
@@ -27,29 +28,83 @@ class Places(NamedTuple):
     back_BT: Tensor | None = None
     """The place of each token, if there is an `order_BL`."""
 
+    def take(self, x_BT: Tensor) -> Tensor:
+        """`[B, L, ...]`: what each place has of ids or vectors of the tokens, `[B, T, ...]`."""
+        return x_BT if self.order_BL is None else in_order(x_BT, self.order_BL)
+
+    def give_back(self, x_BL: Tensor) -> Tensor:
+        """The inverse of `take`: `[B, T, ...]`."""
+        return x_BL if self.back_BT is None else in_order(x_BL, self.back_BT)
+
+
+def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None = None,
+            padding_mask_BT: Tensor | None = None) -> Layout:
+    """The layout of rows of `n_tokens` tokens.
+
+    segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a row, -1 for padding
+    at its end; None: every row is one document. padding_mask_BT: True for tokens, False for padding, which may be
+    anywhere in a row; the segment id of padding does not matter. Raises UsageError for wrong segment ids."""
+    order_BT = None
+    if padding_mask_BT is not None:
+        order_BT = padding_last(padding_mask_BT.bool())
+        ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.long().gather(1, order_BT)
+        segment_ids_BT = torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
+    if segment_ids_BT is not None:
+        check_segment_ids(segment_ids_BT := segment_ids_BT.long())
+    laid = Layout(torch.arange(n_tokens, device=device)[None], segment_ids_BT)
+    if config.document_grid == "own" and segment_ids_BT is not None and segment_ids_BT.numel() > 0:
+        laid = lay_out_documents(config, segment_ids_BT)
+    # Both orders one after the other: padding moves first, then documents do.
+    if order_BT is not None:
+        back_BT = order_BT.argsort(1)
+        if laid.order_BL is not None and laid.back_BT is not None:
+            order_BT, back_BT = order_BT.gather(1, laid.order_BL), laid.back_BT.gather(1, back_BT)
+        laid = laid._replace(order_BL=order_BT, back_BT=back_BT)
+    return laid
+
 
 def padding_last(valid_BT: Tensor) -> Tensor:
-    """The order with each row's tokens first and its padding last, see `layers.in_order`. ONNX has no stable sort."""
+    """The order with each row's tokens first and its padding last, see `in_order`. ONNX has no stable sort."""
     count_BT, padding_BT = valid_BT.cumsum(1), (~valid_BT).cumsum(1)
     return torch.where(valid_BT, count_BT, count_BT[:, -1:] + padding_BT).argsort(1)
 
 
-def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None,
-              order_BT: Tensor | None = None) -> Places:
-    """The places of rows of `n_tokens`. segment_ids_BT: see `layers.SequenceInfo`. order_BT: if given, the
-    ids are those of the tokens in this order, see `layers.tokens_first`."""
-    index_1T = torch.arange(n_tokens, device=device)[None]
-    back_BT = None if order_BT is None else order_BT.argsort(1)
-    if config.document_grid == "row" or segment_ids_BT is None or segment_ids_BT.numel() == 0:
-        return Places(index_1T, segment_ids_BT, order_BT, back_BT)
-    # A document begins where the id changes. Padding, which is at the end of a row, goes on behind the last one.
+def in_order(x_BT: Tensor, order_BL: Tensor) -> Tensor:
+    """`[B, T, ...]` in another order along T: place l has the ids or vectors of place order_BL[b, l]."""
+    if x_BT.dim() > 2:
+        order_BL = order_BL[..., None].expand(-1, -1, x_BT.shape[-1])
+    return x_BT.gather(1, order_BL)
+
+
+def check_segment_ids(segment_ids_BT: Tensor) -> None:
+    """Raise UsageError unless segment ids are as `lay_out` describes them, and fit into the int32 of kernels.
+
+    A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
+    check."""
+    if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
+        return
+    before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
+    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
+    right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1) & (segment_ids_BT < 2**31)
+    todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
+    if segment_ids_BT.is_cuda:
+        torch._assert_async(right_BT.all(), f"wrong segment_ids; {todo}")
+    elif not right_BT.all():
+        row, token = (~right_BT).nonzero()[0].tolist()
+        raise UsageError("wrong segment_ids", f"row {row}: {segment_ids_BT[row, token]} at token {token}", todo)
+
+
+def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
+    """The layout with `document_grid` "own" of rows whose padding is at their end."""
+    # A document begins where the id changes. Padding goes on behind the last one.
     begins_BT = (segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0) & (segment_ids_BT >= 0)
+    index_1T = torch.arange(segment_ids_BT.shape[1], device=segment_ids_BT.device)[None]
     position_BT = index_1T - torch.where(begins_BT, index_1T, 0).cummax(1).values
     c = config.grid_size
     if c == 1:
-        return Places(position_BT, segment_ids_BT, order_BT, back_BT)
+        return Layout(position_BT, segment_ids_BT)
     place_BT = index_1T + moves(begins_BT, segment_ids_BT, c, share=not config.first_to_all).cumsum(1)
-    place_L = torch.arange((int(place_BT.max()) // c + 1) * c, device=device)
+    place_L = torch.arange((int(place_BT.max()) // c + 1) * c, device=place_BT.device)
     # A place without a token holds a copy of the token before it, and must belong to no document. So documents get even
     # numbers, the copies behind them odd ones, and what is behind the last document is padding.
     token_BL = place_L.new_zeros(len(place_BT), len(place_L)).scatter(1, place_BT, index_1T.expand_as(place_BT))
@@ -57,9 +112,7 @@ def places_of(config: ModelConfig, n_tokens: int, device: torch.device, segment_
     is_copy_BL = place_BT.gather(1, token_BL) != place_L
     last_B1 = torch.where(segment_ids_BT >= 0, place_BT, -1).amax(1, keepdim=True)
     ids_BL = torch.where(place_L > last_B1, -1, 2 * begins_BT.cumsum(1).gather(1, token_BL) + is_copy_BL)
-    order_BL = token_BL if order_BT is None else order_BT.gather(1, token_BL)
-    return Places(position_BT.gather(1, token_BL), ids_BL, order_BL,
-                  place_BT if back_BT is None else place_BT.gather(1, back_BT))
+    return Layout(position_BT.gather(1, token_BL), ids_BL, token_BL, place_BT)
 
 
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:

@@ -18,18 +18,15 @@ from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
-from lineartime.model.document_grid import Places, padding_last, places_of
+from lineartime.model.document_grid import Layout, in_order, lay_out, padding_last
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.layers import (
     ResidualLayer,
     ScaledSin,
     SequenceInfo,
-    check_segment_ids,
     check_shape,
-    in_order,
     make_norm,
     sequence_info,
-    tokens_first,
 )
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 
@@ -58,15 +55,15 @@ class LanguageModel(nn.Module):
                 targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
-        ids_BT: integers below `vocab_size`. segment_ids_BT: the document of each token, integers of at least 0 that do
-        not decrease along a row, -1 for padding at its end; by default a new document starts at each
-        `config.end_of_document`. padding_mask_BT: True for tokens, False for padding, which may be anywhere in a row;
-        the segment id of padding does not matter. at_K: indices into the flattened rows; only the logits_KV of these
+        ids_BT: integers below `vocab_size`. segment_ids_BT, padding_mask_BT: see `lay_out`; by default a new document
+        starts at each `config.end_of_document`. at_K: indices into the flattened rows; only the logits_KV of these
         tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of each is returned
         instead, see `losses`. ranks: the ranks that share the rows, which all call this with the whole rows; what is
-        returned, at_K and targets are of this rank's part of them, `[B, T / W]`. Raises UsageError for a row longer
-        than the position tables allow, wrong segment ids, a mask, segment ids or targets of another shape, rows of
-        several documents with learned chunk weights, and rows or a model that ranks cannot share."""
+        returned, at_K and targets are of this rank's part of them, `[B, T / W]`.
+
+        Raises UsageError for a row longer than the position tables allow, wrong segment ids, a mask, segment ids or
+        targets of another shape, rows of several documents with learned chunk weights, and rows or a model that ranks
+        cannot share."""
         # The head is the largest matmul, so it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
@@ -79,49 +76,38 @@ class LanguageModel(nn.Module):
 
         collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
         embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
-        ids_BL, places, info = self.prepare_rows(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
-        if embeds_BTD is None:
-            embeds_BTD = self.embed(ids_BL)
-        elif places.order_BL is not None:
-            embeds_BTD = in_order(embeds_BTD, places.order_BL)
-        x_BTD = self.run_layers(embeds_BTD + self.abs_pos(places.position_BL), info, collected=collected)
-        if places.back_BT is not None:  # back to the places that were given
-            x_BTD = in_order(x_BTD, places.back_BT)
-            if collected is not None:
-                collected[:] = [in_order(each_BTD, places.back_BT) for each_BTD in collected]
-        return self.norm(x_BTD)
+        laid = self.lay_out(ids_BT, segment_ids_BT, padding_mask_BT)
+        if ranks.size > 1:
+            ids_BT, laid = self.part_of_rows(ids_BT, laid, ranks)
+        info = sequence_info(self.config, laid.position_BL, self.embed.weight.dtype, laid.segment_ids_BL, ranks)
+        embeds_BLD = self.embed(laid.take(ids_BT)) if embeds_BTD is None else laid.take(embeds_BTD)
+        x_BLD = self.run_layers(embeds_BLD + self.abs_pos(laid.position_BL), info, collected=collected)
+        if collected is not None:
+            collected[:] = map(laid.give_back, collected)
+        return self.norm(laid.give_back(x_BLD))
 
-    def prepare_rows(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None,
-                     ranks: Ranks) -> tuple[Tensor, Places, SequenceInfo]:
-        """Rows as the layers take them, ids_BL first, from the arguments of `forward`. Raises UsageError as `hidden`
-        does."""
+    def lay_out(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None) -> Layout:
+        """The layout of rows, whose documents are numbered here if they are not given."""
         require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
-        # Documents: by the ids that are given, or by the tokens that start one.
-        are_given, order_BT = segment_ids_BT is not None, None
         if segment_ids_BT is None and self.config.end_of_document is not None:
-            starts_BT = ids_BT == self.config.end_of_document
-            if padding_mask_BT is not None:
-                starts_BT = starts_BT & padding_mask_BT.bool()
-            segment_ids_BT = starts_BT.cumsum(1)
-        # Padding moves to the end of its row, where it shifts neither positions nor chunks.
-        if padding_mask_BT is not None:
-            order_BT, segment_ids_BT = tokens_first(padding_mask_BT, segment_ids_BT)
-        if are_given and segment_ids_BT is not None:
-            check_segment_ids(segment_ids_BT := segment_ids_BT.long())
-        places = places_of(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, order_BT)
-        # Ranks that share the rows take a part each, whose positions are those in the whole row.
-        if ranks.size > 1:
-            check_context_parallel(replace(self.config, context=ids_BT.shape[1]), ranks.size)
-            require(padding_mask_BT is None, "ranks that share a row take no padding mask", "padding_mask",
-                    "give segment ids, -1 for padding at the end of a row")
-            ids_BT, segment_ids_BT, position_BT = part_of_rows(ids_BT, segment_ids_BT, places.position_BL, ranks)
-            places = Places(position_BT, segment_ids_BT)
-        ids_BL = ids_BT if places.order_BL is None else ids_BT.gather(1, places.order_BL)
-        info = sequence_info(self.config, places.position_BL, self.embed.weight.dtype, places.segment_ids_BL, ranks)
-        return ids_BL, places, info
+            begins_BT = self.begins(ids_BT)
+            segment_ids_BT = (begins_BT if padding_mask_BT is None else begins_BT & padding_mask_BT.bool()).cumsum(1)
+        return lay_out(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, padding_mask_BT)
+
+    def part_of_rows(self, ids_BT: Tensor, laid: Layout, ranks: Ranks) -> tuple[Tensor, Layout]:
+        """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions are those in the whole row. Segment
+        ids are shifted: 0 is the document of the token before the part, even if the part has no token of it."""
+        n_tokens = ids_BT.shape[1]
+        check_context_parallel(replace(self.config, context=n_tokens), ranks.size)
+        require(laid.order_BL is None, "ranks that share a row take no padding mask", "padding_mask",
+                "give segment ids, -1 for padding at the end of a row")
+        own = ranks.share(n_tokens)
+        segment_ids_BT = torch.zeros_like(ids_BT) if laid.segment_ids_BL is None else laid.segment_ids_BL
+        before_B1, own_BT = segment_ids_BT[:, max(own.start - 1, 0), None], segment_ids_BT[:, own]
+        return ids_BT[:, own], Layout(laid.position_BL[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1))
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
@@ -316,19 +302,6 @@ def empty_model(config: ModelConfig) -> LanguageModel:
 def number_of_parameters(config: ModelConfig) -> int:
     """The number of a model's parameters, counted without allocating the model."""
     return sum(p.numel() for p in empty_model(config).parameters())
-
-
-def part_of_rows(ids_BT: Tensor, segment_ids_BT: Tensor | None, position_BT: Tensor,
-                 ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    """A rank's part of whole rows: ids, segment ids and positions, `[B or 1, T / W]`. Segment ids are shifted: 0 is the
-    document of the token before the part, even if the part has no token of it."""
-    n_tokens = ids_BT.shape[1]
-    own = ranks.share(n_tokens)
-    if segment_ids_BT is None:
-        segment_ids_BT = torch.zeros_like(ids_BT)
-    before_B1 = segment_ids_BT[:, max(own.start - 1, 0), None]
-    own_BT = segment_ids_BT[:, own]
-    return ids_BT[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1), position_BT[:, own]
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:

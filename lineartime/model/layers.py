@@ -20,7 +20,7 @@ from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
-from lineartime.model.document_grid import padding_last, places_of
+from lineartime.model.document_grid import lay_out
 from lineartime.ops.context import exchange_states
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import NORM_EPS, Exchange, rope, rotary, scale_norm
@@ -116,7 +116,7 @@ class SequenceInfo:
     """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
     segment_ids_BT: Tensor | None = None
     """The document of each token: integers of at least 0 that do not decrease along a row, -1 for padding at its end.
-    None: every row is one document. See `check_segment_ids`."""
+    None: every row is one document."""
     cu_seqlens: list[int] | None = None
     """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
     shared_by: Ranks | None = None
@@ -132,24 +132,6 @@ class SequenceInfo:
     def exchange(self) -> Exchange | None:
         """What brings the states of the rows' other parts; None if the rows are whole."""
         return None if self.ranks.size == 1 else partial(exchange_states, ranks=self.ranks)
-
-
-def check_segment_ids(segment_ids_BT: Tensor) -> None:
-    """Raise UsageError unless segment ids are as `SequenceInfo` describes them, and fit into the int32 of kernels.
-
-    A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
-    check."""
-    if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
-        return
-    before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
-    right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
-    right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1) & (segment_ids_BT < 2**31)
-    todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
-    if segment_ids_BT.is_cuda:
-        torch._assert_async(right_BT.all(), f"wrong segment_ids; {todo}")
-    elif not right_BT.all():
-        row, token = (~right_BT).nonzero()[0].tolist()
-        raise UsageError("wrong segment_ids", f"row {row}: {segment_ids_BT[row, token]} at token {token}", todo)
 
 
 def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, segment_ids_BT: Tensor | None = None,
@@ -170,19 +152,6 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
             raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
                              "give each document its own row")
     return info
-
-
-def tokens_first(padding_mask_BT: Tensor, segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The order that moves each row's tokens to its front, and the segment ids in this order, -1 for padding: `[B, T]`
-    each. Padding then shifts neither positions nor chunk boundaries."""
-    order_BT = padding_last(padding_mask_BT.bool())
-    ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.long().gather(1, order_BT)
-    return order_BT, torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
-
-
-def in_order(x_BTD: Tensor, order_BL: Tensor) -> Tensor:
-    """The vectors of each row in another order, `[B, L, D]`: place l has that of place order_BL[b, l]."""
-    return x_BTD.gather(1, order_BL[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
 def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
@@ -260,30 +229,20 @@ class ResidualLayer(nn.Module):
     def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
         """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
 
-        segment_ids: the document of each token, integers `[B, T]` of at least 0 that do not decrease along a row, -1
-        for padding at its end; by default each row is one document. padding_mask: `[B, T]`, True for tokens, False for
-        padding, which may be anywhere in a row; the segment id of padding does not matter. No document sees another,
-        and a token is computed as if its row had no padding. What comes out for padding is finite and means nothing.
-
-        Raises UsageError for another shape or dtype, wrong segment ids, and a row longer than a position table."""
+        segment_ids, padding_mask: `[B, T]` as in `lay_out`; by default each row is one document. No document sees
+        another, and a token is computed as if its row had no padding. What comes out for padding is finite and means
+        nothing. Raises UsageError for another shape or dtype, wrong segment ids, and a row longer than a position
+        table."""
         self.check_input(x_BTD)
         check_shape("segment_ids", segment_ids, x_BTD.shape[:2])
         check_shape("padding_mask", padding_mask, x_BTD.shape[:2])
-        # Padding goes to the end of its row, where it shifts neither positions nor chunks.
-        order_BT = None
-        if padding_mask is not None:
-            order_BT, segment_ids = tokens_first(padding_mask, segment_ids)
-        if segment_ids is not None:
-            check_segment_ids(segment_ids := segment_ids.long())
-        places = places_of(self.config, x_BTD.shape[1], x_BTD.device, segment_ids, order_BT)
-        if places.order_BL is not None:
-            x_BTD = in_order(x_BTD, places.order_BL)
-        if places.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
-            x_BTD = x_BTD.masked_fill((places.segment_ids_BL < 0)[..., None], 0.0)
-        info = sequence_info(self.config, places.position_BL, at_least_float32(x_BTD).dtype, places.segment_ids_BL)
-        x_BTD, delta_BTD = self.add(x_BTD, None, info)
-        x_BTD = x_BTD + delta_BTD
-        return x_BTD if places.back_BT is None else in_order(x_BTD, places.back_BT)
+        laid = lay_out(self.config, x_BTD.shape[1], x_BTD.device, segment_ids, padding_mask)
+        x_BLD = laid.take(x_BTD)
+        if laid.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
+            x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)
+        info = sequence_info(self.config, laid.position_BL, at_least_float32(x_BLD).dtype, laid.segment_ids_BL)
+        x_BLD, delta_BLD = self.add(x_BLD, None, info)
+        return laid.give_back(x_BLD + delta_BLD)
 
     def check_input(self, x_BTD: Tensor) -> None:
         """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast float64 alone

@@ -11,9 +11,8 @@ from transformers.cache_utils import Cache
 from lineartime.base.errors import UsageError
 from lineartime.base.settings import require
 from lineartime.model.decoding.state import DecodingState, load_state, save_state
-from lineartime.model.document_grid import padding_last
+from lineartime.model.document_grid import in_order, padding_last
 from lineartime.model.language_model import LanguageModel
-from lineartime.model.layers import in_order
 from lineartime.weights.generation.step import DecodeStep
 
 

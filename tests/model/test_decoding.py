@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lineartime.weights.generation.cuda_graph import CapturedStep
 from torch import Tensor
 
 from lineartime.base.errors import UsageError
@@ -21,7 +20,7 @@ from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import sequence_info
-from lineartime.weights.generation import cuda_graph, generate
+from lineartime.weights.generation import generate
 from marks import rest
 from tiny_models import (
     BOTH_GRIDS,
@@ -144,72 +143,6 @@ def test_rows_of_a_state_are_chosen(name: str) -> None:
     state.select(chosen)
     x_BND = extend(model, ids_BT[chosen, CHUNK + 2 :], state)
     assert difference(x_BND, model.hidden(ids_BT[chosen])[:, CHUNK + 2 :]) <= 1e-12
-
-
-@pytest.mark.parametrize(("name", "lengths"), [
-    *(case_of(name, (1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), rest=name not in PRESETS) for name in BOTH_GRIDS),
-    *(case_of(name, (CHUNK + 1, CHUNK + 1), rest=name not in ("flash", "flash, own grid")) for name in BOTH_GRIDS)])
-def test_a_step_as_it_would_be_captured(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph's step, run without one: the logits of `decode_step`, for rows of any lengths, past the ends of
-    chunks, of documents and of windows of keys."""
-    monkeypatch.setattr(cuda_graph, "WINDOW", 8)
-    model = random_model(with_documents(name))
-    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
-    (_, ours), (_, theirs) = generate.prefill(model, prompts), generate.prefill(model, prompts)
-    if not all(cache.replayable for cache in ours.caches):
-        assert model.config.attn_type in ("linear", "rowmajor_axial")
-        with pytest.raises(UsageError, match="cannot be captured"):
-            CapturedStep(model, ours)
-        return
-    step = CapturedStep(model, ours)
-    kept = [(cache, part, tensor) for cache in ours.caches for part, tensor in cache.tensors().items()
-            if part not in cache.growing] + [(ours, "seq_lens_B", ours.seq_lens_B), (ours, "start_B", ours.start_B)]
-    for seed in range(2 * CHUNK + 2):
-        ids_B = random_ids(len(prompts), seed=seed, vocab_size=6)
-        assert difference(step(ids_B), generate.decode_step(model, ids_B, theirs)) <= 1e-12, seed
-    assert torch.equal(ours.seq_lens_B, theirs.seq_lens_B) and torch.equal(ours.start_B, theirs.start_B)
-    for holder, part, tensor in kept:
-        assert getattr(holder, part) is tensor, part  # a graph writes where it wrote when it was captured
-    # Both go on with what is read next, though the caches may just have grown.
-    first_BV, second_BV = (generate.prefill(model, [[1, 2]] * len(prompts), state=state)[0] for state in (ours, theirs))
-    assert difference(first_BV, second_BV) <= 1e-12
-
-
-@PRESETS_FIRST
-@torch.inference_mode()
-def test_a_step_may_be_repeated(name: str) -> None:
-    """As the warm-up before a capture is, with the positions put back: it overwrites and accumulates nothing."""
-    model = random_model(with_documents(name))
-    prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in (1, CHUNK, 2 * CHUNK + 1)]
-    once, twice = (generate.prefill(model, prompts)[1] for _ in range(2))
-    if not all(cache.replayable for cache in once.caches):
-        return
-    for seed in range(2 * CHUNK + 2):
-        steps = [CapturedStep(model, state) for state in (once, twice)]
-        ids_B = random_ids(len(prompts), seed=seed, vocab_size=6)
-        seq_lens_B, start_B = twice.seq_lens_B.clone(), twice.start_B.clone()
-        steps[1].window = CONTEXT
-        twice.reserve(CONTEXT)
-        steps[1].ids_B.copy_(ids_B)
-        steps[1].step()
-        twice.seq_lens_B.copy_(seq_lens_B)
-        twice.start_B.copy_(start_B)
-        assert difference(steps[1](ids_B), steps[0](ids_B)) <= 1e-12, seed
-
-
-@pytest.mark.parametrize("name", ["flash", "transformer++", *rest("flash-quad", "mc-tfm++", "flash long memory")])
-@torch.no_grad()
-def test_a_captured_step_asks_nothing_of_the_device(name: str) -> None:
-    """On the meta device, which has no numbers to give: any question fails."""
-    with torch.device("meta"):
-        model = LanguageModel(with_documents(name))
-        state = model.decoding_state(2)
-    state.reserve(16)
-    step = CapturedStep.__new__(CapturedStep)
-    step.model, step.state, step.ids_B, step.window = model, state, torch.zeros_like(state.seq_lens_B), 16
-    assert step.step().shape == (2, model.config.vocab_size)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        generate.decode_step(model, step.ids_B, state)
 
 
 @PRESETS_FIRST

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kernel_law import assert_near, tiny
 from lineartime.config import ModelConfig
-from lineartime.model.document_grid import places_of
+from lineartime.model.document_grid import lay_out
 from lineartime.model.language_model import LanguageModel, masked_token_losses, token_losses
-from lineartime.model.layers import tokens_first
 from lineartime.tasks.pooling import document_means, row_means
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, same, with_end
@@ -136,9 +135,9 @@ def test_the_vector_of_a_packed_document_is_its_own(causal: bool) -> None:
 def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
     """So short ones take no more places than they have tokens."""
     _, _, segment_ids_BT, valid_BT = packed_rows()
-    order_BT, ids_BT = tokens_first(valid_BT, segment_ids_BT)
-    ids_BT = ids_BT[:, :CONTEXT]
-    ids_BL = places_of(config_of("flash"), CONTEXT, ids_BT.device, ids_BT, order_BT[:, :CONTEXT]).segment_ids_BL
+    device = segment_ids_BT.device
+    first_BT = lay_out(CONFIGS["flash"], CONTEXT + 5, device, segment_ids_BT, valid_BT).segment_ids_BL[:, :CONTEXT]
+    ids_BL = lay_out(config_of("flash"), CONTEXT, device, first_BT).segment_ids_BL
     assert ids_BL is not None and ids_BL.shape[1] == 7 * CHUNK
     for ids_L, lengths in zip(ids_BL, ROWS, strict=False):
         assert (ids_L[ids_L >= 0] % 2 == 0).sum() == sum(lengths)
@@ -148,9 +147,9 @@ def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
     short_BT = torch.arange(4 * CHUNK)[None] // 2  # documents of two tokens
     for name, n_places in (("flash", 4 * CHUNK), ("flash first to all", 2 * CHUNK * CHUNK)):
         config = config_of(name, causal=name == "flash")
-        assert places_of(config, 4 * CHUNK, ids_BT.device, short_BT).position_BL.shape == (1, n_places)
+        assert lay_out(config, 4 * CHUNK, device, short_BT).position_BL.shape == (1, n_places)
     one_T = torch.tensor([[0] * (CHUNK + 1) + [-1] * (CHUNK - 1)])  # padding takes the places that are free
-    assert places_of(config_of("flash"), 2 * CHUNK, ids_BT.device, one_T).position_BL.shape == (1, 2 * CHUNK)
+    assert lay_out(config_of("flash"), 2 * CHUNK, device, one_T).position_BL.shape == (1, 2 * CHUNK)
 
 
 @pytest.mark.parametrize("name", ["flash+", *rest("transformer++", "mc-tfm++", "performer")])
