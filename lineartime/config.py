@@ -25,8 +25,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
         "keep", "context_parallel")),
     "must be positive": (lambda value: value > 0, (
-        "init_std", "linear_scale_init", "local_scale_init", "linear_divisor", "learning_rate", "muon_learning_rate",
-        "adam_epsilon", "clip")),
+        "init_std", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip")),
     "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
     "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
     "must be above 1": (lambda value: value > 1, ("rope_base",))}
@@ -35,7 +34,7 @@ allows it."""
 
 EXACT_MASK = 'set document_mask = "exact"'
 OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
-OF_LINEAR_HALF = ("linear_scale_init", "linear_rope", "linear_gate", "linear_divisor")  # fields of these two alone
+OF_LINEAR_HALF = ("linear_rope", "linear_gate")  # fields of these two alone
 TOEPLITZ_BELOW = 512
 """The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
 
@@ -75,10 +74,9 @@ class ModelConfig:
                                "document."] = None
     document_mask: Annotated[Literal["exact", "paper"], '"exact": no token sees another document. "paper": the '
                              "chunk-range mask of the paper's listing, which leaks."] = "exact"
-    chunk_pooling: Annotated[Literal["mean", "sum", "attention", "fixed", "written"], "How the linear half combines "
-                             "chunks: the listing's mean, the main text's sum, or Appendix A's learned weights. Beyond "
-                             "the paper: the sum divided by `linear_divisor`, or by the sum of the gates of "
-                             "`linear_gate` (at least 1)."] = "mean"
+    chunk_pooling: Annotated[Literal["mean", "sum", "attention", "written"], "How the linear half combines chunks: the "
+                             "listing's mean, the main text's sum, or Appendix A's learned weights. Beyond the paper: "
+                             "the sum divided by the sum of the gates of `linear_gate` (at least 1)."] = "mean"
     chunk_parts: Annotated[Literal["both", "local", "global"], "Both halves of mixed chunk attention, or one alone "
                            "(the paper's LocalOnly and GlobalOnly)."] = "both"
     overlap: Annotated[bool, "Local attention also sees the previous chunk, and in a bidirectional model the next one "
@@ -101,17 +99,11 @@ class ModelConfig:
                         "many tokens: a token and those before it, or when not causal those around it. With chunks "
                         "this is for the linear half's keys alone. 0: none."] = 0
     local_key_conv: Annotated[bool, "Make the local half's keys from this convolution too."] = False
-    linear_scale_init: Annotated[float | None, "Initial value of the scales of the linear half's queries and keys; "
-                                 "None: the paper's normal(0, 0.02)."] = None
-    local_scale_init: Annotated[float | None, "The same for the scales of a GAU's other queries and keys."] = None
     linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
                            "token and head; z is what the key is made from."] = False
-    linear_divisor: Annotated[float | None, 'Divisor of the linear half with chunk_pooling "fixed".'] = None
     full_attention_interval: Annotated[int, "Layers n, 2 n, ... of FLASH attend over the whole row, as those of "
                                        "FLASH-Quad do. 0: none."] = 0
-    keys_start_as_queries: Annotated[bool, "The key projection of a Transformer's attention starts equal to that of "
-                                     "the queries."] = False
     qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
                        "keys are divided by their root mean square and multiplied by a learned gain."] = False
     document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
@@ -186,18 +178,12 @@ class ModelConfig:
                    f"{name} is for the linear half of mixed chunk attention", "attn_type chunk_parts", "leave it out")
         yield (self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out", "rel_pos",
                "leave linear_rope out")
-        yield ((self.chunk_pooling == "fixed") == (self.linear_divisor is not None),
-               'chunk_pooling "fixed" and linear_divisor need each other', "chunk_pooling linear_divisor", "set both")
         yield (self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
                "linear_gate", "set linear_gate = true")
         has_local_half = self.attn_type == "mixed_chunk" and self.chunk_parts != "global"
         yield (not self.local_key_conv or (self.key_conv > 0 and has_local_half),
                "local_key_conv is for the local half of mixed chunk attention, with key_conv",
                "key_conv attn_type chunk_parts", "set key_conv = 3")
-        yield (self.local_scale_init is None or (self.ffn == "gau" and self.chunk_parts != "global"),
-               "local_scale_init is for a GAU with local attention", "ffn chunk_parts", "leave it out")
-        yield (not self.keys_start_as_queries or self.ffn != "gau", "keys_start_as_queries is for a Transformer", "ffn",
-               "leave it out: a GAU makes queries and keys from one base")
         yield (not self.qk_norm or (self.ffn != "gau" and self.attn_type == "quadratic" and not self.has_bias),
                "qk_norm is for a Transformer's softmax attention without chunks", "ffn attn_type attn_kernel",
                "leave it out")
@@ -501,16 +487,20 @@ REMOVED_AT_START = ("linear_scale_init", "local_scale_init", "keys_start_as_quer
 """The removed fields that chose initial values: weights that are there do not need them."""
 
 
+def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those of `REMOVED`. Raises CheckpointError for one that had an effect."""
+    for name in REMOVED.keys() & fields.keys():
+        unused, todo = REMOVED[name]
+        if fields[name] != unused:
+            raise CheckpointError("a setting that is gone", f"{name} = {fields[name]}", todo)
+    return {name: value for name, value in fields.items() if name not in REMOVED}
+
+
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
     """`config` with the fields that a file holds, which an earlier version may have written.
 
     Raises UsageError for an unknown or wrong field, CheckpointError for a removed one that had an effect."""
-    fields = dict(fields)
-    for name in REMOVED.keys() & fields.keys() - {field.name for field in dataclasses.fields(config)}:
-        unused, todo = REMOVED[name]
-        if (value := fields.pop(name)) != unused:
-            raise CheckpointError("a setting that is gone", f"{name} = {value}", todo)
-    return replace_fields(config, fields)
+    return replace_fields(config, without_removed(fields))
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:

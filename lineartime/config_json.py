@@ -35,5 +35,10 @@ def model_config_from_json(text: str) -> ModelConfig:
         raise UsageError("not valid JSON", "config.json", str(e)) from None
     require(isinstance(fields, dict) and fields.get("model_type") == "lineartime",
             "not a lineartime model", "config.json")
+    return model_config_of(fields)
+
+
+def model_config_of(fields: dict[str, Any]) -> ModelConfig:
+    """The model that the fields of a `config.json` describe. Raises as `stored_config` does."""
     kept = {*MODEL_FIELDS, *REMOVED} - {*REMOVED_AT_START}
     return stored_config(ModelConfig(), {name: value for name, value in fields.items() if name in kept})

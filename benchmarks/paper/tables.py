@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cells import shaped_config
-from lineartime.config import TASKS, ModelConfig, TrainConfig, model_config
+from lineartime.config import REMOVED, TASKS, ModelConfig, TrainConfig, model_config
 
 ScaleName = Literal["paper", "gpu", "cpu"]
 SCALE_NAMES: tuple[ScaleName, ...] = ("paper", "gpu", "cpu")
@@ -45,7 +45,7 @@ class Table:
     models: dict[str, Model]
     columns: dict[str, Column]
     cells: dict[ScaleName, list[tuple[str, str]]]
-    """Row and column of what each scale runs."""
+    """Row and column of what each scale runs. A model with an option that is gone keeps its records and is not run."""
     measures: list[str]
     kind: Literal["train", "step"] = "train"
     timed: bool = True
@@ -69,7 +69,8 @@ def table_of(name: str, entry: Settings, presets: Settings) -> Table:
                 for each in entry.pop("contexts", []) for length in each["lengths"]}
     cells = {scale: list(dict.fromkeys(
         (row, column) for part in entry.pop(scale, [{}]) for column in part.get("columns", columns)
-        for row in part.get("models", models))) for scale in SCALE_NAMES}
+        for row in part.get("models", models) if not models[row].fields.keys() & REMOVED.keys()))
+        for scale in SCALE_NAMES}
     return Table(name, models=models, columns=columns, cells=cells, **entry)
 
 

@@ -19,7 +19,7 @@ from benchmarks.provenance import installed_version, provenance
 from benchmarks.recall.measure import Model, OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import FORMS, TASKS, Task, text_task
 from lineartime.base.settings import require, require_name
-from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
+from lineartime.config import MODEL_FIELDS, REMOVED, TRAIN_FIELDS, ModelConfig, TrainConfig, without_removed
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import load_with_split
 
@@ -28,9 +28,10 @@ RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
 
 
 def models_of(task: str) -> list[str]:
-    """The models that learn a task, in the order of the study."""
+    """The models that learn a task, in the order of the study; without those whose options are gone."""
     name = STUDY["tasks"][task]
-    return list(STUDY["models"]) if name == "all" else STUDY["lists"][name]
+    names = list(STUDY["models"]) if name == "all" else STUDY["lists"][name]
+    return [name for name in names if not STUDY["models"][name].keys() & REMOVED.keys()]
 
 
 def task_of(name: str, data: Path | None) -> Task:
@@ -46,7 +47,7 @@ def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfi
     """A model of the study at its sizes, with any field replaced, see `shaped_config`; for a peer, the model of ours
     that it is as large as. Raises UsageError for an unknown one."""
     require_name("model", model, STUDY["models"])
-    own = {name: value for name, value in STUDY["models"][model].items() if name != "peer"}
+    own = {name: value for name, value in without_removed(STUDY["models"][model]).items() if name != "peer"}
     of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
     return shaped_config(own.pop("preset"), shape=STUDY["sizes"], settings={**of_task, **own, **settings})
 

@@ -8,7 +8,7 @@ mask, which leaks.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineartime import ops
 from lineartime.config import ModelConfig
@@ -26,7 +26,7 @@ from lineartime.model.layers import (
     fold_heads,
     unfold_heads,
 )
-from lineartime.model.memory import KeyConv, WriteGate, linear_heads
+from lineartime.model.memory import KeyConv, WriteGate, gated_keys
 from lineartime.ops.ablations import (
     ablated_quadratic_attention,
     first_to_all_attention,
@@ -59,11 +59,6 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         self.key_conv = KeyConv(config) if config.key_conv else None
         self.linear_gate = WriteGate(config) if config.linear_gate else None
         self.init_weights(config.init_std)
-
-    def init_weights(self, std: float) -> None:
-        super().init_weights(std)
-        if self.config.chunk_pooling == "attention" and self.config.local_scale_init is not None:
-            nn.init.constant_(self.chunk_scale_offset.gamma, self.config.local_scale_init)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         config = self.config
@@ -130,7 +125,7 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
             head_BTHS = made_BTS.unflatten(-1, (config.n_heads, -1))
             heads.append(rope(head_BTHS, sin, cos) if config.linear_rope or n not in (2, 3) else head_BTHS)
         if config.chunk_size is not None:
-            heads[2], heads[3], gate_BT = linear_heads(config, heads[2], heads[3], conv_BTS, self.linear_gate)
+            heads[3], gate_BT = gated_keys(config, heads[3], conv_BTS, self.linear_gate)
         return [fold_heads(head.to(z_BTS.dtype).flatten(-2), config.n_heads) for head in heads], gate_BT
 
     def gated(self, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:

@@ -59,17 +59,6 @@ class GatedAttentionUnit(ResidualLayer):
         self.rel_pos_bias = RelPosBias(config.bias_len)
         self.out_proj = nn.Linear(out_width, config.d_model)
 
-    def init_weights(self, std: float) -> None:
-        """Set the initial values of Codes 6 and 8, see `ResidualLayer.init_weights`; `linear_scale_init` for scales of
-        the linear half's queries and keys, `local_scale_init` for those of all others."""
-        super().init_weights(std)
-        # Heads 2 and 3 are the linear half's query and key; all others count as local.
-        if self.config.linear_scale_init is not None:
-            nn.init.constant_(self.scale_offset.gamma[2:4], self.config.linear_scale_init)
-        if self.config.local_scale_init is not None:
-            for part in (self.scale_offset.gamma[:2], self.scale_offset.gamma[4:]):
-                nn.init.constant_(part, self.config.local_scale_init)
-
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """W_o (u * A v): `[B, T, D]`."""
         config, bias = self.config, self.rel_pos_bias

@@ -278,7 +278,7 @@ def init_weights(model: LanguageModel) -> None:
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
 
-    Options beyond the paper begin as `memory.py` says; `linear_scale_init` and `local_scale_init` set scales."""
+    Options beyond the paper begin as `memory.py` says."""
     model.init_outer_weights()
     for layer in model.residual_layers():
         layer.init_weights(model.config.init_std)

@@ -108,14 +108,12 @@ def write_gate(conv_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
     return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
 
 
-def linear_heads(config: ModelConfig, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTS: Tensor,
-                 gate: WriteGate | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q divided by `linear_divisor` and k times its gates, `[B, T, H, K]` each; and gate_BT, which chunk_pooling
-    "written" divides by and in which B counts rows times heads, else None. conv_BTS: what the keys are made from."""
-    if config.linear_divisor is not None:
-        q_BTHK = q_BTHK / config.linear_divisor
+def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
+               gate: WriteGate | None) -> tuple[Tensor, Tensor | None]:
+    """The linear half's keys times their gates, `[B, T, H, K]`; and gate_BT, which chunk_pooling "written" divides by
+    and in which B counts rows times heads, else None. conv_BTS: what the keys are made from."""
     if gate is None:
-        return q_BTHK, k_BTHK, None
+        return k_BTHK, None
     gate_BTH = write_gate(conv_BTS, gate.weight, gate.bias)
     gate_BT = gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
-    return q_BTHK, (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype), gate_BT
+    return (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype), gate_BT

@@ -74,16 +74,6 @@ class MultiHeadAttention(ResidualLayer):
         with torch.random.fork_rng(devices=[]):  # these draws do not move the generator
             self.init_weights(config.init_std)
 
-    @torch.no_grad()
-    def init_weights(self, std: float) -> None:
-        """Set the values of `ResidualLayer.init_weights`, then `keys_start_as_queries` and `linear_scale_init`."""
-        super().init_weights(std)
-        if self.config.keys_start_as_queries:
-            query, key, *_ = self.in_proj.weight.split(self.config.d_model)
-            key.copy_(query)
-        if self.config.linear_scale_init is not None:
-            nn.init.constant_(self.scale_offset.gamma, self.config.linear_scale_init)
-
     @property
     def core(self) -> Core:
         """The attention between the projections, by attn_type and attn_kernel."""

@@ -89,7 +89,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     |---|---|---|
     | uv_BTF | `[B, T, 2 E]`, floating | u and v concatenated, before silu |
     | heads | four of `[B, T, S]`, uv's dtype | q and k of the quadratic half, then of the linear half |
-    | pooling | "mean", "sum", "fixed" or "written" | "fixed": "sum", of heads that are divided already |
+    | pooling | "mean", "sum" or "written" | "written": the linear half is divided by the sum of the gates |
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""

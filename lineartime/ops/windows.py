@@ -483,7 +483,7 @@ def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, 
     documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling, causal)
 
     def definition(uv_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
-        # The heads have their divisor already, so "written" and "fixed" are sums here.
+        # The heads have their divisor already, so "written" is a sum here.
         *heads, w = heads_and_w
         return reference.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                               segment_ids_BT=segment_ids_BT,

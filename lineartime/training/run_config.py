@@ -21,6 +21,7 @@ from lineartime.config import (
     TrainConfig,
     check_context_parallel,
     model_config,
+    without_removed,
 )
 from lineartime.config_json import (
     QUESTION_ANSWERING,
@@ -162,7 +163,7 @@ def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
 def check_names(settings: dict[str, Any]) -> None:
     """Raise UsageError for an unknown name of a setting (with the nearest valid one), for settings that name no model,
     data or folder, and for `from` together with `model` or `task`, as weights have their own model."""
-    for name in settings:
+    for name in without_removed(settings):
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
             f"name one of {', '.join(PRESETS)}, or begin with trained weights: --from RUN")

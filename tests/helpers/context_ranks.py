@@ -32,14 +32,13 @@ BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
 """The tokens with which documents begin in rows that are chosen: none, those with which the parts of 2, 3 or 4 ranks
 begin, and those before them."""
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
-          "flash global", "flash key conv", "flash write gate", "flash rope base", "flash fixed", "flash long memory",
+          "flash global", "flash key conv", "flash write gate", "flash rope base", "flash+",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks",
           "performer, own grid"]
 """Of `BOTH_GRIDS`, the models whose rows ranks can share."""
-ON_PUSH = ["flash", "flash key conv", "flash fixed", "flash long memory", "mc-tfm++", "performer",
-           "performer, own grid"]
+ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "performer, own grid"]
 """Those that are measured: a model for each thing that ranks exchange."""
-OFTEN = ["flash", "flash long memory"]
+OFTEN = ["flash", "flash+"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "flash, own grid"]
@@ -170,7 +169,7 @@ class Tokens:
 
 def gradient_error(world, causal, clip_scope):
     """The clipped gradient of a step of 4 micro-batches on 2 x 2 ranks against one process, with its loss and norm."""
-    model = model_of("flash long memory", causal)
+    model = model_of("flash+", causal)
     rows_BL = random_ids(8, LENGTH + 1, seed=3)
     batch = [rows_BL]
     if not causal:
@@ -212,11 +211,11 @@ def run_cases(world, data):
                 if n == 3 and name in OFTEN[:1]:
                     with mock.patch.object(reference, "SCAN_BLOCK", 3):
                         results["errors"][f"blocks of blocks, causal {causal}"] = case.error(ranks)
-        case = Case("flash long memory", causal, ends=True)
+        case = Case("flash+", causal, ends=True)
         if 3 in ranks_of:
             results["errors"][f"documents by tokens, causal {causal}"] = case.error(ranks_of[3])
     if 3 in ranks_of:
-        for name in ("flash", "flash long memory", "mc-tfm++", "performer blocks"):
+        for name in ("flash", "flash+", "mc-tfm++", "performer blocks"):
             for causal in (True, False):
                 results["bytes"][f"{name}, causal {causal}"] = [bytes_per_layer(name, causal, length, ranks_of[3])
                                                                 for length in (LENGTH, 4 * LENGTH)]

@@ -15,9 +15,8 @@ SIZES = {"n_layers": 2, "d_model": 8, "vocab_size": 13, "context": CONTEXT}
 HEADS = {"n_heads": 2}
 GAU = {"query_key_dim": 4, "expansion_factor": 2}
 
-LONG_MEMORY = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True,
-               "chunk_pooling": "written"}
-"""Every option beyond the paper but the fixed divisor, which is an alternative to the written one."""
+LONG_MEMORY = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+"""The options of flash+."""
 
 FLASH = model_config("flash", **SIZES, **GAU, chunk_size=CHUNK)
 FLASH_QUAD = model_config("flash-quad", **SIZES, **GAU)
@@ -46,7 +45,6 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash local key conv": replace(FLASH, key_conv=3, local_key_conv=True, chunk_parts="local", overlap=True),
     "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
     "flash rope base": replace(FLASH, rope_base=100.0),
-    "flash fixed": replace(FLASH, chunk_pooling="fixed", linear_divisor=5.0),
     "flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK),
 }
 """Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
@@ -60,7 +58,6 @@ COMBINED: dict[str, ModelConfig] = {
     "flash local overlap": replace(FLASH, chunk_parts="local", overlap=True),
     "combiner rope base": model_config("combiner", **SIZES, **HEADS, chunk_size=CHUNK, rope_base=100.0),
     "flash+ heads": model_config("flash+", **SIZES, **GAU, **HEADS, chunk_size=CHUNK),
-    "flash long memory": replace(FLASH, **LONG_MEMORY),
     "flash global heads long memory": replace(FLASH, **LONG_MEMORY, n_heads=2, chunk_parts="global"),
     "mc-tfm++ long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY),
     "flash near and long memory": replace(FLASH, **LONG_MEMORY, local_key_conv=True),

@@ -108,7 +108,7 @@ def linear(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: l
     if config.chunk_parts == "local":
         return out_E
     keys = [j for j in mates(ids, t) if j // c < t // c or not config.causal]
-    divisor = {"mean": len(keys), "sum": 1, "fixed": config.linear_divisor,
+    divisor = {"mean": len(keys), "sum": 1,
                "written": sum((gate_T[j] for j in keys), torch.zeros(())).clamp(min=1)}[config.chunk_pooling]
     for j in keys:
         out_E = out_E + (q_TK[t] @ k_TK[j]) * gate_T[j] * v_TE[j] / divisor

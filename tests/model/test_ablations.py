@@ -89,8 +89,8 @@ def test_gates_of_short_types_are_made_in_float32() -> None:
     assert gate_BTH.dtype == torch.float32 and (gate_BTH - exact_BTH).abs().max() < 1e-6
 
 
-SHORT = [*PRESETS, "transformer++ relu2", "flash softmax", "flash heads", "flash fixed", "flash long memory",
-         "flash learned weights", "flash cls", "flash first to all"]
+SHORT = [*PRESETS, "transformer++ relu2", "flash softmax", "flash heads", "flash learned weights",
+         "flash cls", "flash first to all"]
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -38,7 +38,7 @@ def replace_projections(model: LanguageModel, make: Callable) -> None:
             setattr(layer, name, make(getattr(layer, name)))
 
 
-@pytest.mark.parametrize("name", ["flash", "transformer++", "flash long memory",
+@pytest.mark.parametrize("name", ["flash", "transformer++", "flash+",
                                   *rest("flash-quad", "flash heads", "mc-tfm++", "performer", "combiner")])
 def test_low_rank_adapters_attach_train_and_merge(name: str) -> None:
     model, ids_BT = random_model(CONFIGS[name]), random_ids(2, 11)

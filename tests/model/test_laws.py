@@ -43,7 +43,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 DECODERS = CONFIGS | UNPACKED
 EVERY = DECODERS | BIDIRECTIONAL
 OPTIONS = ("performer blocks", "transformer++ relu2", "flash softmax", "flash heads", "flash overlap", "flash local",
-           "flash global", "flash key conv", "flash local key conv", "flash rope base", "flash fixed",
+           "flash global", "flash key conv", "flash local key conv", "flash rope base",
            "flash learned weights")
 CAUSAL_ONES = [*PRESETS, *OPTIONS]
 TURNED = ["transformer++", "performer", "combiner", "mc-tfm++", "flash-quad", "flash", "flash+", "flash overlap",

@@ -76,7 +76,7 @@ def test_scores_whose_square_exceeds_float16(kernel: str) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "flash sum", "flash overlap", "flash learned weights",
                                   "flash cls", "flash first to all", "transformer++ relu2", "mc-tfm++", "performer",
-                                  "flash fixed", "flash long memory"])
+                                  "flash+"])
 def test_a_model_of_large_heads(name: str) -> None:
     """All of it in float16, with scores above 256, at once and token by token."""
     config = (CONFIGS | UNPACKED | BIDIRECTIONAL)[name]

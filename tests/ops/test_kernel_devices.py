@@ -92,5 +92,5 @@ def test_what_is_too_large_for_kernels_or_of_another_width():
     for s, dtype, pooling, words in (
             (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
             (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
-            (64, torch.float16, "fixed", 'sums of chunk_pooling "fixed" do not fit float16')):
+            (64, torch.float16, "written", 'sums of chunk_pooling "written" do not fit float16')):
         assert dispatch.unsupported_heads(empty(2, 300, 2 * 64, dtype=dtype), s, 256, pooling) == words

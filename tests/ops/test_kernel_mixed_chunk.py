@@ -109,7 +109,7 @@ def test_a_model_in_kernels_trains_as_the_definition_does(preset: str, norm: str
 
 @pytest.mark.parametrize(("pooling", "s", "causal", "with_documents"), [
     ("written", 128, True, True), ("written", 64, False, True), *rest(
-        ("fixed", 128, False, False), ("mean", 64, True, True))])
+        ("sum", 128, False, False), ("mean", 64, True, True))])
 def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, causal: bool,
                                                         with_documents: bool) -> None:
     inputs = head_inputs(2, 270, s, torch.bfloat16)
@@ -121,7 +121,7 @@ def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, c
     assert_near(ours, theirs, exact, names=("out", *inputs))
 
 
-PLUS = {"key_conv": 3, "linear_scale_init": 1.0, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
+PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
 
 
 @pytest.mark.parametrize("fields", [PLUS, *rest({"query_key_dim": 64}, {"n_heads": 2, **PLUS})], ids=str)

@@ -99,10 +99,10 @@ def test_options_beyond_the_paper_are_named_and_counted(capsys):
     assert parts["layer: key convolution"] == 3 * 16 and parts["layer: write gate"] == 16 + 4
     assert set(parts) - {part.name for part in describe(small("flash", n_heads=4)).parts} == {
         "layer: key convolution", "layer: write gate"}
-    print_description(small("flash", rope_base=500, local_key_conv=True, local_scale_init=1, **LONG_MEMORY), "flash")
+    print_description(small("flash", rope_base=500, local_key_conv=True, **LONG_MEMORY), "flash")
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    assert lines >= {"rope_base 500.0", "key_conv 3", "linear_scale_init 1.0", "linear_rope false", "linear_gate true",
-                     "local_key_conv true", "local_scale_init 1.0", "chunk_pooling written"}
+    assert lines >= {"rope_base 500.0", "key_conv 3", "linear_rope false", "linear_gate true",
+                     "local_key_conv true", "chunk_pooling written"}
 
 
 @pytest.mark.parametrize(("config", "words"), [

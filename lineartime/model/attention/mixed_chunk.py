@@ -10,7 +10,7 @@ from lineartime.model.decoding.cache import Cache, ChunkState
 from lineartime.model.decoding.extend import empty_cache, extend_chunks
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
-from lineartime.model.memory import KeyConv, WriteGate, linear_heads
+from lineartime.model.memory import KeyConv, WriteGate, gated_keys
 from lineartime.ops.ablations import ablated_quadratic_attention, paper_linear_attention, weighted_linear_attention
 from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, ids_or_zeros, linear_attention, to_chunks
 
@@ -48,12 +48,12 @@ class MixedChunk:
         """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`; and the gates that
         chunk_pooling "written" divides by, gate_BT, else None. conv_BTD: k, or with `key_conv` its convolution."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
-        # The linear half: scale and offset, RoPE, then the divisor and the gate.
+        # The linear half: scale and offset, RoPE, then the gate.
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], conv_BTD * gamma[1] + beta[1]
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:
             q_lin_BTHK, k_lin_BTHK = rotate_heads(q_lin_BTHK, info), rotate_heads(k_lin_BTHK, info)
-        q_lin_BTHK, k_lin_BTHK, gate_BT = linear_heads(config, q_lin_BTHK, k_lin_BTHK, conv_BTD, self.linear_gate)
+        k_lin_BTHK, gate_BT = gated_keys(config, k_lin_BTHK, conv_BTD, self.linear_gate)
         k_quad_BTHK = conv_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_quad_BTHK, info), q_lin_BTHK, k_lin_BTHK)
         return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
