@@ -1,10 +1,9 @@
-"""One training run: the settings of the command line and of files, resolved to a model, its hyperparameters and its
-folders; and what the data, the weights and the run that is in its folder already give to it. Nothing here imports
-torch, so that wrong settings are refused at once."""
+"""One training run: the settings of the command line and of files, resolved to a model, its
+hyperparameters and its folders; and what the data, the weights and the run that is in its folder
+already give to it. Nothing here imports torch, so that wrong settings are refused at once."""
 
-import logging
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,16 @@ from lineartime.config import (
     model_config,
     without_removed,
 )
-from lineartime.config_json import (
-    QUESTION_ANSWERING,
-    architecture_of,
-    model_config_from_json,
-)
+from lineartime.config_json import QUESTION_ANSWERING, architecture_of, model_config_from_json
 from lineartime.folders import CONFIG_FILE, saved_run, weights_folder
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to this and stores it.
+    """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to
+    this and stores it.
 
     Raises UsageError unless micro-batches hold whole rows, and ranks can share a row."""
 
@@ -78,8 +72,9 @@ SIZES: dict[str, dict[str, Any]] = {
              "tokens_per_step": 131_072, "micro_batch_tokens": 16_384, "steps": 20_000, "learning_rate": 1e-3,
              "eval_every": 500, "eval_tokens": 262_144, "save_every": 500},
     "paper": {}}
-"""Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop, "small" hours; "base"
-is for one GPU; "paper" is the preset of the task, with the steps and rates of Tables 6-10."""
+"""Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop,
+"small" hours; "base" is for one GPU; "paper" is the preset of the task, with the steps and rates of
+Tables 6-10."""
 HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
 """Presets that take half of a size's learning rate, by the search at "tiny" in docs/results.md."""
 PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
@@ -88,81 +83,115 @@ DEFAULT_SIZE = "tiny"
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What a size sets for a preset, without what is `given`, and made to fit it. A pair of attention and FFN counts as
-    two GAUs and has the values of `PAIRS`. Heads are at least 64 wide if the model is. The warm-up is a twentieth of
-    the steps, with pairs a fifth. Muon's rate is a multiple of `learning_rate`. "paper" sets nothing.
+    """What a size sets for a preset beside the settings `given`; "paper" sets nothing.
 
-    Raises UsageError for an unknown size or model."""
+    A pair of attention and FFN counts as two GAUs and has the values of `PAIRS`. Raises UsageError
+    for an unknown size or model."""
     require_name("size", size, SIZES)
     require_name("model", model, PRESETS)
-    own, preset = dict(SIZES[size]), PRESETS[model]
+    preset, own = PRESETS[model], dict(SIZES[size])
     if not own:
         return own
     if model in HALF_RATE:
         own["learning_rate"] /= 2
     if given.get("shard") is True:  # Muon takes whole matrices
         own.pop("optimizer", None)
-    if is_pairs := preset.ffn != "gau":
+    if preset.ffn != "gau":
         own |= {**PAIRS, "n_layers": own["n_layers"] // 2}
         del own["query_key_dim"]
     if preset.chunk_size is None:
         del own["chunk_size"]
     both = own | given
-    if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:  # best of "Muon" in docs/results.md
-        own["muon_learning_rate"] = both["learning_rate"] * (1.25 if is_pairs else 2.5 if preset.chunk_size else 5)
-    # A micro-batch is whole rows, and a step whole micro-batches, whatever context was given.
-    numbers = [both[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
-    if all(type(number) is int and number > 0 for number in numbers):  # wrong ones are refused by the configurations
-        context, micro, tokens, steps, width = numbers
-        if is_pairs:
-            own["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)
-        if "micro_batch_tokens" not in given:  # as many rows as fit, and a part of a step that is given
-            most, n_rows = max(min(micro, tokens) // context, 1), tokens // context
-            micro = next(n for n in range(most, 0, -1) if "tokens_per_step" not in given or n_rows % n == 0) * context
-        own |= {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
-                "warmup_steps": max(steps // (5 if is_pairs else 20), 1),
-                "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
+    if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:
+        own["muon_learning_rate"] = both["learning_rate"] * muon_factor(preset)
+    own |= fitted_settings(preset, both, given)
     return {name: value for name, value in own.items() if name not in given}
 
 
-def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
-    """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any field of
-    `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES`, which the fields that are not set are taken from;
-    without one, "paper". With `from` a size gives fields of training alone, and neither optimizer nor learning rates.
+def muon_factor(preset: ModelConfig) -> float:
+    """Muon's learning rate in units of AdamW's: the best of "Muon" in docs/results.md."""
+    if preset.ffn != "gau":
+        return 1.25
+    return 2.5 if preset.chunk_size else 5
 
-    source: the model of the weights that `from` names; its fields stand for those of a preset. Without chunks, n of
-    relu(q k / n + b)^2 keeps its value, so that the weights give what they gave. Raises UsageError for an unknown name
-    (with the nearest valid one), a wrong type or a wrong value."""
+
+def fitted_settings(preset: ModelConfig, settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What follows from the context, batch, steps and width in `settings`, of which some are
+    `given`: whole rows in a micro-batch, whole micro-batches in a step, the warm-up, and the first
+    weights."""
+    numbers = [settings[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        return {}  # the configurations refuse them
+    context, micro, tokens, steps, width = numbers
+    if "micro_batch_tokens" not in given:
+        n_rows = max(min(micro, tokens) // context, 1)  # as many as fit
+        while "tokens_per_step" in given and tokens // context % n_rows:
+            n_rows -= 1  # a given step is not changed: its rows must be a multiple
+        micro = n_rows * context
+    is_pairs = preset.ffn != "gau"
+    fitted = {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
+              "warmup_steps": max(steps // (5 if is_pairs else 20), 1),
+              "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
+    return fitted | ({"n_heads": heads_of(width)} if is_pairs else {})
+
+
+def heads_of(width: int) -> int:
+    """The most heads of an even width of at least 64; 1 for a narrow model."""
+    for n_heads in range(width // 64, 1, -1):
+        if width % (2 * n_heads) == 0:
+            return n_heads
+    return 1
+
+
+def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
+    """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any
+    field of `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES` (by default "paper"), which
+    gives the fields that are not set. With `from` a size gives fields of training alone, and
+    neither optimizer nor learning rates.
+
+    source: the model of the weights that `from` names; its fields stand for a preset's. Without
+    chunks, n of relu(q k / n + b)^2 keeps its value, so that the weights give what they gave.
+    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong
+    value."""
     check_names(settings)
-    model = {k: v for k, v in settings.items() if k in MODEL_FIELDS}
-    # Where a field is given by more than one, the setting counts, then the weights' own model, then the size.
-    if source is not None:
-        preset, task = nearest_preset(source), "wiki40b"
-        config = replace_fields(source, source.kept_scale | model)
-        sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
-        # A size's rates are for weights that are drawn: trained ones would first lose much of what they know.
-        settings = {k: v for k, v in sized.items() if k != "optimizer" and not k.endswith("learning_rate")} | settings
-    else:
-        preset, task = settings["model"], settings.get("task", "wiki40b")
+    # Where a field is given by more than one, the setting counts, then the weights' own model, then
+    # the size.
+    if source is None:
+        preset, task, weights = settings["model"], settings.get("task", "wiki40b"), None
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
-        config = model_config(preset, task, **{k: v for k, v in settings.items() if k in MODEL_FIELDS})
-    return RunConfig(config, train_config(settings, preset), preset, task, settings["data"], settings["out"],
-                     None if source is None else StartingWeights(settings["from"], source))
+        config = model_config(preset, task, **named(settings, MODEL_FIELDS))
+    else:
+        preset, task, weights = nearest_preset(source), "wiki40b", StartingWeights(settings["from"], source)
+        config = replace_fields(source, source.kept_scale | named(settings, MODEL_FIELDS))
+        sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
+        # A size's rates are for weights that are drawn: trained ones would first lose much of what
+        # they know.
+        for name in ("optimizer", "learning_rate", "muon_learning_rate"):
+            sized.pop(name, None)
+        settings = sized | settings
+    return RunConfig(config, train_config(settings, preset), preset, task, settings["data"], settings["out"], weights)
+
+
+def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """The settings of these fields."""
+    return {name: value for name, value in settings.items() if name in fields}
 
 
 def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
-    """The hyperparameters among the settings of a run. Unless they say otherwise, the vanilla Transformer is not
-    clipped, as in its table, and a warm-up is at most a fifth of the steps. Raises UsageError for wrong values."""
+    """The hyperparameters among the settings of a run. Unless they say otherwise, the vanilla
+    Transformer is not clipped, as in its table, and a warm-up is at most a fifth of the steps.
+    Raises UsageError for wrong values."""
     defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     steps = settings.get("steps", TrainConfig.steps)
     if isinstance(steps, int):
         defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
-    return replace_fields(TrainConfig(), defaults | {k: v for k, v in settings.items() if k in TRAIN_FIELDS})
+    return replace_fields(TrainConfig(), defaults | named(settings, TRAIN_FIELDS))
 
 
 def check_names(settings: dict[str, Any]) -> None:
-    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for settings that name no model,
-    data or folder, and for `from` together with `model` or `task`, as weights have their own model."""
+    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for settings
+    that name no model, data or folder, and for `from` together with `model` or `task`, as weights
+    have their own model."""
     for name in without_removed(settings):
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
@@ -183,12 +212,15 @@ def check_names(settings: dict[str, Any]) -> None:
 
 def nearest_preset(config: ModelConfig) -> str:
     """The preset that a model differs from in the fewest fields."""
-    return min(PRESETS, key=lambda name: sum(getattr(config, each) != getattr(PRESETS[name], each)
-                                             for each in MODEL_FIELDS))
+    def n_different(preset: str) -> int:
+        return sum(getattr(config, name) != getattr(PRESETS[preset], name) for name in MODEL_FIELDS)
+
+    return min(PRESETS, key=n_different)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Name and value of a setting `name=value` from the command line, the value in its field's type; "none" is None.
+    """Name and value of a setting `name=value` from the command line, the value in its field's
+    type; "none" is None.
 
     Raises UsageError for a missing "=", an unknown name or a wrong type."""
     name, equals, value = text.partition("=")
@@ -205,24 +237,25 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
-    """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The prepared data give the
-    vocabulary's size and the end-of-document token if the settings do not. With `from` the weights give the model;
-    their tokenizer must be the data's, which may have more tokens. A run that is saved in the folder keeps its warm-up
-    if the settings name none, and knows the model of its weights, which need not be there.
+    """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The
+    prepared data give the vocabulary's size and the end-of-document token if the settings do not.
+    With `from` the weights give the model; their tokenizer must be the data's. A run that is saved
+    in the folder keeps its warm-up if the settings name none, and knows the model of its weights,
+    which need not be there.
 
-    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of several tokenizers or
-    of another than the weights', and for data without [MASK] if the model is not causal; CheckpointError as
-    `read_source` does; UsageError and DataError as `read_manifest` does."""
+    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of
+    several tokenizers or of another than the weights', and for data without [MASK] if the model is
+    not causal; CheckpointError as `read_source` does; UsageError and DataError as `read_manifest`
+    does."""
     from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
 
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    given = {"size": DEFAULT_SIZE, **given}
+    paths_as_text = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    given = {"size": DEFAULT_SIZE, **paths_as_text}
     check_names(given)
-    there = saved_run(Path(given["out"]))
-    source = None
+    there, source = saved_run(Path(given["out"])), None
+    has_begun = "from" in given and there.get("from") == given["from"]
     if "from" in given:
-        has_begun = there.get("from") == given["from"]
-        source = replace_fields(ModelConfig(), there["from_model"]) if has_begun else read_source(given["from"])
+        source = ModelConfig(**there["from_model"]) if has_begun else read_source(given["from"])
     asked = run_config(given, source).train  # wrong settings are refused before the data are looked for
     if there and there["train"]["warmup_steps"] <= asked.steps:
         given = {"warmup_steps": there["train"]["warmup_steps"], **given}
@@ -245,16 +278,18 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def read_source(name: str) -> ModelConfig:
-    """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where there are none, and
-    for a model with another head; CheckpointError for files that cannot be read."""
+    """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where
+    there are none, and for a model with another head; CheckpointError for files that cannot be
+    read."""
     config, text = read_config(weights_folder(name))
-    require(architecture_of(text) != QUESTION_ANSWERING, "this model answers questions", name, "begin with a language model")
+    require(architecture_of(text) != QUESTION_ANSWERING, "this model answers questions", name,
+            "begin with a language model")
     return config
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
-    """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if it cannot be read,
-    UsageError if it is no model's."""
+    """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if
+    it cannot be read, UsageError if it is no model's."""
     text = read_text(folder / CONFIG_FILE)
     try:
         return model_config_from_json(text), text
@@ -263,13 +298,13 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
 
 
 def require_same_tokens(weights: str, data: str) -> None:
-    """Raise UsageError unless the data's tokenizer gives the tokens that the weights have learned."""
+    """Raise UsageError unless the data's tokenizer gives the tokens that the weights have
+    learned."""
     from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
     from lineartime.data.tokens import tokenizer_of
 
     old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)
     new = tokenizer_of(data)
-    require(same_tokens(old, new),
-            "the weights and the data have different tokenizers",
+    require(same_tokens(old, new), "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
             f"prepare the data with --tokenizer {weights}")
