@@ -17,7 +17,7 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchmarks import Row
 from benchmarks.markdown import parameters, tokens, unique
@@ -27,7 +27,7 @@ from benchmarks.recall.report import ABOUT, accuracies, learned, sizes, without_
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.base.files import replaced
-from lineartime.training.plot import COLOURS, DPI, STYLE, draw_curve, use_powers_of_two
+from lineartime.training.plot import COLOURS, STYLE
 
 IN_FRONT = ("FLASH", "GAU", "C = 256", "to the same quality")
 QUALITY = "minus nats per token"
@@ -91,7 +91,7 @@ def figure_of(picture: Picture) -> Figure:
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
     width = max(0.3 + 4.2 * n_columns, 8)
-    figure = Figure(figsize=(width, 0.3 + 3.2 * n_rows), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(width, 0.3 + 3.2 * n_rows), dpi=150, layout="constrained")
     places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes in places[len(panels):]:
         axes.remove()
@@ -122,7 +122,9 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
     """Lines, each with a band from the least to the most; a single point has a bar."""
     for line in (line for line in panel.lines if line.points):
         x, y, *reach = (list(column) for column in zip(*line.points, strict=True))
-        draw_curve(axes, x, y, line.name, **{"marker": "o", **line.style})
+        dot = {"marker": "o", "markersize": 6} if len(x) == 1 else {}
+        axes.plot(x, y, label=line.name, **(
+            {"linewidth": 1.5, "marker": "o", "markersize": 4, "zorder": 2} | line.style | dot))
         if reach and len(x) == 1:
             axes.vlines(x, reach[0], reach[1], color=line.style["color"], alpha=0.5, linewidth=2)
         elif reach:
@@ -134,7 +136,8 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
 def scale_axes(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
     """Scales of a panel and what is written along its axes. Logarithmic heights are those of all panels."""
     if panel.contexts:
-        use_powers_of_two(axes)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(*zip(*panel.contexts, strict=True))
     if panel.log_heights:
         heights = [height for each in panels if each.log_heights

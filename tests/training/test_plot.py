@@ -9,9 +9,8 @@ from matplotlib.image import imread
 
 from lineartime.base.errors import ResourceError, UsageError
 from lineartime.config import TrainConfig, model_config, to_dict
-from lineartime.training.plot import plot_run, plot_side_by_side, read_curves
+from lineartime.training.plot import COLOURS, plot_run, plot_side_by_side, read_curves
 
-POSITIONS = [{"first": 1, "last": 32, "loss": 5.0}, {"first": 33, "last": 64, "loss": 4.5}]
 CLOCK = {"time": 1.0, "tokens_per_s": 100.0, "cpu_s": 0.1}
 
 
@@ -24,11 +23,11 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     (folder / "run.json").write_text(json.dumps(described))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, n_steps + 1):
-            file.write(json.dumps({"step": step, "loss": 4 + 3 / step, "learning_rate": 1, "clock": CLOCK}) + "\n")
+            file.write(json.dumps({"step": step, "loss": 4 + 3 / step, "learning_rate": 1 / step, "clock": CLOCK}) + "\n")
             if held_out and step % 20 == 0 and (last or step < n_steps):
                 file.write(json.dumps({"step": step, "held_out": {"loss": 4.2 + 3 / step}, "clock": CLOCK}) + "\n")
     if result:
-        scores = {"loss": 4.25, "bits_per_byte": 2.125, "loss_by_position": POSITIONS}
+        scores = {"loss": 4.25, "bits_per_byte": 2.125}
         (folder / "result.json").write_text(json.dumps({"steps": n_steps, "held_out": scores}))
     return folder
 
@@ -49,9 +48,8 @@ def test_curves_are_those_of_the_run(last, tmp_path):
     assert curves.loss[[0, 59]].tolist() == [7.0, 4.05]
     assert curves.held_out == [pytest.approx((4096e-6 * step, loss))
                                for step, loss in ((20, 4.35), (40, 4.275), (60, 4.25))]
-    assert curves.by_position == POSITIONS and curves.title == "flash, 17,475 parameters, context 64"
-    (run / "result.json").write_text('{"steps": 60, "best_step": 20, "held_out": {"loss": 4.35}}')
-    assert [loss for _, loss in read_curves(run).held_out] == pytest.approx([4.35, 4.275, 4.25][: 2 + last])
+    assert curves.learning_rate[[0, 59]].tolist() == [1.0, 1 / 60]
+    assert curves.title == "flash, 17,475 parameters, context 64"
 
 
 def test_plot_run_draws_training_and_held_out_loss(tmp_path):
@@ -68,13 +66,13 @@ def test_a_run_at_any_stage_can_be_drawn(tmp_path, options):
 
 
 @matplotlib.rc_context({"text.usetex": True})
-def test_plot_side_by_side_draws_every_run_in_both_panels(tmp_path):
-    runs = {rf"_{i} $\x$": make_run(tmp_path / f"{i}", result=i != 2) for i in range(3)}
+def test_plot_side_by_side_draws_every_run_in_both_panels_and_the_legend(tmp_path):
+    runs = {rf"_{i} $\x$": make_run(tmp_path / f"{i}", n_steps=60 - 20 * i) for i in range(3)}
     picture = plot_side_by_side(runs, tmp_path / "out.png")
-    # A third colour is nowhere in the right panel, above the legend: that run has no result.
-    half = imread(picture).shape[1] // 2
-    assert coloured(picture, "#009E73") > 100 == 100 + coloured(picture, "#009E73", np.s_[:-100, half:])
-    assert coloured(picture, "#009E73", np.s_[-100:, half:]) > 10
+    height, legend = len(imread(picture)), 80  # pixels
+    for part in (np.s_[: height * 2 // 3], np.s_[height * 2 // 3 : -legend], np.s_[-legend:]):
+        for colour in COLOURS[:3]:
+            assert coloured(picture, colour, part) > 20
 
 
 def test_nothing_to_draw_is_a_usage_error(tmp_path):
