@@ -41,7 +41,7 @@ Tokens = Annotated[int, "Tokens in a step or call; one row where the context is 
 class How:
     """The options that all measurements share."""
 
-    contexts: Annotated[tuple[int, ...] | None, "Tokens of context, with commas."] = None
+    contexts: Annotated[tuple[int, ...], "Tokens of context, with commas."] = ()
     precision: Annotated[str, "float32, bfloat16 or both with a comma."] = "float32"
     task: Task = "wiki40b"
     shape: Annotated[str | None, "Sizes by a name in cells.toml, such as small."] = None

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lineartime.model.gau import GatedAttentionUnit
     from lineartime.model.language_model import LanguageModel
     from lineartime.model.mhsa import FeedForward, MultiHeadAttention
-    from lineartime.tasks.finetune_config import FineTuning
-    from lineartime.tasks.finetuning import finetune
     from lineartime.tasks.pooling import embed
+    from lineartime.tasks.qa.finetune import finetune
+    from lineartime.tasks.qa.finetune_config import FineTuning
     from lineartime.tasks.qa.questions import read_questions
     from lineartime.tasks.qa.spans import evaluate_questions
     from lineartime.training.evaluation import evaluate
@@ -66,7 +66,7 @@ _HOME = {
     "generate": "weights.generation.generate", "read": "weights.generation.generate",
     "DecodeStep": "weights.generation.step",
     "train": "training.language", "evaluate": "training.evaluation",
-    "FineTuning": "tasks.finetune_config", "finetune": "tasks.finetuning", "embed": "tasks.pooling",
+    "FineTuning": "tasks.qa.finetune_config", "finetune": "tasks.qa.finetune", "embed": "tasks.pooling",
     "read_questions": "tasks.qa.questions", "evaluate_questions": "tasks.qa.spans",
     "score": "use.scoring"}
 """Where each public name is defined."""

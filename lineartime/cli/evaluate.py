@@ -10,16 +10,13 @@ from lineartime.base.files import check_place, write_atomically, write_json
 from lineartime.base.ranks import connected, launched
 from lineartime.base.settings import require
 from lineartime.base.stores import require_there
-from lineartime.cli.options import Device, Precision, given_options
+from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, say, summary
 from lineartime.folders import named_folder
-from lineartime.tasks.finetune_config import Evidence, MaxAnswerTokens, Stride
+from lineartime.tasks.qa.finetune_config import Evidence, MaxAnswerTokens, Stride
 
-NEEDS = {"--predictions": "--questions", "--evidence": "--questions",
-         "--stride": "--questions", "--max-answer-tokens": "--questions"}
-"""Options that need another one."""
-EXCLUDES = (("--questions", "--data"), ("--questions", "--split"))
-"""Pairs of options that exclude each other."""
+FOR_QUESTIONS = ("evidence", "stride", "max_answer_tokens", "predictions")
+"""Options that need --questions."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class EvaluateOptions:
                           "fewer in rows of more than 8K tokens."] = None
     precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
-    questions: Annotated[tuple[str, ...], "Score answers to these questions instead: SQuAD or TriviaQA JSON, TriviaQA "
-                         "parquet, or hub:mandarjoshi/trivia_qa:rc.wikipedia/train; may be given again."] = ()
+    questions: Annotated[tuple[str, ...], "Score answers to these questions instead: TriviaQA's JSON or parquet, or "
+                         "hub:mandarjoshi/trivia_qa:rc.wikipedia/train; may be given again."] = ()
     evidence: Evidence = None
     stride: Stride = None
     max_answer_tokens: MaxAnswerTokens = 30
@@ -46,13 +43,12 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         require(self.batch_rows is None or self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}",
                 "it takes whole numbers from 1")
-        given = given_options(self)
-        for option, needed in NEEDS.items():
-            require(option not in given or needed in given, "options that do not go together", "evaluate",
-                    f"{option} goes with {needed}")
-        for one, other in EXCLUDES:
-            require(not {one, other} <= {*given}, "options that do not go together", f"{one} and {other}",
-                    "leave one out")
+        for name in FOR_QUESTIONS:
+            require(bool(self.questions) or getattr(self, name) == getattr(EvaluateOptions, name),
+                    "options that do not go together", "evaluate", f"--{name.replace('_', '-')} goes with --questions")
+        for name in ("data", "split"):
+            require(not self.questions or getattr(self, name) == getattr(EvaluateOptions, name),
+                    "options that do not go together", f"--questions and --{name}", "leave one out")
         require(self.out is None or self.out != self.predictions, "one file for scores and answers", str(self.out),
                 "name two")
         for path in filter(None, (self.out, self.predictions)):
@@ -66,7 +62,7 @@ def evaluate(options: EvaluateOptions) -> None:
     folder = named_folder(options.run)
     if options.questions:
         require_there(options.questions)
-        score_answers(folder, options)
+        evaluate_answers(folder, options)
         return
     if options.data is None:
         raise UsageError("evaluate needs prepared text", "evaluate",
@@ -104,7 +100,7 @@ def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as
         say(line)
 
 
-def score_answers(run: Path, options: EvaluateOptions) -> None:
+def evaluate_answers(run: Path, options: EvaluateOptions) -> None:
     """Score the answers of a fine-tuned run by the official rules, and print the scores."""
     from lineartime.tasks.qa.questions import read_questions
     from lineartime.tasks.qa.spans import evaluate_questions

@@ -12,10 +12,8 @@ from lineartime.base.settings import require
 from lineartime.base.stores import packing_of, require_there, size_of
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note
-from lineartime.data.read_text import ending_of, is_one_document, read_small, require_encoding, text_of
-from lineartime.data.rows import UTF8, is_utf8
+from lineartime.data.read_text import ending_of, is_one_document, read_small, text_of
 from lineartime.folders import named_folder
-from lineartime.tasks.finetune_config import Encoding
 
 if TYPE_CHECKING:
     from lineartime.data.tokenizer import Tokenizer
@@ -69,7 +67,7 @@ def generate(
 
     try:
         with Terminal() as terminal:
-            generate(loaded, ids, stop=add, on_prompt=reading(terminal, max(len(row) for row in ids)),
+            generate(loaded, ids, stop=add, on_prompt=prompt_progress(terminal, max(len(row) for row in ids)),
                      max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                      state=shared)
     finally:  # an error has a line of its own, behind what there is of the texts
@@ -87,7 +85,7 @@ def load_writer(folder: Path, device: str | None, precision: str) -> tuple["Lang
 
     loaded, tokenizer, _ = load_model(folder)
     require(loaded.config.causal and type(loaded) is LanguageModel, "only a causal language model continues text",
-            str(folder), "see answer, classify and embed, and transformers for masked models")
+            str(folder), "transformers opens masked models")
     loaded.decoding_state(0)  # refuses a model that does not decode, before its prompt is printed
     return loaded.to(pick_device(device), getattr(torch, precision)), tokenizer
 
@@ -97,7 +95,6 @@ def read(
     *,
     model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`."],
     out: Annotated[Path, "File for the state."],
-    encoding: Encoding = UTF8,
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
@@ -105,7 +102,6 @@ def read(
     The file has all that the model keeps of the text. With FLASH it is equally large for texts of any length."""
     check_new(out)
     require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
-    require_encoding(encoding)
     require_there([book])
     folder = named_folder(model)
     from lineartime.weights.generation.generate import read as read_text
@@ -116,20 +112,20 @@ def read(
     empty.reserve(1)
     note(f"state    {constant / 1e6:.1f} MB, " + ("whatever the length of the text" if not grows else
                                                   f"and {empty.n_bytes - constant:,} bytes or more for each token"))
-    n_file_bytes = None if book == "-" or packing_of(book) or not is_utf8(encoding) else size_of(book)
+    n_file_bytes = None if book == "-" or packing_of(book) else size_of(book)
     begun = time.monotonic()
     with Terminal() as terminal:
         def show(n_bytes: int, n_tokens: int) -> None:
             speed = n_tokens / max(time.monotonic() - begun, 1e-9)
             terminal.count("bytes", n_bytes, n_file_bytes, f"{n_tokens:,} tokens  {speed:,.0f} tokens/s")
 
-        state = read_text(loaded, tokenizer, text_of(book, encoding), progress=show)
+        state = read_text(loaded, tokenizer, text_of(book), progress=show)
     check_new(out)  # another process may have written it since
     state.save(out)
     note(f"written  {out}: {int(state.seq_lens_B):,} tokens in {out.stat().st_size / 1e6:.1f} MB")
 
 
-def reading(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
+def prompt_progress(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
     """The `on_prompt` that shows how much of a long prompt is read; None for a prompt that is not long."""
     def show(n_read: int) -> None:
         terminal.count("tokens of the prompt", n_read, n_tokens)

@@ -1,4 +1,4 @@
-"""`lineartime train`: a model, from nothing or from weights; its plan, its time, and what it gave."""
+"""`lineartime train`, a model from nothing or from weights, and `finetune`, a masked model on questions."""
 
 import importlib.util
 from contextlib import closing, nullcontext
@@ -7,13 +7,16 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from lineartime.base.errors import UsageError
 from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
 from lineartime.base.settings import require
+from lineartime.base.stores import require_there
 from lineartime.cli.options import Device, RankTimeout, Setting
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import PRESETS, TASKS
-from lineartime.folders import RESULT_FILE, WEIGHTS_FILE, saved_run
+from lineartime.folders import RESULT_FILE, WEIGHTS_FILE, named_folder, saved_run
+from lineartime.tasks.qa.finetune_config import FineTuning
 from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data
 
 if TYPE_CHECKING:
@@ -145,6 +148,32 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
     generate = f"lineartime generate {quote(str(out))} \"Once more\" --temperature 0.8\n         "
     say(f"next     {generate * config.model.causal}{evaluate}")
+
+
+def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeout = TIMEOUT_S) -> None:
+    """Teach a masked model to find answers in documents.
+    It is trained once for each learning rate, and the best is kept. To teach a causal model more text, use `lineartime
+    train --from RUN`."""
+    results_are_files()
+    if not plan.validation or not plan.data:
+        raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
+    named_folder(plan.run)
+    require_there([*plan.data, *plan.validation])
+    from lineartime.tasks.qa.finetune import finetune
+    from lineartime.training.stop import StopSignal
+
+    with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
+        result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,
+                          rank_timeout=rank_timeout)
+    out = plan.out
+    if "already" in result:
+        say(f"complete: {out} was fine-tuned with these settings; nothing to do.")
+    say("")
+    for name, scores in result["learning_rates"].items():
+        say(f"lr {name:<9} EM {scores['exact_match']:6.2f}  F1 {scores['f1']:6.2f}"
+            + "  <- best" * (result["best"] == f"lr-{name}"))
+    say(f"\nweights  {out / 'best'}  (open with lineartime.load_model or transformers)")
+    say(f"report   {out / 'predictions.json'}")
 
 
 class Tracker:

@@ -12,7 +12,7 @@ import typer
 from lineartime.base.errors import UsageError
 from lineartime.base.processors import share_processors
 from lineartime.base.ranks import WITH_RANKS, launched
-from lineartime.cli import describe, evaluate, export_plot, generate, prepare, questions, score, train
+from lineartime.cli import describe, evaluate, generate, prepare, score, train
 from lineartime.cli.exits import exit_code
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import say, screens, shown_log
@@ -24,6 +24,7 @@ VERBS: dict[Callable[..., None], list[str]] = {
     train.train: ["train flash --data data --out run",
                   "train flash --data data --out run --size small --set seed=1",
                   "train flash --size paper --task pg19 --data data --out run"],
+    train.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"],
     evaluate.evaluate: ["evaluate run --data data"],
     generate.generate: ['generate run "Once upon a time" --temperature 0.8',
                         'generate small "It was a dark and stormy night, and"',
@@ -33,11 +34,10 @@ VERBS: dict[Callable[..., None], list[str]] = {
                 "cat book.txt | lineartime read - --model run --out book.state"],
     score.score: ["score small book.txt", "tail -f app.log | lineartime score run -",
                   "score run app.log --state app.state --json"],
-    export_plot.export: ["export run --out folder"],
-    export_plot.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
+    describe.export: ["export run --out folder"],
+    describe.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
-    describe.info: ["info flash --set context=8192", "info data --verify"],
-    questions.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"]}
+    describe.info: ["info flash --set context=8192", "info data --verify"]}
 """The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
 
 

@@ -1,12 +1,10 @@
-"""Means of the last hidden states over documents of any length: the vector of a document, and what its labels are read
-from.
+"""Means of the last hidden states over documents of any length: the vector of a document.
 
 A document that fits into a row is read in a batch of documents of similar length. A longer one is read window by
 window: by a causal model with the state carried, which equals one long row; by any other model as windows without
 overlap that do not see each other. Either way every token counts once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,49 +17,18 @@ from lineartime.model.language_model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32, autocast_off
 
 BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
-"""So many batches of rows wait to be sorted by length, or so many that are full of tokens; a stop loses them."""
-BETWEEN = "\n\n"
-"""What stands between the two texts of a pair where the tokenizer has no [SEP]."""
+"""So many batches of rows wait to be sorted by length, or so many that are full of tokens."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How documents are read. Raises UsageError for a wrong value."""
-
-    max_tokens: int | None = None
-    """Most tokens of a document; None: all."""
-    batch_rows: int = 8
-    """Rows read at once. It changes rounding, speed and memory."""
-    precision: str = "float32"
-    """The type of matrix products: "float32" or "bfloat16"."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_rows"):
-            value = getattr(self, name)
-            require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
-                    f"{name} = {value}", "it takes whole numbers from 1")
-        require_name("precision", self.precision, PRECISIONS)
-
-
-def document_ids(tokenizer: Tokenizer, text: str, second: str | None = None,
-                 max_tokens: int | None = None) -> tuple[np.ndarray, bool]:
-    """The ids of a document, uint16 or uint32 `[N]`: the end-of-document token, then the text. And whether it has more
-    than `max_tokens`, which are left out.
-
-    second: the second text of a pair. It stands behind "[SEP]" if the tokenizer has it, otherwise behind a blank line:
-    an end-of-document token would hide the first text from it. Raises DataError as `Tokenizer.encode` does."""
-    texts = [text]
-    if second is not None:
-        texts = [text, second] if tokenizer.separator is not None else [f"{text}{BETWEEN}{second}"]
+def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> np.ndarray:
+    """The ids of a document, uint16 or uint32 `[N]`: the end-of-document token, then the text, at most `max_tokens` in
+    all. Raises DataError as `Tokenizer.encode` does."""
     parts = [np.array([tokenizer.end_of_document], tokenizer.dtype)]
-    for number, each in enumerate(texts):
-        if number == 1:
-            parts.append(np.array([tokenizer.separator], tokenizer.dtype))
-        for part in tokenizer.parts(each):
-            parts.append(np.array(tokenizer.encode_part(part), tokenizer.dtype))
-            if max_tokens is not None and sum(map(len, parts)) > max_tokens:  # the rest is not even tokenised
-                return np.concatenate(parts)[:max_tokens], True
-    return np.concatenate(parts), False
+    for part in tokenizer.parts(text):
+        parts.append(np.array(tokenizer.encode_part(part), tokenizer.dtype))
+        if max_tokens is not None and sum(map(len, parts)) >= max_tokens:  # the rest is not even tokenised
+            break
+    return np.concatenate(parts)[:max_tokens]
 
 
 def carries_state(config: ModelConfig) -> bool:
@@ -90,7 +57,7 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) 
     return (sums_BND / of_BNT.sum(-1, keepdim=True).clamp(min=1)).to(x_BTD.dtype)
 
 
-def padded(rows: Sequence[np.ndarray], width: int | None = None, fill: int = -1) -> np.ndarray:
+def padded_rows(rows: Sequence[np.ndarray], width: int | None = None, fill: int = -1) -> np.ndarray:
     """Rows of ids with `fill` behind them as padding, `width` ids wide or as the longest: int64 `[R, T]`."""
     ids_RT = np.full((len(rows), width or max(map(len, rows))), fill, np.int64)
     for row, ids in enumerate(rows):
@@ -109,40 +76,7 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
     return document_means(x_BTD if dtype is None else x_BTD.to(dtype), valid_BT.long() - 1, n=1)[:, 0]
 
 
-@torch.inference_mode()
-def read_means(model: LanguageModel, documents: Iterable[np.ndarray], reading: Reading | None = None, *,
-               progress: Callable[[int], None] | None = None) -> Iterator[np.ndarray]:
-    """The mean of each document's last hidden states, in order, float64 `[D]`. documents: ids `[N]`, as of
-    `document_ids`. progress is called after each batch or window with the number of tokens read so far. The model must
-    be in evaluation mode. Raises DataError as `documents` does.
-
-    Of a document memory holds its ids, and the keys and values of a causal model with quadratic attention."""
-    reading, n_read = reading or Reading(), 0
-
-    def count(n: int) -> None:
-        nonlocal n_read
-        n_read += n
-        if progress is not None:
-            progress(n_read)
-
-    carried, size = carries_state(model.config), window_size(model.config)
-    waiting: list[np.ndarray] = []  # for others of a similar length
-    for ids_N in documents:
-        if carried and len(ids_N) > size:
-            # A long document is read alone, after those in front of it: results keep their order.
-            yield from means_of_rows(model, waiting, reading, count)
-            waiting = []
-            yield carried_mean(model, ids_N, reading, count)
-            continue
-        waiting.append(ids_N)
-        if (len(waiting) == reading.batch_rows * BATCHES_AHEAD
-                or sum(map(len, waiting)) >= reading.batch_rows * FULL_BATCHES_AHEAD * size):
-            yield from means_of_rows(model, waiting, reading, count)
-            waiting = []
-    yield from means_of_rows(model, waiting, reading, count)
-
-
-def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], reading: Reading,
+def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows: int, precision: str,
                   count: Callable[[int], None]) -> np.ndarray:
     """The means of documents, float64 `[N, D]`, read in windows that do not see each other. count is called with the
     number of tokens of each batch."""
@@ -152,10 +86,10 @@ def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], reading
                for first in range(0, len(ids_N), size)]
     # Rows of a similar length together have little padding; the longest first, so that memory runs out at once or not.
     windows.sort(key=lambda window: -len(window[1]))
-    for first in range(0, len(windows), reading.batch_rows):
-        numbers, rows = zip(*windows[first : first + reading.batch_rows], strict=True)
-        ids_BT = torch.from_numpy(padded(rows)).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
+    for first in range(0, len(windows), batch_rows):
+        numbers, rows = zip(*windows[first : first + batch_rows], strict=True)
+        ids_BT = torch.from_numpy(padded_rows(rows)).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             means_BD = row_means(model, ids_BT, torch.float64).cpu().numpy()
         for i, ids_N, mean_D in zip(numbers, rows, means_BD, strict=True):
             sums_ND[i] += mean_D * len(ids_N)
@@ -163,28 +97,58 @@ def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], reading
     return sums_ND / np.array([len(ids_N) for ids_N in documents])[:, None]
 
 
-def carried_mean(model: LanguageModel, ids_N: np.ndarray, reading: Reading, count: Callable[[int], None]) -> np.ndarray:
+def carried_mean(model: LanguageModel, ids_N: np.ndarray, precision: str, count: Callable[[int], None]) -> np.ndarray:
     """The mean of one document, float64 `[D]`, read in windows with the state carried."""
     state, device, size = model.decoding_state(1), model.embed.weight.device, window_size(model.config)
     sum_D = np.zeros(model.config.d_model)
     for first in range(0, len(ids_N), size):
-        ids_1T = torch.from_numpy(padded([ids_N[first : first + size]])).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=reading.precision == "bfloat16"):
+        ids_1T = torch.from_numpy(padded_rows([ids_N[first : first + size]])).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             x_1TD = model.extend(ids_1T, torch.tensor([ids_1T.shape[1]], device=device), state)
         sum_D += x_1TD[0].double().sum(0).cpu().numpy()
         count(ids_1T.shape[1])
     return sum_D / len(ids_N)
 
 
+@torch.inference_mode()
 def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str], *, max_tokens: int | None = None,
           batch_rows: int = 8, precision: str = "float32",
           progress: Callable[[int], None] | None = None) -> np.ndarray:
-    """The vectors of texts of any length: `[N, D]`, float64 for a float64 model, else float32.
+    """The vectors of texts of any length, the means of their last hidden states: `[N, D]`, float64 for a float64 model,
+    else float32. The model must be in evaluation mode.
 
-    max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only rounding. progress
-    is called with the number of tokens read. Raises UsageError for wrong values, DataError for text that the tokenizer
-    lacks."""
-    ids = (document_ids(tokenizer, text, None, max_tokens)[0] for text in texts)
-    vectors = list(read_means(model, ids, Reading(max_tokens, batch_rows, precision), progress=progress))
+    max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only rounding.
+    precision: the type of matrix products, "float32" or "bfloat16". progress is called with the number of tokens read.
+    Memory holds the ids of a batch, and the keys and values of a causal model with quadratic attention. Raises
+    UsageError for wrong values, DataError for text that the tokenizer lacks."""
+    for name, value in (("max_tokens", max_tokens), ("batch_rows", batch_rows)):
+        require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
+                f"{name} = {value}", "it takes whole numbers from 1")
+    require_name("precision", precision, PRECISIONS)
+    carried, size, n_read = carries_state(model.config), window_size(model.config), 0
+    vectors: list[np.ndarray] = []
+    waiting: list[np.ndarray] = []  # for others of a similar length
+
+    def count(n: int) -> None:
+        nonlocal n_read
+        n_read += n
+        if progress is not None:
+            progress(n_read)
+
+    def read_waiting() -> None:
+        vectors.extend(means_of_rows(model, waiting, batch_rows, precision, count))
+        waiting.clear()
+
+    for text in texts:
+        ids_N = document_ids(tokenizer, text, max_tokens)
+        if carried and len(ids_N) > size:
+            read_waiting()  # the vectors keep their order
+            vectors.append(carried_mean(model, ids_N, precision, count))
+            continue
+        waiting.append(ids_N)
+        if (len(waiting) == batch_rows * BATCHES_AHEAD
+                or sum(map(len, waiting)) >= batch_rows * FULL_BATCHES_AHEAD * size):
+            read_waiting()
+    read_waiting()
     wide = model.embed.weight.dtype == torch.float64
     return np.array(vectors, np.float64 if wide else np.float32).reshape(len(vectors), model.config.d_model)

@@ -38,6 +38,8 @@ def test_the_command_imports_nothing_heavy() -> None:
     heavy = {"matplotlib", "numpy", "pyarrow", "tokenizers", "torch", "transformers"}
     code = f"import sys, lineartime.cli.verbs, lineartime.config; print({heavy} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
 def test_generation_does_not_load_the_compiler() -> None:
     code = ("import sys, lineartime as l; model, tokenizer, _ = l.load_model('small'); "
             "l.generate(model, ['It was'], tokenizer=tokenizer, max_new_tokens=1); "
@@ -49,15 +51,13 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     lines = ["--help", "train --help", "", "no-such-verb", "train", "train flash", "train flush --data x --out y",
              "train flash --data nowhere --out y", "train flash --data x --out y --set n_layer=2", "train missing.toml",
              "train flash --data x --out y --set chunk_size=0", "train flash --data x --out y --steps many",
-             "info flesh", "evaluate x --data y --batch-rows 0", "plot", "embed small",
-             "finetune small --out y --learning-rates 2", "finetune small --task classify --stride 3 --out y",
-             "finetune smal --task embed --documents . --validation . --out y", "evaluate small --data nowhere",
-             "generate smal", "export smal --out y", "answer smal --question x --document y", "config flesh",
-             "plot nowhere", "plot A=nowhere B=nowhere --out y.png", "embed small . --encoding utf9"]
-    missing = ["embed small nowhere", "classify small nowhere", "score small nowhere",
-               "read nowhere --model small --out y", "prepare nowhere --out y", "generate small --prompt-file nowhere",
-               "finetune small --task embed --documents . --validation nowhere --out y",
-               "evaluate small --questions nowhere"]
+             "info flesh", "evaluate x --data y --batch-rows 0", "plot", "finetune small --out y --learning-rates 2",
+             "finetune smal --questions . --validation . --out y", "evaluate small --data nowhere",
+             "evaluate small --data x --stride 3", "generate smal", "export smal --out y", "config flesh",
+             "plot nowhere", "plot A=nowhere B=nowhere --out y.png"]
+    missing = ["score small nowhere", "read nowhere --model small --out y", "prepare nowhere --out y",
+               "generate small --prompt-file nowhere", "evaluate small --questions nowhere",
+               "finetune small --questions nowhere --validation . --out y"]
     code = ("import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
             "from lineartime.cli.verbs import main\n"
             f"for line in {lines + missing}:\n"
@@ -97,7 +97,7 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     masked = ["--out", tmp_path / "masked", *prepare[4:], "--mlm", "--task", "pg19"]
     assert "train flash --task pg19 --set causal=false --data" in call(*prepare[:2], *masked)[1]
     assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
-    assert "out: streams/0/stdin.txt; " in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin=" \n")[2]
+    assert "too little text to hold" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin=" \n")[2]
     assert "text: stdin, byte 9" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin="x" * 9 + "\0")[2]
 
 
@@ -107,7 +107,9 @@ def test_evaluate_prints_and_gives_json(run: Path, data: Path, tmp_path: Path, c
     stored = json.loads((run / "result.json").read_text())["held_out"]
     _, out, _ = call("evaluate", run / "latest", "--data", data, "--json", "--batch-rows", 5)
     assert json.loads(out)["bits_per_byte"] == pytest.approx(stored["bits_per_byte"], rel=1e-6)
-    found = json.loads(call("evaluate", run, "--data", data, "--json", "--context", 48)[1])
+    scores = tmp_path / "scores.json"
+    found = json.loads(call("evaluate", run, "--data", data, "--json", "--context", 48, "--out", scores)[1])
+    assert json.loads(scores.read_text()) == found and found["split"] == "validation"
     assert found["context"] == found["loss_by_position"][-1]["last"] == 48
     (tmp_path / "genome.txt").write_text("ACGT" * 500)  # a text of one word
     lineartime.prepare([tmp_path / "genome.txt"], tmp_path / "data", tokenizer="bytes", held_out=0.5)
@@ -151,34 +153,14 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
         assert before_stop(text, stops) == (shown, held, is_over), text
 
 
-def test_generate_in_another_type_and_as_it_would_be_captured(run: Path, call: Call,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_in_another_type(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     from lineartime.weights.generation import generate
 
-    how = ["--max-new-tokens", 12, "--temperature", 0]
-    plain = call("generate", run, "The quick", *how)[1]
-    assert call("generate", run, "The quick", *how, "--capture")[1] == plain
     seen, prefill = [], generate.prefill
     monkeypatch.setattr(generate, "prefill",
                         lambda model, *args: seen.append(str(model.embed.weight.dtype)) or prefill(model, *args))
-    assert call("generate", run, "The quick", *how, "--precision", "bfloat16")[0] == 0
+    assert call("generate", run, "The quick", "--max-new-tokens", 12, "--precision", "bfloat16")[0] == 0
     assert seen == ["torch.bfloat16"]
-
-
-def test_the_same_tokens_at_several_contexts(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
-    scores = tmp_path / "contexts.json"
-    code, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", "--out", scores)
-    assert code == 0 and "gain over the shortest" in out
-    written = json.loads(scores.read_text())
-    assert written["contexts"] == [16, 32, 64] and written["split"] == "validation" and written["trained_context"] == 32
-    assert written["n_tokens"] == 541 - 32 and written["gain_errors"] == [None] * 3
-    first = ["--document-tokens", 64]
-    _, out, _ = call("evaluate", run, "--data", data, "--contexts", "16,32,64", *first)
-    assert out.startswith("32 tokens of 1 documents") and " +- " not in out
-    code, _, err = call("evaluate", run, "--data", data, *first)
-    assert_refused(code, err, 2, "--document-tokens goes with --contexts")
-    assert call("evaluate", run, "--data", data, "--out", scores)[0] == 0
-    assert json.loads(scores.read_text())["n_tokens"] == 541
 
 
 def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +183,7 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
     for code, words, arguments in [
         (3, ["bad.txt", "byte 5"], ["prepare", tmp_path / "bad.txt", "--out", tmp_path / "x"]),
         (3, ["damaged manifest", "short"], ["evaluate", run, "--data", short]),
-        (2, ["--batch-rows"], [*evaluate, "--contexts", "32,64", "--batch-rows", "2"]),
-        (3, ["no document has", "work"], [*evaluate, "--contexts", "32,1000000"]),
-        (2, ["cannot write"], [*evaluate, "--contexts", "32,64", "--out", tmp_path / "a" / "b"]),
+        (2, ["cannot write"], [*evaluate, "--out", tmp_path / "a" / "b"]),
         (2, ["'int8' is not one of 'float32', 'bfloat16'"], ["generate", run, "x", "--precision", "int8"]),
         (3, ["damaged or missing file", "broken/train-00000.bin"], ["info", broken, "--verify"]),
         (2, ["--set takes a model or a run", "data"], ["info", data, "--set", "context=8"]),

@@ -54,8 +54,7 @@ def test_info_takes_its_task_by_set_too(call: Call) -> None:
 
 
 @pytest.mark.parametrize(("line", "expected"), [
-    ("lineartime gen", {"generate"}), ("lineartime train fla", {"flash", "flash+", "flash-quad"}),
-    ("lineartime finetune run --task ", {"questions", "classify", "embed"})])
+    ("lineartime gen", {"generate"}), ("lineartime train fla", {"flash", "flash+", "flash-quad"})])
 def test_the_shell_completes(line: str, expected: set[str]) -> None:
     """What bash is offered behind a line."""
     code = ("import sys; sys.modules['torch'] = None; sys.argv[1:] = []\n"

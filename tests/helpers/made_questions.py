@@ -6,13 +6,17 @@ NAMES = ["Ada", "Byron", "Curie", "Darwin", "Euler", "Fermi", "Gauss", "Hopper"]
 
 
 def write_questions(path, first, n):
-    """SQuAD: who stands where, in a few sentences; every name stands once."""
-    paragraphs = []
+    """TriviaQA: who lives where, in a few sentences; every name stands once. The documents are in `evidence/` beside
+    the folder of the questions."""
+    records = []
+    evidence = path.parent.parent / "evidence" / "wikipedia"
+    for folder in (path.parent, evidence):
+        folder.mkdir(parents=True, exist_ok=True)
     for i in range(first, first + n):
         names = [NAMES[(i + k) % len(NAMES)] for k in range(3)]
-        text = " ".join(f"{name} lives in town {i + k}." for k, name in enumerate(names))
-        paragraphs.append({"context": text, "qas": [
-            {"id": f"{i}-{k}", "question": f"Town {i + k}?",
-             "answers": [{"text": name, "answer_start": text.index(name)}]} for k, name in enumerate(names)]})
-    path.write_text(json.dumps({"version": "1.1", "data": [{"title": "towns", "paragraphs": paragraphs}]}))
+        (evidence / f"{i}.txt").write_text(" ".join(f"{name} lives in town {i + k}." for k, name in enumerate(names)))
+        records += [{"QuestionId": f"{i}-{k}", "Question": f"Town {i + k}?", "EntityPages": [{"Filename": f"{i}.txt"}],
+                     "Answer": {"Value": name, "Aliases": [name], "NormalizedAliases": [name.lower()]}}
+                    for k, name in enumerate(names)]
+    path.write_text(json.dumps({"Domain": "Wikipedia", "VerifiedEval": False, "Data": records}))
     return path

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_questions import parquet, squad, triviaqa
+from test_questions import parquet, triviaqa
 
 import lineartime
 from benchmarks.paper import runner
@@ -21,11 +21,10 @@ from lineartime.cli import verbs
 from lineartime.config import TrainConfig, model_config
 from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.tasks import finetuning
-from lineartime.tasks.finetune_config import FineTuning
-from lineartime.tasks.qa import spans
+from lineartime.tasks.qa import finetune, spans
 from lineartime.tasks.qa.finetune import SpanObjective, span_config
-from lineartime.tasks.qa.metrics import score
+from lineartime.tasks.qa.finetune_config import FineTuning
+from lineartime.tasks.qa.metrics import score_answers
 from lineartime.tasks.qa.questions import read_questions
 from lineartime.tasks.qa.spans import WindowConfig, training_windows
 from lineartime.training.plot import read_curves
@@ -41,8 +40,8 @@ def folder(tmp_path_factory):
     data = prepare_text(folder, tokenizer="train", vocab_size=300, mlm=True)
     for name, causal in (("pretrained", "false"), ("causal", "true")):
         assert run_cli(command(data, folder / name, causal=causal, steps=3)) == 0
-    write_questions(folder / "train.json", 0, 12)
-    write_questions(folder / "dev.json", 100, 4)
+    write_questions(folder / "qa/train.json", 0, 12)
+    write_questions(folder / "qa/dev.json", 100, 4)
     return folder
 
 
@@ -59,14 +58,14 @@ SETTINGS = ["--learning-rates", "1e-2,2.5e-3", "--context", "48", "--epochs", "2
 
 
 def arguments(folder, out, *more, run="pretrained"):
-    return ["finetune", folder / run, "--questions", folder / "train.json", "--validation", folder / "dev.json",
+    return ["finetune", folder / run, "--questions", folder / "qa/train.json", "--validation", folder / "qa/dev.json",
             "--out", out, *SETTINGS, *more]
 
 
 def plan(folder, out, **changes):
     fields = {"learning_rates": (1e-2, 2.5e-3), "context": 48, "epochs": 2, "max_answer_tokens": 6,
               "settings": {"chunk_size": 4, "tokens_per_step": 384, "eval_tokens": 200}, **changes}
-    return FineTuning(folder / "pretrained", (folder / "train.json",), (folder / "dev.json",), out, **fields)
+    return FineTuning(folder / "pretrained", (folder / "qa/train.json",), (folder / "qa/dev.json",), out, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +93,10 @@ def test_the_folder_holds_the_best_run(folder, done, call):
     assert result["best"] == f"lr-{best}" and os.readlink(done / "best") == f"lr-{best}/latest"
     assert os.readlink(done / "predictions.json") == f"lr-{best}/predictions.json"
     predictions = json.loads((done / "predictions.json").read_text())
-    asked = list(read_questions([folder / "dev.json"]))
+    asked = list(read_questions([folder / "qa/dev.json"]))
     assert list(predictions) == [question.id for question in asked]
     assert all(predictions[question.id] in question.documents[0].text() for question in asked)
-    assert score(asked, predictions)["f1"] == pytest.approx(rates[best]["f1"])
+    assert score_answers(asked, predictions)["f1"] == pytest.approx(rates[best]["f1"])
     assert result["train_questions"]["questions"] == 36
     model, _, facts = lineartime.load_model(done)
     assert isinstance(model, SpanModel) and f"lr-{best}" in facts["checkpoint"]
@@ -108,7 +107,7 @@ def test_the_folder_holds_the_best_run(folder, done, call):
     assert any("f1" in line.get("held_out", {}) for line in read_metrics(done / "lr-1e-02"))
     curves = read_curves(done / "lr-1e-02")
     assert curves.unit == "nats per window" and curves.held_out[-1][1] == rates["1e-02"]["loss"]
-    code, printed, _ = call("evaluate", done, "--questions", folder / "dev.json", "--max-answer-tokens", 6, "--json",
+    code, printed, _ = call("evaluate", done, "--questions", folder / "qa/dev.json", "--max-answer-tokens", 6, "--json",
                             "--predictions", folder / "again.json")
     assert code == 0 and json.loads(printed)["f1"] == pytest.approx(rates[best]["f1"])
     assert json.loads((folder / "again.json").read_text()) == predictions
@@ -117,7 +116,7 @@ def test_the_folder_holds_the_best_run(folder, done, call):
 def test_it_learns_what_can_be_learned(folder):
     """Answers are names, and the question has the town's number: the loss falls well below that of a guess."""
     out = folder / "learned"
-    result = finetuning.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12))
+    result = finetune.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12))
     first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]
     assert last < first - 0.7
     assert result["learning_rates"]["2e-02"]["f1"] > 10
@@ -136,12 +135,12 @@ def test_flash_alone_is_not_clipped(folder, tmp_path, preset, fields, monkeypatc
 
     config = model_config(preset, vocab_size=400, d_model=16, context=48, causal=False, **fields)
     _, tokenizer, facts = lineartime.load_model(folder / "pretrained")
-    monkeypatch.setattr(finetuning, "load_model", lambda run: (LanguageModel(config).eval(), tokenizer, facts))
-    monkeypatch.setattr(finetuning, "fit_once", stop_here)
+    monkeypatch.setattr(finetune, "load_model", lambda run: (LanguageModel(config).eval(), tokenizer, facts))
+    monkeypatch.setattr(finetune, "fit_once", stop_here)
     seen = []
     for settings in ({}, {"clip": None}):
         with pytest.raises(Stop):
-            finetuning.finetune(plan(folder, tmp_path / preset, settings={"tokens_per_step": 384, **settings}))
+            finetune.finetune(plan(folder, tmp_path / preset, settings={"tokens_per_step": 384, **settings}))
     assert [run.train.clip for run in seen] == [0.1, None] and not any(run.model.cls_softmax for run in seen)
 
 
@@ -162,10 +161,11 @@ def test_the_same_command_says_complete_and_another_is_refused(folder, done, cal
     assert call(*command(folder / "prepared", folder / "second", causal="false", steps=3, seed=1))[0] == 0
     assert_refused(*call(*arguments(folder, done, run="second"))[::2], 2, "another fine-tuning is here")
     assert_refused(*call(*arguments(folder, folder / "pretrained"))[::2], 2, "another run is here")
-    whole = (folder / "dev.json").read_text()
-    (folder / "dev.json").write_text(whole.replace("lives in town 102.", "lives in town 102. So it is."))
+    evidence = folder / "evidence/wikipedia/102.txt"
+    whole = evidence.read_text()
+    evidence.write_text(whole + " So it is.")
     code, _, err = call(*arguments(folder, done))
-    (folder / "dev.json").write_text(whole)
+    evidence.write_text(whole)
     assert_refused(code, err, 2, "validation_sha256")
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"} == before
 
@@ -185,7 +185,7 @@ def test_a_signal_ends_the_process_with_one_line(folder, done, tmp_path, warm_co
 def test_batches_are_a_function_of_seed_and_step(folder):
     _, tokenizer, _ = lineartime.load_model(folder / "pretrained")
     windows = WindowConfig(48)
-    rows = training_windows(tokenizer, read_questions([folder / "train.json"]), windows, negatives=1, seed=0)
+    rows = training_windows(tokenizer, read_questions([folder / "qa/train.json"]), windows, negatives=1, seed=0)
 
     def task(seed=0):
         config = RunConfig(lineartime.model_config("flash", causal=False, context=48),
@@ -198,22 +198,6 @@ def test_batches_are_a_function_of_seed_and_step(folder):
     assert not np.array_equal(task(1).batch(0)[0], batches[0][0])
     drawn = [row[role > 0].tobytes() for ids, roles in batches for row, role in zip(ids, roles, strict=True)]
     assert sorted(drawn) == sorted(10 * [ids.astype(np.int64).tobytes() for ids in rows.ids])
-
-
-def test_answer_says_what_and_where(done, call, tmp_path):
-    text = "Nothing here. " * 50 + "Zuse lives in town 7. " + "Émile does not. " * 50
-    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    ask = ["answer", done, "--question", "Who lives in town 7?"]
-    for rows in (1, 100):
-        code, printed, _ = call(*ask, "--document", tmp_path / "long.txt", "--json", "--batch-rows", rows)
-        found = json.loads(printed)
-        assert code == 0 and text[found["start"] : found["stop"]] == found["answer"] and found["windows"] > 5
-    one = json.loads(call(*ask, "--document", tmp_path / "long.txt", "--json", "--max-answer-tokens", 1)[1])
-    _, offsets = lineartime.load_model(done)[1].encode_with_offsets(text)
-    assert ((offsets[:, 0] < one["stop"]) & (offsets[:, 1] > one["start"])).sum() == 1
-    code, out, _ = call(*ask, "--document", "-", stdin=text)
-    assert code == 0 and f"answer   {found['answer']}" in out and f"[{found['answer']}]" in out
-    assert f"characters {found['start']:,} to {found['stop']:,}" in out
 
 
 def test_triviaqa_end_to_end(folder, tmp_path, call):
@@ -251,20 +235,19 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, call):
             ("--stride", "0", "stride")):
         refuse(2, words, more=[option, value])
     refuse(3, "missing.json", more=["--validation", folder / "missing.json"])
-    refuse(3, "twice", more=["--questions", folder / "train.json"])
+    refuse(3, "twice", more=["--questions", folder / "qa/train.json"])
     line = ["finetune", folder / "pretrained", "--out", out, *SETTINGS, "--questions"]
-    nothing = squad(tmp_path, answers=[])
+    nothing = triviaqa(tmp_path, Answer=None)
     for more, code, words in (
-            ([folder / "train.json", "--validation", nothing], 3, ["no question has an answer"]),
-            ([nothing, "--validation", folder / "dev.json"], 3, ["no window holds an answer", "1 have no label"]),
-            ([folder / "train.json"], 2, ["--validation"])):
+            ([folder / "qa/train.json", "--validation", nothing], 3, ["no question has an answer"]),
+            ([nothing, "--validation", folder / "qa/dev.json"], 3, ["no window holds an answer", "1 have no label"]),
+            ([folder / "qa/train.json"], 2, ["--validation"])):
         assert_refused(*call(*line, *more)[::2], code, *words)
     assert not out.exists()
 
 
-def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, call, monkeypatch):
-    dev, doc, none = folder / "dev.json", tmp_path / "doc.txt", tmp_path / "none.json"
-    doc.write_text("Ada.")
+def test_evaluate_refuses_in_one_line(folder, done, tmp_path, call, monkeypatch):
+    dev = folder / "qa/dev.json"
     for arguments, code, words in (
             ([folder / "pretrained", "--questions", dev], 2, "not fine-tuned"), ([done], 2, "--data"),
             ([done, "--questions", dev, "--data", folder / "prepared"], 2, "--questions and --data; leave one out"),
@@ -275,27 +258,20 @@ def test_evaluate_and_answer_refuse_in_one_line(folder, done, tmp_path, call, mo
     with monkeypatch.context() as patch:  # before the model answers
         patch.setattr(spans, "evaluate_questions", None)
         for arguments, code, words in (
-                ([squad(tmp_path, answers=[])], 2, "--predictions"),
+                ([triviaqa(tmp_path, Answer=None)], 2, "--predictions"),
                 ([dev, "--predictions", tmp_path / "no" / "p.json"], 2, "p.json"),
                 ([dev, "--predictions", tmp_path / "p", "--out", tmp_path / "p"], 2, "one file for scores and")):
             assert_refused(*call("evaluate", done, "--questions", *arguments)[::2], code, words)
-    for arguments, words in ((["generate", done, "x"], "only a causal language model"),
-                             (["answer", folder / "causal", "--question", "?", "--document", doc], "not fine-tuned"),
-                             (["answer", done, "--document", doc], "--question")):
-        assert_refused(*call(*arguments)[::2], 2, words)
-    blank = tmp_path / "blank.txt"
-    blank.write_text(" \n")
-    for arguments, code, words in (
-            ([], 2, "--document"), (["--document", none], 3, "none.json"),
-            (["--document", doc, "--context", 8], 2, "context"), (["--document", doc, "--context", 0], 2, "context"),
-            (["--document", blank], 3, "white space"), (["--document", doc, "--batch-rows", 0], 2, "batch_rows")):
-        assert_refused(*call("answer", done, "--question", "Who?", *arguments)[::2], code, words)
+    for arguments, code, words in ((["--context", 8], 2, "context"), (["--context", 0], 2, "context"),
+                                   (["--batch-rows", 0], 2, "batch_rows")):
+        assert_refused(*call("evaluate", done, "--questions", dev, *arguments)[::2], code, words)
+    assert_refused(*call("generate", done, "x")[::2], 2, "only a causal language model")
 
 
 def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, call):
     out = tmp_path / "out"
     shutil.copytree(done, out, symlinks=True)
-    ask = ["answer", out, "--question", "?", "--document", folder / "dev.json"]
+    ask = ["evaluate", out, "--questions", folder / "qa/dev.json"]
     whole = json.loads((out / "result.json").read_text())
     for text in ("{", "{}", json.dumps({**whole, "best": "lr-1"})):
         (out / "result.json").write_text(text)

@@ -30,10 +30,10 @@ from lineartime.tasks.qa.spans import (
     WindowConfig,
     evaluate_questions,
     predict,
+    question_windows,
     span_logits,
     span_losses,
     training_windows,
-    windows_of,
 )
 from tiny_models import drawn
 
@@ -45,9 +45,9 @@ TEXTS = st.lists(st.sampled_from([*WORDS.split(), " ", "\n", "  ", "é", "😀",
                                   "[SEP]", "\t", "\u2028", "x" * 9]), max_size=40).map( lambda parts: " ".join(parts))
 
 
-def asked(text="Who wrote it?", *documents, answers=(), id="q", **changes):
+def asked(text="Who wrote it?", *documents, answers=(), id="q"):
     return Question(id, text, tuple(Document(str(i), each) for i, each in enumerate(documents)), tuple(answers),
-                    tuple(answers), **changes)
+                    tuple(answers))
 
 
 @TOKENIZERS
@@ -90,7 +90,7 @@ def test_every_token_is_in_a_window_and_every_answer_is_whole_in_one(context, qu
 def test_windows_are_cls_question_sep_document_sep(tokenizer, text, other, question, context):
     windows = WindowConfig(context, max_answer_tokens=5)
     seen = {0: set(), 1: set()}
-    for window, passage in windows_of(tokenizer, asked(question, text, other), windows):
+    for window, passage in question_windows(tokenizer, asked(question, text, other), windows):
         ids, n = window.ids.tolist(), len(window.ids)
         head = [tokenizer.end_of_document, *tokenizer.encode(question)[: context // 4], tokenizer.separator]
         part = passage.ids[window.first : window.stop].tolist()
@@ -112,7 +112,7 @@ def test_impossible_windows_are_refused():
 
 def target_texts(question, tokenizer):
     found = []
-    for window, passage in windows_of(tokenizer, question, WindowConfig(400)):
+    for window, passage in question_windows(tokenizer, question, WindowConfig(400)):
         starts, ends = (np.flatnonzero(window.roles & role) - window.offset + window.first for role in (START, END))
         found.append([passage.text[slice(*passage.characters(a, b))] for a, b in zip(starts, ends, strict=True)]
                      if window.answered else None)
@@ -121,14 +121,10 @@ def target_texts(question, tokenizer):
 
 @TOKENIZERS
 def test_every_occurrence_of_an_alias_is_a_target(tokenizer):
-    """But of SQuAD the given span alone."""
     text = "The café of Émile-Noël. EMILE no; émile  noël! Nothing; (Tokyo) 東京 and Tokyo's"
     question = asked("?", text, "no answer here", answers=["Émile Noël", "東京", "Tokyo"])
     expected = ["Émile-Noël", "émile  noël", "Tokyo", "東京", "Tokyo"]
     assert target_texts(question, tokenizer) == [expected, None]
-    for spans, expected in ((((9, 13),), ["1843"]), ((), None)):
-        squad = asked("?", "1843 and 1843 and 1843", answers=["1843"], rules="squad", spans=spans)
-        assert target_texts(squad, tokenizer) == [expected]
     inner = Tokenizers.from_str(tokenizer.json)
     inner.normalizer = Replace("1843", "")  # then the answer has no token
     assert target_texts(asked("?", "it was 1843 then", answers=["1843"]), Tokenizer(inner.to_str(), mlm=True)) == [None]
@@ -231,7 +227,7 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
     windows, one = WindowConfig(24, max_answer_tokens=longest), asked(question, text)
     (found,) = predict(Model(1, 1), tokenizer, [one], windows, batch_rows=1)
     best = None
-    for number, (window, passage) in enumerate(windows_of(tokenizer, one, windows)):
+    for number, (window, passage) in enumerate(question_windows(tokenizer, one, windows)):
         logits = logits_of[number]
         for i in range(window.first, window.stop):
             for j in range(i, min(i + longest, window.stop)):

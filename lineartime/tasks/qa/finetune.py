@@ -1,9 +1,15 @@
-"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers."""
+"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers.
+
+It is trained once per learning rate, and the best run is kept. `DIR/lr-1e-04`, ... are ordinary runs.
+`DIR/result.json` names the best of them, `DIR/best` is a link to it."""
 
 import dataclasses
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,31 +20,152 @@ from torch import Tensor, nn
 
 from lineartime.base.errors import DataError
 from lineartime.base.files import write_json
-from lineartime.base.ranks import ALONE, Ranks
-from lineartime.base.settings import require
+from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
+from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import hash_of
 from lineartime.base.tensor_bytes import tensors_sha256
-from lineartime.config import TRAIN_FIELDS, ModelConfig
+from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
+from lineartime.folders import CONFIG_FILE, RESULT_FILE, RUN_FILE, WEIGHTS_FILE, read_fine_tuning
 from lineartime.model.language_model import LanguageModel, SpanModel
-from lineartime.tasks.finetune_config import QUESTIONS_CONTEXT, FineTuning
-from lineartime.tasks.pooling import padded
-from lineartime.tasks.qa.metrics import score
-from lineartime.tasks.qa.questions import read_questions
-from lineartime.tasks.qa.spans import WindowConfig, answer_questions, span_logits, span_losses, training_windows
+from lineartime.tasks.pooling import padded_rows
+from lineartime.tasks.qa.finetune_config import FineTuning
+from lineartime.tasks.qa.metrics import score_answers
+from lineartime.tasks.qa.questions import Question, read_questions
+from lineartime.tasks.qa.spans import (
+    TrainingWindows,
+    WindowConfig,
+    answer_questions,
+    span_logits,
+    span_losses,
+    training_windows,
+)
+from lineartime.training.loop import Callbacks, Setup, fit_once
+from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
+from lineartime.training.runtime import pick_device
+from lineartime.training.stop import Progress, StopSignal
+from lineartime.weights import checkpoint
+from lineartime.weights.load import load_model
 from lineartime.weights.transfer import copy_weights, is_flash, with_context
 from lineartime.weights.transformers_files import tokenizer_files
 
+QUESTIONS_CONTEXT, ROWS_PER_STEP, WARMUP_SHARE, N_SCORINGS = 4096, 32, 0.1, 5
 CHUNK_SIZE = 128
 CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 """Fields of the pretrained model's configuration that fine-tuning may change."""
 PREDICTIONS_FILE = "predictions.json"
 
+Watch = Callable[..., Callable[[int], None]]
+"""Makes a callback of progress: takes a description, the total or None, and the ranks; see `StopSignal.watch`."""
+
 logger = logging.getLogger(__name__)
+
+
+def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
+             on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress | None = None,
+             rank_timeout: float = TIMEOUT_S) -> dict[str, Any]:
+    """Fine-tune once per learning rate, or resume. Returns the content of `DIR/result.json`: "best" (the best run's
+    folder in `plan.out`), scores by learning rate, counts of the questions, and the settings; with "already" if the
+    folder was complete before.
+
+    device: by default cuda if available. stop: requests a save and an end, see `StopSignal.listening`. on_step is
+    called with each line of the metrics and the number of "steps". progress counts questions, documents and tokens.
+    rank_timeout: see `train`. Raises UsageError for a pretrained model without [SEP] or that is causal, wrong settings
+    or a folder with another fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model` and
+    `fit_once` do."""
+    stop, out = stop or StopSignal(), plan.out
+    require(bool(plan.data and plan.validation), "files are missing", "finetune", "give data and validation")
+    require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
+    require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
+    picked = pick_device(device)
+
+    def watch(what: str, total: int | None = None, ranks: Ranks = ALONE) -> Callable[[int], None]:
+        saved = "what is trained is saved" if out.exists() else "nothing is trained yet"
+        return stop.watch(f"{saved}; the same command goes on", progress, what, total, ranks)
+
+    task = read_task(plan, watch)
+    runs = runs_of(plan, task.config, len(task.train))
+    settings = {**task.facts, "model": to_dict(task.config),
+                "train": {name: to_dict(run.train) for name, run in runs.items()}}
+    # One process at a time has the folder. A complete one is only compared; else its runs begin, or go on, in order.
+    with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
+          checkpoint.lock(out) if ranks.is_first else nullcontext()):
+        found = read_fine_tuning(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
+        complete = gather_json(found, ranks)[0]
+        if complete is not None:
+            check_settings(complete["fine_tuning"], settings, out)
+            if ranks.is_first:
+                point_to_best(out, complete)
+            return {**complete, "already": True}
+        rates = {}
+        for name, run in runs.items():
+            logger.info(f"learning rate {name}")
+            rates[name] = train_rate(task, run, picked, Callbacks(stop, on_step))
+            logger.info(f"  EM {rates[name]['exact_match']:6.2f}  F1 {rates[name]['f1']:6.2f}, held out")
+        best = max(rates, key=lambda name: (rates[name]["f1"], rates[name]["exact_match"]))
+        result = {"best": f"lr-{best}", "learning_rates": rates, "train_questions": task.train.counts,
+                  "fine_tuning": settings}
+        if ranks.is_first:
+            point_to_best(out, result)
+            write_json(out / RESULT_FILE, result)
+    return result
+
+
+@dataclass(frozen=True)
+class QuestionTask:
+    """What all runs of a fine-tuning share."""
+
+    pretrained: LanguageModel
+    tokenizer: Tokenizer
+    config: ModelConfig
+    windows: WindowConfig
+    train: TrainingWindows
+    validation: list[Question]
+    facts: dict[str, Any]
+    """What the runs read, by hashes."""
+    watch: Watch
+
+
+def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
+    """Load the model, read the questions, and log their counts. Raises UsageError for a model without [SEP] or that is
+    causal, and for wrong settings; DataError for questions without an answer."""
+    pretrained, tokenizer, loaded_from = load_model(plan.run)
+    # Wrong settings, and weights that do not fit, are refused before the questions are read.
+    separator = tokenizer.separator
+    require(separator is not None and separator < pretrained.config.vocab_size, "the model has no [SEP]",
+            str(plan.run), "questions need one: pretrain on data from `lineartime prepare --mlm`")
+    windows = WindowConfig(QUESTIONS_CONTEXT if plan.context is None else plan.context, plan.stride,
+                           plan.max_answer_tokens)
+    changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
+    config = span_config(pretrained, windows.context, changes)
+    span_model(pretrained, config, 0)
+    runs_of(plan, config, 1 << 40)
+
+    validation = list(read_questions(plan.validation, plan.evidence))
+    if not any(question.accepted for question in validation):
+        raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
+    train = training_windows(tokenizer, read_questions(plan.data, plan.evidence), windows, negatives=plan.negatives,
+                             seed=plan.settings.get("seed", 0), progress=watch("reading questions"))
+    counts = train.counts
+    if not counts["windows_with_answer"]:
+        raise DataError("no window holds an answer", ", ".join(map(str, plan.data)),
+                        f"of {counts['questions']} questions {counts['unlabelled']} have no label, "
+                        f"{counts['without_document']} no document, {counts['answer_not_found']} an answer "
+                        "that no document holds")
+    logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
+                f"{windows.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
+                f"{counts['answer_not_found']:,} answers not found in the evidence")
+    weights = Path(loaded_from["checkpoint"]) / WEIGHTS_FILE  # not there if they are in several files
+    asked = [[q.id, q.text, q.accepted, [sha256(each.text().encode()).hexdigest() for each in q.documents]]
+             for q in validation]
+    facts = {"pretrained_sha256": (hash_of(weights)["sha256"] if weights.exists() else
+                                   tensors_sha256(pretrained.state_dict())),
+             "rows_sha256": train.sha256(), "tokenizer_sha256": tokenizer.sha256,
+             "validation_sha256": sha256(json.dumps(asked).encode()).hexdigest(), **dataclasses.asdict(windows)}
+    return QuestionTask(pretrained, tokenizer, config, windows, train, validation, facts, watch)
 
 
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
@@ -72,69 +199,59 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
     return model
 
 
-class QuestionTask:
-    """What `finetuning` trains: the data, the loss and the scores of questions. Raises UsageError for a model without
-    [SEP] or that is causal, and for wrong settings."""
+def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, RunConfig]:
+    """The runs by the names of their learning rates, to train on `n_rows` rows."""
+    data = ", ".join(map(str, plan.data))
+    return {name_of(rate): RunConfig(config, train_config(plan, rate, config, n_rows), "fine-tuned", "questions", data,
+                                     str(plan.out / f"lr-{name_of(rate)}"))
+            for rate in plan.learning_rates}
 
-    def __init__(self, plan: FineTuning, loaded: tuple[LanguageModel, Tokenizer, dict[str, Any]],
-                 watch: Callable[..., Callable[[int], None]]):
-        self.plan, self.watch = plan, watch
-        self.pretrained, self.tokenizer, self.loaded_from = loaded
-        separator = self.tokenizer.separator
-        require(separator is not None and separator < self.pretrained.config.vocab_size, "the model has no [SEP]",
-                str(plan.run), "questions need one: pretrain on data from `lineartime prepare --mlm`")
-        changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
-        context = QUESTIONS_CONTEXT if plan.context is None else plan.context
-        self.windows = WindowConfig(context, plan.stride, plan.max_answer_tokens)
-        self.config = span_config(self.pretrained, context, changes)
-        self.new_model(0)  # raises for weights that do not fit before questions are read
 
-    def read(self) -> int:
-        """Read the questions, and log their counts; returns the number of windows to train on. Raises DataError for
-        questions without an answer."""
-        plan = self.plan
-        self.validation = list(read_questions(plan.validation, plan.evidence))
-        if not any(question.accepted for question in self.validation):
-            raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-        self.train = training_windows(self.tokenizer, read_questions(plan.data, plan.evidence), self.windows,
-                                      negatives=plan.negatives, seed=plan.settings.get("seed", 0),
-                                      progress=self.watch("reading questions"))
-        counts = self.train.counts
-        if not counts["windows_with_answer"]:
-            raise DataError("no window holds an answer", ", ".join(map(str, plan.data)),
-                            f"of {counts['questions']} questions {counts['unlabelled']} have no label, "
-                            f"{counts['without_document']} no document, {counts['answer_not_found']} an answer "
-                            "that no document holds")
-        logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
-                    f"{self.windows.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
-                    f"{counts['answer_not_found']:,} answers not found in the evidence")
-        weights = Path(self.loaded_from["checkpoint"]) / WEIGHTS_FILE  # not there if they are in several files
-        asked = [[q.id, q.text, q.accepted, [sha256(each.text().encode()).hexdigest() for each in q.documents]]
-                 for q in self.validation]
-        self.facts: dict[str, Any] = {
-            "pretrained_sha256": (hash_of(weights)["sha256"] if weights.exists() else
-                                  tensors_sha256(self.pretrained.state_dict())),
-            "rows_sha256": self.train.sha256(), "tokenizer_sha256": self.tokenizer.sha256,
-            "validation_sha256": sha256(json.dumps(asked).encode()).hexdigest(), **dataclasses.asdict(self.windows)}
-        return len(self.train)
+def name_of(rate: float) -> str:
+    """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
+    return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
 
-    def new_model(self, seed: int) -> SpanModel:
-        return span_model(self.pretrained, self.config, seed)
 
-    def objective(self, run: RunConfig, ranks: Ranks) -> "SpanObjective":
-        return SpanObjective(run, self, ranks)
+def train_config(plan: FineTuning, rate: float, config: ModelConfig, n_rows: int) -> TrainConfig:
+    """The training at one learning rate. Unless the settings say otherwise, it has batches of 32 rows, a tenth of the
+    steps for warm-up, and a save after each tenth of the run and at least every 500 steps. FLASH is not clipped, as in
+    the paper's fine-tuning (Section 4.3). n_rows: rows to train on. Raises UsageError for wrong values."""
+    context = config.context
+    given = {name: value for name, value in plan.settings.items() if name in TRAIN_FIELDS}
+    tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
+    require(tokens_per_step >= context and tokens_per_step % context == 0,
+            "tokens_per_step must be a multiple of context",
+            f"tokens_per_step = {tokens_per_step}, context = {context}")
+    # The largest micro-batch of whole rows that divides a step and has no more tokens than in pretraining.
+    rows = tokens_per_step // context
+    most = max(TrainConfig().micro_batch_tokens // context, 1)
+    micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
+    steps = given.get("steps", max(-(-round(n_rows * plan.epochs) // rows), 1))
+    own = {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
+           "warmup_steps": round(WARMUP_SHARE * steps), "clip": None if is_flash(config) else TrainConfig().clip,
+           "keep": 1, "eval_every": max(steps // N_SCORINGS, 1), "save_every": min(max(steps // 10, 1), 500)}
+    return replace_fields(TrainConfig(), {**own, **given, "learning_rate": rate})
 
-    def files(self) -> dict[str, str]:
-        return {**tokenizer_files(self.tokenizer), CONFIG_FILE: model_config_json(self.config, QUESTION_ANSWERING)}
 
-    def score(self, run: RunConfig, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-        """EM, F1 and nats per window of all validation questions; the answers go into the run's folder."""
+def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, callbacks: Callbacks) -> dict[str, Any]:
+    """Train at one learning rate, or resume; returns the scores of its last step: EM, F1 and nats per window of all
+    validation questions. The answers go into the run's folder."""
+    def begin(ranks: Ranks) -> Setup:
+        files = {**tokenizer_files(task.tokenizer), CONFIG_FILE: model_config_json(task.config, QUESTION_ANSWERING)}
+        return Setup(span_model(task.pretrained, task.config, config.train.seed), SpanObjective(config, task, ranks),
+                     files, score_last=False)
+
+    def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
         answers, loss, n_windows = answer_questions(
-            model, self.tokenizer, self.validation, self.windows, batch_rows=run.micro_batch_rows,
-            precision=run.train.precision, progress=self.watch("answering", len(self.validation), ranks))
+            model, task.tokenizer, task.validation, task.windows, batch_rows=config.micro_batch_rows,
+            precision=config.train.precision, progress=task.watch("answering", len(task.validation), ranks))
         if ranks.is_first:
-            write_json(Path(run.out) / PREDICTIONS_FILE, answers, ascii_only=False)
-        return {**score(self.validation, answers), "loss": loss, "n_windows": n_windows}
+            write_json(Path(config.out) / PREDICTIONS_FILE, answers, ascii_only=False)
+        return {"steps": config.train.steps, **score_answers(task.validation, answers), "loss": loss,
+                "n_windows": n_windows}
+
+    result, _ = fit_once(config, task.facts, device, begin, score, callbacks)
+    return {name: value for name, value in result.items() if name != "run"}
 
 
 class SpanObjective:
@@ -150,7 +267,7 @@ class SpanObjective:
         places = places_of_step([len(train)], seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
         chosen = sorted((row for _, _, row in places), key=lambda row: -len(train.ids[row]))
         chosen = chosen[self.ranks.share(len(chosen))]
-        return tuple(padded([rows[i] for i in chosen], config.model.context, fill=0)
+        return tuple(padded_rows([rows[i] for i in chosen], config.model.context, fill=0)
                      for rows in (train.ids, train.roles))
 
     def n_targets(self, *batch: Tensor) -> int:
@@ -168,5 +285,21 @@ class SpanObjective:
         answers, loss, _ = answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
                                             batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
                                             progress=progress)
-        scores = score([question for question in asked if question.id in answers], answers)
+        scores = score_answers([question for question in asked if question.id in answers], answers)
         return {"loss": loss, "exact_match": scores["exact_match"], "f1": scores["f1"]}
+
+
+def point_to_best(out: Path, result: dict[str, Any]) -> None:
+    """Point the link `best` in `out` at the best weights, and `predictions.json` at the best answers."""
+    best = result["best"]
+    checkpoint.point(out / "best", Path(best) / "latest")
+    checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)
+
+
+def check_settings(stored: dict[str, Any], settings: dict[str, Any], out: Path) -> None:
+    """Raise UsageError if the completed fine-tuning in `out` had other settings."""
+    known = {"model": to_dict(stored_config(ModelConfig(), stored["model"])),  # an older one has other fields
+             "train": {name: to_dict(stored_config(TrainConfig(), each)) for name, each in stored["train"].items()}}
+    changed = different(stored | known, json.loads(json.dumps(settings)))
+    require(not changed, "another fine-tuning is here", str(out),
+            f"{'; '.join(changed)}. Give another --out, or the same settings")

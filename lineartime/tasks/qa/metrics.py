@@ -1,4 +1,4 @@
-"""Answers as text: the official normalisations and scores, and occurrences in a document."""
+"""Answers as text: TriviaQA's official normalisation and scores, and occurrences in a document."""
 
 import re
 import string
@@ -9,36 +9,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lineartime.base.errors import DataError
-from lineartime.tasks.qa.questions import Question, Rules
+from lineartime.tasks.qa.questions import Question
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 TO_SPACE = {ord(c): " " for c in string.punctuation + "\u2018\u2019\u00b4`"}
-REMOVED = {ord(c): None for c in string.punctuation}
 
 
-def normalize(text: str, rules: Rules) -> str:
-    """An answer normalised as in the official evaluation of TriviaQA or SQuAD v1.1.
+def normalize(text: str) -> str:
+    """An answer normalised as in the official evaluation of TriviaQA.
 
-    Both lower the case, replace or remove punctuation, then drop the words a, an and the, and set single spaces.
-    TriviaQA replaces ASCII punctuation, backquotes, curly single quotes (U+2018, U+2019) and the acute accent (U+00B4)
-    by spaces: "well-known" is two words. SQuAD removes ASCII punctuation alone: "well-known" is "wellknown"."""
-    text = text.lower().translate(TO_SPACE if rules == "triviaqa" else REMOVED)
-    return " ".join(ARTICLE.sub(" ", text).split())
+    It is put into lower case. ASCII punctuation, backquotes, curly single quotes (U+2018, U+2019) and the acute accent
+    (U+00B4) become spaces: "well-known" is two words. The words a, an and the go, and spaces are single."""
+    return " ".join(ARTICLE.sub(" ", text.lower().translate(TO_SPACE)).split())
 
 
-def exact_match(prediction: str, accepted: Iterable[str], rules: Rules) -> float:
+def exact_match(prediction: str, accepted: Iterable[str]) -> float:
     """1 if the prediction is an accepted answer after normalisation, else 0."""
-    found = normalize(prediction, rules)
-    return float(any(found == normalize(answer, rules) for answer in accepted))
+    found = normalize(prediction)
+    return float(any(found == normalize(answer) for answer in accepted))
 
 
-def f1(prediction: str, accepted: Iterable[str], rules: Rules) -> float:
+def f1(prediction: str, accepted: Iterable[str]) -> float:
     """The harmonic mean of the precision and recall of words, as multisets; the best over the accepted answers.
 
-    0 without a shared word, as in the official scripts, so two empty answers match exactly and have an F1 of 0."""
-    said, best = normalize(prediction, rules).split(), 0.0
+    0 without a shared word, as in the official script, so two empty answers match exactly and have an F1 of 0."""
+    said, best = normalize(prediction).split(), 0.0
     for answer in accepted:
-        right = normalize(answer, rules).split()
+        right = normalize(answer).split()
         shared = sum((Counter(said) & Counter(right)).values())
         if shared > 0:
             precision, recall = shared / len(said), shared / len(right)
@@ -46,14 +43,14 @@ def f1(prediction: str, accepted: Iterable[str], rules: Rules) -> float:
     return best
 
 
-def score(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict[str, Any]:
-    """The scores of predictions by question id, each by the rules of its question's source: "exact_match" and "f1" in
-    percent over the "n_questions" that have an accepted answer; those without a prediction, "n_missing", count as 0.
-    Raises DataError if no question has an answer."""
+def score_answers(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict[str, Any]:
+    """The scores of predictions by question id: "exact_match" and "f1" in percent over the "n_questions" that have an
+    accepted answer. Those without a prediction, "n_missing", count as 0. Raises DataError if no question has an
+    answer."""
     asked = [question for question in questions if question.accepted]
     if not asked:
         raise DataError("no question has an answer to compare with", "the questions", "scores need labelled questions")
-    said = [(predictions[each.id], each.accepted, each.rules) for each in asked if each.id in predictions]
+    said = [(predictions[each.id], each.accepted) for each in asked if each.id in predictions]
     return {"exact_match": 100 * sum(exact_match(*each) for each in said) / len(asked),
             "f1": 100 * sum(f1(*each) for each in said) / len(asked), "n_questions": len(asked),
             "n_missing": len(asked) - len(said)}
@@ -68,7 +65,7 @@ class Word(NamedTuple):
 
 
 def words_of(text: str) -> list[Word]:
-    """`normalize(text, "triviaqa").split()`, each word with its place in the text."""
+    """`normalize(text).split()`, each word with its place in the text."""
     lowered = text.lower()
     if len(lowered) == len(text):
         place = np.arange(len(text))
@@ -80,8 +77,8 @@ def words_of(text: str) -> list[Word]:
 
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
-    """The places of answers in a document after TriviaQA's normalisation: characters [start, stop), in order."""
-    wanted = {tuple(normalize(answer, "triviaqa").split()) for answer in answers} - {()}
+    """The places of answers in a document after normalisation: characters [start, stop), in order."""
+    wanted = {tuple(normalize(answer).split()) for answer in answers} - {()}
     # Answers by their first word, so that each word of the document is compared with few.
     by_first: dict[str, list[tuple[str, ...]]] = {}
     for answer in sorted(wanted):

@@ -1,14 +1,14 @@
-"""Questions with their documents and answers, read from SQuAD v1.1 JSON, TriviaQA JSON and TriviaQA parquet.
+"""Questions with their documents and answers, read from TriviaQA in its published forms.
 
-The field "Data" marks TriviaQA's JSON, "data" SQuAD's; a `.parquet` has the columns of `mandarjoshi/trivia_qa`. Files
-may be packed, in a store, or named by a pattern, see `data.read_text` and `data.files`. In place of a file
+These are JSON beside a folder of evidence, and parquet with the columns of `mandarjoshi/trivia_qa`. Files may be
+packed, in a store, or named by a pattern, see `data.read_text` and `base.stores`. In place of a file
 `hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split of that data set on the hub."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from lineartime.base.errors import DataError
 from lineartime.base.stores import Name, expanded
@@ -16,8 +16,7 @@ from lineartime.data.read_text import ending_of, read_rows, read_small
 from lineartime.data.rows import checked, parse_json
 from lineartime.data.streams import ON_HUB, hub_rows
 
-Rules = Literal["triviaqa", "squad"]
-COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
+QUESTION_COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
 MOST_BYTES = 1 << 30
 """Largest file of questions, and largest document."""
 UNKNOWN = "<unk>"
@@ -47,16 +46,12 @@ class Question:
     """Names of the answer that may occur in a document; empty for a question without a label."""
     accepted: tuple[str, ...]
     """The answers that exact match and F1 compare a prediction with."""
-    rules: Rules = "triviaqa"
-    """The rules of its scores, see `metrics.normalize`."""
-    spans: tuple[tuple[int, int], ...] | None = None
-    """SQuAD's gold answers, characters [start, stop) of the document. None: every occurrence of an answer."""
 
 
 def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Iterator[Question]:
-    """The questions of all files, in order. TriviaQA's evidence is read later, by `Document.text`.
+    """The questions of all files, in order. Evidence is read later, by `Document.text`.
 
-    evidence: the folder with `wikipedia/` and `web/`, by default `evidence/` beside the folder of a TriviaQA file.
+    evidence: the folder with `wikipedia/` and `web/`, by default `evidence/` beside the folder of a file.
     From files for the verified evaluation ("VerifiedEval") only the verified part is read. Raises DataError, with its
     place, for a record of another form, a missing file of evidence, and a repeated id."""
     seen: dict[str, str] = {}
@@ -79,21 +74,23 @@ def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Itera
 def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question]]:
     """The questions of a file, each with the place of its record."""
     if path.startswith(ON_HUB) or ending_of(path) == ".parquet":
-        rows = hub_rows(path) if path.startswith(ON_HUB) else read_rows(path, COLUMNS, optional=EVIDENCE_COLUMNS)
+        rows = (hub_rows(path) if path.startswith(ON_HUB) else
+                read_rows(path, QUESTION_COLUMNS, optional=EVIDENCE_COLUMNS))
         for where, record in rows:
             with _form_of("a row of mandarjoshi/trivia_qa", where):
                 question = _of_parquet(record, where)
             yield where, question
         return
     content = parse_json(read_small(path, MOST_BYTES), path)
-    with _form_of("TriviaQA's or SQuAD's JSON", path):
-        key = "Data" if "Data" in content else "data"
-        records = [(f"{path}, {key}[{i}]", record) for i, record in enumerate(content[key])]
-    for where, record in records:
-        with _form_of("TriviaQA's JSON" if key == "Data" else "SQuAD's JSON", where):
-            found = ([_of_triviaqa(record, evidence or Path(path).absolute().parent.parent / "evidence", where,
-                                   content.get("VerifiedEval", False))] if key == "Data" else _of_squad(record, where))
-        yield from ((where, question) for question in found if question is not None)
+    with _form_of("TriviaQA's JSON", path):
+        records, only_verified = list(content["Data"]), content.get("VerifiedEval", False)
+    folder = evidence or Path(path).absolute().parent.parent / "evidence"
+    for number, record in enumerate(records):
+        where = f"{path}, Data[{number}]"
+        with _form_of("TriviaQA's JSON", where):
+            found = _of_json(record, folder, where, only_verified)
+        if found is not None:
+            yield where, found
 
 
 @contextlib.contextmanager
@@ -110,9 +107,9 @@ def once(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _of_triviaqa(record: dict[str, Any], evidence: Path, where: str, verified: bool) -> Question | None:
-    """The question of a record of TriviaQA's JSON; None if only verified ones are read, and it is none. EntityPages are
-    in `evidence/wikipedia`, SearchResults in `evidence/web`."""
+def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool) -> Question | None:
+    """The question of a record of JSON; None if only verified ones are read, and it is none. EntityPages are in
+    `evidence/wikipedia`, SearchResults in `evidence/web`."""
     if verified and not record["QuestionPartOfVerifiedEval"]:
         return None
     documents = [_evidence(page["Filename"], evidence / folder, where)
@@ -136,24 +133,6 @@ def _evidence(name: str, folder: Path, where: str) -> Document:
         raise DataError("no such file of evidence", f"{folder / relative}, of {where}",
                         "name the folder that has wikipedia/ and web/ with --evidence")
     return Document(name, folder / relative)
-
-
-def _of_squad(article: dict[str, Any], where: str) -> list[Question]:
-    """The questions of an article of SQuAD v1.1. Gold spans that do not match the text of their answer are left out."""
-    questions = []
-    for paragraph in article["paragraphs"]:
-        text = checked(paragraph["context"], "a context", where)
-        for record in paragraph["qas"]:
-            if record.get("is_impossible"):
-                raise DataError("a question without an answer (SQuAD v2)", f"{where}, {record['id']}",
-                                "SQuAD v1.1 is read")
-            found = [(answer["text"], answer["answer_start"]) for answer in record.get("answers", [])]
-            spans = dict.fromkeys((start, start + len(answer)) for answer, start in found
-                                  if start >= 0 and answer and text[start : start + len(answer)] == answer)
-            answers = once(answer for answer, _ in found)
-            questions.append(Question(record["id"], record["question"], (Document(article.get("title", ""), text),),
-                                      answers, answers, "squad", tuple(spans)))
-    return questions
 
 
 def _of_parquet(record: dict[str, Any], where: str) -> Question:

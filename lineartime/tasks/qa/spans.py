@@ -20,8 +20,8 @@ from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.tasks.pooling import padded
-from lineartime.tasks.qa.metrics import occurrences, score, words_of
+from lineartime.tasks.pooling import padded_rows
+from lineartime.tasks.qa.metrics import occurrences, score_answers, words_of
 from lineartime.tasks.qa.questions import Question
 
 SMALLEST_CONTEXT = 16
@@ -103,10 +103,11 @@ class Window(NamedTuple):
     answered: bool
 
 
-def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
+def question_windows(tokenizer: Tokenizer, question: Question,
+                     windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
     """All windows of a question, in the order of its documents. The question is cut to a quarter of the context. An
-    answer counts only if the window holds all of it.
-    Answers are SQuAD's gold spans, otherwise every place that `metrics.occurrences` finds, widened to whole tokens."""
+    answer counts only if the window holds all of it. Every place that `metrics.occurrences` finds is an answer, widened
+    to whole tokens."""
     separator = tokenizer.separator
     assert separator is not None, "the tokenizer has no [SEP]"
     asked = tokenizer.encode(question.text)[: windows.context // 4]
@@ -114,9 +115,7 @@ def windows_of(tokenizer: Tokenizer, question: Question, windows: WindowConfig) 
     for number, document in enumerate(question.documents):
         text = document.text()
         passage = Passage(text, *tokenizer.encode_with_offsets(text))
-        found = question.spans
-        if found is None:
-            found = tuple(occurrences(words_of(text), question.answers)) if question.answers else ()
+        found = occurrences(words_of(text), question.answers) if question.answers else []
         spans = np.array([passage.tokens(*characters) for characters in found], np.int64).reshape(-1, 2)
         spans = spans[spans[:, 0] <= spans[:, 1]]  # not those of which the tokenizer drops every character
         for first, stop in windows.cut(len(asked), len(passage.ids)):
@@ -175,7 +174,7 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
             counts["unlabelled"] += 1
             continue
         found, n_windows = False, 0
-        for window, _ in windows_of(tokenizer, question, windows):
+        for window, _ in question_windows(tokenizer, question, windows):
             n_windows += 1
             found = found or window.answered
             # A hash in place of a generator: whether a window is taken depends on no other window.
@@ -250,7 +249,7 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
     def rows() -> Iterator[tuple[AnswerPrediction, Window, Passage]]:
         for question in questions:
             begun.append(AnswerPrediction(question))
-            for window, passage in windows_of(tokenizer, question, windows):
+            for window, passage in question_windows(tokenizer, question, windows):
                 yield begun[-1], window, passage
 
     waiting, n_scored = rows(), 0
@@ -273,8 +272,8 @@ def score_windows(model: nn.Module, rows: Sequence[tuple[Window, Passage]], wind
                   precision: str) -> Iterator[tuple[Span | None, float]]:
     """The best span of each window, and its loss in nats: the mean for the first and the last token."""
     device = next(model.parameters()).device
-    ids_BT = torch.from_numpy(padded([window.ids for window, _ in rows], fill=0)).to(device)
-    roles_BT = torch.from_numpy(padded([window.roles for window, _ in rows], fill=0)).to(device)
+    ids_BT = torch.from_numpy(padded_rows([window.ids for window, _ in rows], fill=0)).to(device)
+    roles_BT = torch.from_numpy(padded_rows([window.roles for window, _ in rows], fill=0)).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         logits_BT2 = span_logits(model, ids_BT, roles_BT)
     losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
@@ -312,19 +311,19 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
                        context: int | None = None, stride: int | None = None, max_answer_tokens: int = 30,
                        batch_rows: int = 8, precision: str = "float32",
                        progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """The scores of a fine-tuned model in evaluation mode, by the official rules, and its answers by question id.
+    """The scores of a fine-tuned model in evaluation mode, by the official rules of TriviaQA, and its answers by question id.
 
     context: tokens in a window, by default as in training; stride and max_answer_tokens as in `WindowConfig`.
     batch_rows: windows read at once. precision: "float32" or "bfloat16". progress is called with the number of
     questions answered. The scores are "context", "windows", "loss" (nats per labelled window), "questions",
-    "questions_without_document" and, if any question has an accepted answer, those of `metrics.score`. Raises
+    "questions_without_document" and, if any question has an accepted answer, what `metrics.score_answers` gives. Raises
     UsageError for wrong values and a context that is too long, DataError for documents that cannot be read."""
     require_name("precision", precision, PRECISIONS)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
     answers, loss, n_windows = answer_questions(model, tokenizer, questions, windows, batch_rows=batch_rows,
                                                 precision=precision, progress=progress)
-    scores = score(questions, answers) if any(question.accepted for question in questions) else {}
+    scores = score_answers(questions, answers) if any(question.accepted for question in questions) else {}
     return {"context": windows.context, "windows": n_windows, "loss": loss, "questions": len(questions),
             "questions_without_document": sum(not each.documents for each in questions), **scores}, answers
 

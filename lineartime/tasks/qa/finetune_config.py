@@ -5,19 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lineartime.base.settings import replace_fields, require
+from lineartime.base.settings import require
 from lineartime.base.stores import is_address
-from lineartime.config import TRAIN_FIELDS, TrainConfig
 from lineartime.folders import named_folder, shipped_models
 
-Encoding = Annotated[str, "Encoding of the text, such as latin-1."]
 Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default evidence/ beside the "
                      "questions' folder."]
 Stride = Annotated[int | None, "Tokens from one window of a document to the next; by default three quarters of the "
                    "context."]
 MaxAnswerTokens = Annotated[int, "Most tokens of an answer."]
 
-QUESTIONS_CONTEXT, ROWS_PER_STEP, WARMUP_SHARE, N_SCORINGS, MOST_EPOCHS = 4096, 32, 0.1, 5, 10**6
+MOST_EPOCHS = 10**6
 OTHER_SETTINGS = {"learning_rate": "give --learning-rates", **dict.fromkeys(
     ("shard", "context_parallel"), "it is for language modelling")}
 """Settings of training that a fine-tuning does not take, and what to do."""
@@ -29,7 +27,7 @@ class FineTuning:
 
     run: Annotated[Path | str, "The model to teach, of masked language modelling: a run, a checkpoint, or an exported "
                    "folder.", "RUN"]
-    data: Annotated[tuple[Path | str, ...], "Questions to train on: SQuAD or TriviaQA JSON, TriviaQA parquet, or "
+    data: Annotated[tuple[Path | str, ...], "Questions to train on: TriviaQA's JSON or parquet, or "
                     "hub:mandarjoshi/trivia_qa:rc.wikipedia/train; may be given again.", "--questions"]
     validation: Annotated[tuple[Path | str, ...], "Questions that the learning rate is chosen on; may be given again."]
     out: Annotated[Path, "Folder for the runs; unfinished runs there are continued."]
@@ -65,27 +63,3 @@ class FineTuning:
                 "it lies between 0 and 1")
         for name in self.settings:
             require(name not in OTHER_SETTINGS, "no setting of this fine-tuning", name, OTHER_SETTINGS.get(name))
-
-    def train_config(self, rate: float, context: int, n_rows: int, clip: float | None) -> TrainConfig:
-        """The training at one learning rate, in rows of `context` tokens. Unless `settings` say otherwise, it has
-        batches of 32 rows, a tenth of the steps for warm-up, a save after each tenth of the run and at least every 500
-        steps, and `clip`. n_rows: rows to train on. Raises UsageError for wrong values."""
-        given = {name: value for name, value in self.settings.items() if name in TRAIN_FIELDS}
-        tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
-        require(tokens_per_step >= context and tokens_per_step % context == 0,
-                "tokens_per_step must be a multiple of context",
-                f"tokens_per_step = {tokens_per_step}, context = {context}")
-        # The largest micro-batch of whole rows that divides a step and has no more tokens than in pretraining.
-        rows = tokens_per_step // context
-        most = max(TrainConfig().micro_batch_tokens // context, 1)
-        micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
-        steps = given.get("steps", max(-(-round(n_rows * self.epochs) // rows), 1))
-        own = {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
-               "warmup_steps": round(WARMUP_SHARE * steps), "clip": clip, "keep": 1,
-               "eval_every": max(steps // N_SCORINGS, 1), "save_every": min(max(steps // 10, 1), 500)}
-        return replace_fields(TrainConfig(), {**own, **given, "learning_rate": rate})
-
-
-def name_of(rate: float) -> str:
-    """A learning rate in the name of its run: `1e-04`, with as many digits as necessary."""
-    return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
