@@ -16,8 +16,8 @@ from lineartime.training.run_config import read_config, run_config
 
 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
-    """List every field that --set takes.
-    Of each: its value for a model, what values it takes, what it is, and the paper's table that has it."""
+    """List every field that --set takes. Of each: its value for a model, what values it takes, what
+    it is, and the paper's table that has it."""
     run = run_config({"model": model, "size": size, "task": task, "data": "-", "out": "-"})
     for title, made in (("The model", run.model), ("Training", run.train)):
         say(f"{title}: {model}, {task}, size {size}\n")
@@ -39,9 +39,8 @@ def info(
     settings: Setting,
     verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,
 ) -> None:
-    """Describe a model, a run or prepared text.
-    Of a model: its specification, the parameters of each part, training FLOPs per token and the size of its decoding
-    state."""
+    """Describe a model, a run or prepared text. Of a model: its specification, the parameters of
+    each part, training FLOPs per token and the size of its decoding state."""
     is_folder = model not in PRESETS and (model in shipped_models() or is_address(model) or Path(model).is_dir())
     if not is_folder:
         require_name("model or folder", model, PRESETS)

@@ -56,9 +56,9 @@ class EvaluateOptions:
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Score a model on prepared text, or on questions.
-    On text every token is scored exactly once; of a model that is not causal, the masked tokens. On questions the
-    answers of a fine-tuned model are scored by exact match and F1."""
+    """Score a model on prepared text, or on questions. On text every token is scored exactly once;
+    of a model that is not causal, the masked tokens. On questions the answers of a fine-tuned model
+    are scored by exact match and F1."""
     folder = named_folder(options.run)
     if options.questions:
         require_there(options.questions)

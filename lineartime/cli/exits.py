@@ -10,8 +10,8 @@ from lineartime.base.ranks import launched, speaks_first
 
 
 def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
-    """Call a function; returns what it returns, 0 for None, or the exit code of its error, which is said in one line.
-    debug: show a traceback with an error."""
+    """Call a function; returns what it returns, 0 for None, or the exit code of its error, which is
+    said in one line. debug: show a traceback with an error."""
     try:
         return call() or 0
     except LineartimeError as e:
@@ -40,7 +40,8 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
 
 
 def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
-    """Say an error, or which signal ended the command, in one line on the first rank that has one; returns the code."""
+    """Say an error, or which signal ended the command, in one line on the first rank that has one;
+    returns the code."""
     if debug:
         import traceback
 

@@ -1,4 +1,5 @@
-"""`lineartime generate`, text from a model, and `read`, a text into a state that `generate` goes on from."""
+"""`lineartime generate`, text from a model, and `read`, a text into a state that `generate` goes on
+from."""
 
 import os
 import time
@@ -39,8 +40,8 @@ def generate(
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
-    """Continue prompts.
-    One prompt is printed as it grows; several are continued together and printed one after another."""
+    """Continue prompts. One prompt is printed as it grows; several are continued together and
+    printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
@@ -76,7 +77,8 @@ def generate(
 
 
 def load_writer(folder: Path, device: str | None, precision: str) -> tuple["LanguageModel", "Tokenizer"]:
-    """A model that can continue text, on its device, and its tokenizer. Raises UsageError for any other model."""
+    """A model that can continue text, on its device, and its tokenizer. Raises UsageError for any
+    other model."""
     import torch
 
     from lineartime.model.language_model import LanguageModel
@@ -98,8 +100,8 @@ def read(
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
-    """Read a text once, for generate --state to go on from.
-    The file has all that the model keeps of the text. With FLASH it is equally large for texts of any length."""
+    """Read a text once, for generate --state to go on from. The file has all that the model keeps
+    of the text. With FLASH it is equally large for texts of any length."""
     check_new(out)
     require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
     require_there([book])
@@ -126,7 +128,8 @@ def read(
 
 
 def prompt_progress(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
-    """The `on_prompt` that shows how much of a long prompt is read; None for a prompt that is not long."""
+    """The `on_prompt` that shows how much of a long prompt is read; None for a prompt that is not
+    long."""
     def show(n_read: int) -> None:
         terminal.count("tokens of the prompt", n_read, n_tokens)
         if n_read >= n_tokens:
@@ -136,8 +139,8 @@ def prompt_progress(terminal: Terminal, n_tokens: int) -> Callable[[int], None] 
 
 
 def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:
-    """The text before the first stop text, "" and True. Without one: the text in which no stop text has begun, the
-    rest, which more text may make a stop text, and False."""
+    """The text before the first stop text, "" and True. Without one: the text in which no stop text
+    has begun, the rest, which more text may make a stop text, and False."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], "", True
@@ -146,8 +149,8 @@ def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:
 
 
 def read_prompt(given: str) -> str:
-    """A prompt of the command line: a text, or `-` for stdin. Raises UsageError for a text that is not UTF-8, and as
-    `read_small` does."""
+    """A prompt of the command line: a text, or `-` for stdin. Raises UsageError for a text that is
+    not UTF-8, and as `read_small` does."""
     if given == "-":
         return read_small(given)
     try:

@@ -1,12 +1,14 @@
-"""Options of the command line. Typer reads the signature of a function, so `with_options` writes one for each verb.
+"""Options of the command line. Typer reads the signature of a function, so `with_options` writes
+one for each verb.
 
-A verb's parameter becomes an option, and so does each field of a dataclass that it takes:
-`name: Annotated[type, "help"] = default`. Behind the help may stand how the option is spelled, if not `--name`:
-"--other-name METAVAR", or "METAVAR" for a positional argument; and the names that the shell completes. A field that is
-not annotated so has no option.
+A verb's parameter becomes an option, and so does each field of a dataclass that it takes: `name:
+Annotated[type, "help"] = default`. Behind the help may stand how the option is spelled, if not
+`--name`: "--other-name METAVAR", or "METAVAR" for a positional argument; and the names that the
+shell completes. A field that is not annotated so has no option.
 
-Why typer, and neither tyro nor jsonargparse, which read dataclasses by themselves: a mistake there prints a box or a
-page of usage of many lines, and we promise one line; and typer completes names in the shell."""
+Why typer, and neither tyro nor jsonargparse, which read dataclasses by themselves: a mistake there
+prints a box or a page of usage of many lines, and we promise one line; and typer completes names in
+the shell."""
 
 import dataclasses
 import inspect
@@ -52,9 +54,9 @@ FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     tuple[int, ...]: (str | None, partial(numbers, int)),
     tuple[float, ...]: (str | None, partial(numbers, float)),
     Path | str: (str, str),
-    Path | str | None: (str | None, lambda text: text),
 }
-"""Types of ours that typer does not take: the type that it takes instead, and what makes our value of its value."""
+"""Types of ours that typer does not take: the type that it takes instead, and what makes our value
+of its value."""
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:

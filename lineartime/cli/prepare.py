@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def prepare(settings: PrepareSettings) -> None:
-    """Turn text into tokens once, for training to read. If it was cut off, the same command goes on. Many machines can
-    share the work: see docs/guides/many-machines.md."""
+    """Turn text into tokens once, for training to read. If it was cut off, the same command goes
+    on. Many machines can share the work: see docs/guides/many-machines.md."""
     results_are_files()
     from lineartime.data.prepare import prepare_text
 

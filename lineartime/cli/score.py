@@ -33,9 +33,9 @@ def score(
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
-    """Score a text as it comes, in bits.
-    Every line is scored given all before it; what is unexpected has many bits. A row has a number, the bits, the
-    bytes, the bits per byte, and how the line begins. FLASH reads an endless stream in constant memory."""
+    """Score a text as it comes, in bits. Every line is scored given all before it; what is
+    unexpected has many bits. A row has a number, the bits, the bytes, the bits per byte, and how
+    the line begins. FLASH reads an endless stream in constant memory."""
     if state is not None:
         check_place(state)
     require_there([file])
@@ -53,7 +53,8 @@ def score(
     n_before = now.n_tokens
 
     def blocks() -> Iterator[bytes]:
-        """The next text. It is asked for when the rows of all before it are printed, and the state is whole."""
+        """The next text. It is asked for when the rows of all before it are printed, and the state
+        is whole."""
         nonlocal saved
         for block in stdin_blocks(PIECE, ticks=True) if file == "-" else file_blocks(file, now.n_read):
             yield block

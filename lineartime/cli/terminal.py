@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """stdout or stderr, where text from files cannot steer the terminal: control characters, and characters that the
-    terminal's encoding lacks, are written as escapes such as `\\x1b`."""
+    """stdout or stderr, where text from files cannot steer the terminal: control characters, and
+    characters that the terminal's encoding lacks, are written as escapes such as `\\x1b`."""
 
     def __init__(self, stream: TextIO, lenient: bool):
-        """lenient: what cannot be written, because the reader has gone or the disk is full, is dropped."""
+        """lenient: what cannot be written, because the reader has gone or the disk is full, is
+        dropped."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
         self.stream = stream
@@ -37,7 +38,8 @@ class Screen:
             self.stream.flush()
 
     def isatty(self) -> bool:
-        """False, so that no library styles text: its escape sequences would be written as text too."""
+        """False, so that no library styles text: its escape sequences would be written as text
+        too."""
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -46,8 +48,8 @@ class Screen:
 
 @contextmanager
 def screens() -> Iterator[None]:
-    """Inside the block, sys.stdout and sys.stderr are `Screen`s. Closed streams are opened on /dev/null first, so that
-    no file of ours takes their numbers."""
+    """Inside the block, sys.stdout and sys.stderr are `Screen`s. Closed streams are opened on
+    /dev/null first, so that no file of ours takes their numbers."""
     # The lowest free number is taken, so this ends when 0, 1 and 2 are all open.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -84,7 +86,8 @@ def note(line: str) -> None:
 
 
 def say_stopping(name: str) -> None:
-    """Say that a signal was heard; the `tell` of `StopSignal.listening`, which may be called at any moment."""
+    """Say that a signal was heard; the `tell` of `StopSignal.listening`, which may be called at any
+    moment."""
     with suppress(OSError):
         os.write(2, f"\n{name}: stops at the next safe moment and saves; another one ends it at once\n".encode())
 
@@ -113,8 +116,8 @@ def shown_log() -> Iterator[None]:
 
 
 class Terminal:
-    """Progress of the library's functions on stderr: one live bar at a time on a terminal; elsewhere a line every ten
-    seconds. Both tell the time left."""
+    """Progress of the library's functions on stderr: one live bar at a time on a terminal;
+    elsewhere a line every ten seconds. Both tell the time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -136,7 +139,8 @@ class Terminal:
         self.bar, self.what = None, ""
 
     def count(self, what: str, done: float, total: int | None, words: str = "") -> None:
-        """Show how much of some work is done, of `total` if that is known; it replaces what was shown of other work."""
+        """Show how much of some work is done, of `total` if that is known; it replaces what was
+        shown of other work."""
         if self.bar is None or self.what != what:
             self.close()
             self.bar, self.what = self.new_bar(what, done, total), what
@@ -149,7 +153,8 @@ class Terminal:
             note("  ".join(filter(None, [shown, words, f"{timedelta(seconds=round(left))} left" if left else ""])))
 
     def new_bar(self, what: str, done: float, total: int | None) -> "Progress":
-        """A live bar, which is shown on a terminal alone. That of training stays there when it is over."""
+        """A live bar, which is shown on a terminal alone. That of training stays there when it is
+        over."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         left = [] if total is None else [TextColumn("left"), TimeRemainingColumn()]

@@ -1,4 +1,5 @@
-"""`lineartime train`, a model from nothing or from weights, and `finetune`, a masked model on questions."""
+"""`lineartime train`, a model from nothing or from weights, and `finetune`, a masked model on
+questions."""
 
 import importlib.util
 from contextlib import closing, nullcontext
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings of a run that have an option of their own. A file names them alike, but for `weights`: "from"."""
+    """The settings of a run that have an option of their own. A file names them alike, but for
+    `weights`: "from"."""
 
     model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file of settings.", "MODEL|FILE", PRESETS
                      ] = None
@@ -100,7 +102,8 @@ def train(
 
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
-    """Print what a run will read and make, unless it is complete. size: the one that was named; None: the default."""
+    """Print what a run will read and make, unless it is complete. size: the one that was named;
+    None: the default."""
     from lineartime.data.mixture import read_mixture
     from lineartime.model.language_model import number_of_parameters
 
@@ -151,9 +154,8 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
 
 
 def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeout = TIMEOUT_S) -> None:
-    """Teach a masked model to find answers in documents.
-    It is trained once for each learning rate, and the best is kept. To teach a causal model more text, use `lineartime
-    train --from RUN`."""
+    """Teach a masked model to find answers in documents. It is trained once for each learning rate,
+    and the best is kept. To teach a causal model more text, use `lineartime train --from RUN`."""
     results_are_files()
     if not plan.validation or not plan.data:
         raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
@@ -177,8 +179,8 @@ def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeo
 
 
 class Tracker:
-    """An `on_step` of training that writes each line for TensorBoard. The files are opened at the first line, so that a
-    run that is complete leaves no trace."""
+    """An `on_step` of training that writes each line for TensorBoard. The files are opened at the
+    first line, so that a run that is complete leaves no trace."""
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -189,7 +191,8 @@ class Tracker:
 
         step = record["step"]
         if self.writer is None:
-            # A resume writes lines again, of its first step the score alone; purge_step hides them in older files.
+            # A resume writes lines again, of its first step the score alone; purge_step hides them
+            # in older files.
             self.writer = SummaryWriter(self.folder, purge_step=step + ("held_out" in record))
         for name, value in numbers_of(record).items():
             self.writer.add_scalar(name, value, step, walltime=record["clock"]["time"])

@@ -1,4 +1,5 @@
-"""The command line: a verb is a function of a module here. Arguments are checked before heavy modules are imported."""
+"""The command line: a verb is a function of a module here. Arguments are checked before heavy
+modules are imported."""
 
 import atexit
 import gc
@@ -38,7 +39,8 @@ VERBS: dict[Callable[..., None], list[str]] = {
     describe.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
     describe.info: ["info flash --set context=8192", "info data --verify"]}
-"""The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
+"""The verbs, with examples for the end of their --help; one that begins with another program names
+ours itself."""
 
 
 def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str]) -> None:

@@ -1,8 +1,9 @@
 """Means of the last hidden states over documents of any length: the vector of a document.
 
-A document that fits into a row is read in a batch of documents of similar length. A longer one is read window by
-window: by a causal model with the state carried, which equals one long row; by any other model as windows without
-overlap that do not see each other. Either way every token counts once."""
+A document that fits into a row is read in a batch of documents of similar length. A longer one is
+read window by window: by a causal model with the state carried, which equals one long row; by any
+other model as windows without overlap that do not see each other. Either way every token counts
+once."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,8 +22,8 @@ BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
 
 
 def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> np.ndarray:
-    """The ids of a document, uint16 or uint32 `[N]`: the end-of-document token, then the text, at most `max_tokens` in
-    all. Raises DataError as `Tokenizer.encode` does."""
+    """The ids of a document, uint16 or uint32 `[N]`: the end-of-document token, then the text, at
+    most `max_tokens` in all. Raises DataError as `Tokenizer.encode` does."""
     parts = [np.array([tokenizer.end_of_document], tokenizer.dtype)]
     for part in tokenizer.parts(text):
         parts.append(np.array(tokenizer.encode_part(part), tokenizer.dtype))
@@ -32,7 +33,8 @@ def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None)
 
 
 def carries_state(config: ModelConfig) -> bool:
-    """Whether windows of a document are read in turn with the state carried: not with a position table, which ends."""
+    """Whether windows of a document are read in turn with the state carried: not with a position
+    table, which ends."""
     return config.decodes and config.max_len is None
 
 
@@ -43,11 +45,13 @@ def window_size(config: ModelConfig) -> int:
 
 
 def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) -> Tensor:
-    """The mean of each document's vectors, `[B, N, D]`; 0 for a document without tokens. segment_ids_BT: the document
-    of each token, -1 for padding. n: N, by default the largest number of documents in a row. Sums are in float32 at
-    least, also under autocast: a bfloat16 sum of a thousand tokens would lose the next one.
+    """The mean of each document's vectors, `[B, N, D]`; 0 for a document without tokens.
+    segment_ids_BT: the document of each token, -1 for padding. n: N, by default the largest number
+    of documents in a row. Sums are in float32 at least, also under autocast: a bfloat16 sum of a
+    thousand tokens would lose the next one.
 
-    With the attention mask minus 1 the only document is the row without its padding: an embedding of its text."""
+    With the attention mask minus 1 the only document is the row without its padding: an embedding
+    of its text."""
     n = max(int(segment_ids_BT.max()) + 1, 1) if n is None else n
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
@@ -58,7 +62,8 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) 
 
 
 def padded_rows(rows: Sequence[np.ndarray], width: int | None = None, fill: int = -1) -> np.ndarray:
-    """Rows of ids with `fill` behind them as padding, `width` ids wide or as the longest: int64 `[R, T]`."""
+    """Rows of ids with `fill` behind them as padding, `width` ids wide or as the longest: int64
+    `[R, T]`."""
     ids_RT = np.full((len(rows), width or max(map(len, rows))), fill, np.int64)
     for row, ids in enumerate(rows):
         ids_RT[row, : len(ids)] = ids
@@ -66,9 +71,10 @@ def padded_rows(rows: Sequence[np.ndarray], width: int | None = None, fill: int 
 
 
 def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for nothing. dtype: that
-    of the sums and the means, by default float32 at least."""
-    # Columns that are padding in every row are cut off: as many columns stay as the longest row has tokens.
+    """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for
+    nothing. dtype: that of the sums and the means, by default float32 at least."""
+    # Columns that are padding in every row are cut off: as many columns stay as the longest row has
+    # tokens.
     valid_BT = ids_BT >= 0
     valid_BT = valid_BT[:, : int(valid_BT.sum(1).max())]
     ids_BT = ids_BT[:, : valid_BT.shape[1]].clamp(min=0)
@@ -78,13 +84,14 @@ def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = 
 
 def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows: int, precision: str,
                   count: Callable[[int], None]) -> np.ndarray:
-    """The means of documents, float64 `[N, D]`, read in windows that do not see each other. count is called with the
-    number of tokens of each batch."""
+    """The means of documents, float64 `[N, D]`, read in windows that do not see each other. count
+    is called with the number of tokens of each batch."""
     device, size = model.embed.weight.device, window_size(model.config)
     sums_ND = np.zeros((len(documents), model.config.d_model))
     windows = [(i, ids_N[first : first + size]) for i, ids_N in enumerate(documents)
                for first in range(0, len(ids_N), size)]
-    # Rows of a similar length together have little padding; the longest first, so that memory runs out at once or not.
+    # Rows of a similar length together have little padding; the longest first, so that memory runs
+    # out at once or not.
     windows.sort(key=lambda window: -len(window[1]))
     for first in range(0, len(windows), batch_rows):
         numbers, rows = zip(*windows[first : first + batch_rows], strict=True)
@@ -114,13 +121,14 @@ def carried_mean(model: LanguageModel, ids_N: np.ndarray, precision: str, count:
 def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str], *, max_tokens: int | None = None,
           batch_rows: int = 8, precision: str = "float32",
           progress: Callable[[int], None] | None = None) -> np.ndarray:
-    """The vectors of texts of any length, the means of their last hidden states: `[N, D]`, float64 for a float64 model,
-    else float32. The model must be in evaluation mode.
+    """The vectors of texts of any length, the means of their last hidden states: `[N, D]`, float64
+    for a float64 model, else float32. The model must be in evaluation mode.
 
-    max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only rounding.
-    precision: the type of matrix products, "float32" or "bfloat16". progress is called with the number of tokens read.
-    Memory holds the ids of a batch, and the keys and values of a causal model with quadratic attention. Raises
-    UsageError for wrong values, DataError for text that the tokenizer lacks."""
+    max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only
+    rounding. precision: the type of matrix products, "float32" or "bfloat16". progress is called
+    with the number of tokens read. Memory holds the ids of a batch, and the keys and values of a
+    causal model with quadratic attention. Raises UsageError for wrong values, DataError for text
+    that the tokenizer lacks."""
     for name, value in (("max_tokens", max_tokens), ("batch_rows", batch_rows)):
         require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
                 f"{name} = {value}", "it takes whole numbers from 1")

@@ -1,7 +1,8 @@
-"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to find answers.
+"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to
+find answers.
 
-It is trained once per learning rate, and the best run is kept. `DIR/lr-1e-04`, ... are ordinary runs.
-`DIR/result.json` names the best of them, `DIR/best` is a link to it."""
+It is trained once per learning rate, and the best run is kept. `DIR/lr-1e-04`, ... are ordinary
+runs. `DIR/result.json` names the best of them, `DIR/best` is a link to it."""
 
 import dataclasses
 import json
@@ -59,7 +60,8 @@ CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 PREDICTIONS_FILE = "predictions.json"
 
 Watch = Callable[..., Callable[[int], None]]
-"""Makes a callback of progress: takes a description, the total or None, and the ranks; see `StopSignal.watch`."""
+"""Makes a callback of progress: takes a description, the total or None, and the ranks; see
+`StopSignal.watch`."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +69,16 @@ logger = logging.getLogger(__name__)
 def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop: StopSignal | None = None,
              on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress | None = None,
              rank_timeout: float = TIMEOUT_S) -> dict[str, Any]:
-    """Fine-tune once per learning rate, or resume. Returns the content of `DIR/result.json`: "best" (the best run's
-    folder in `plan.out`), scores by learning rate, counts of the questions, and the settings; with "already" if the
-    folder was complete before.
+    """Fine-tune once per learning rate, or resume. Returns the content of `DIR/result.json`: "best"
+    (the best run's folder in `plan.out`), scores by learning rate, counts of the questions, and the
+    settings; with "already" if the folder was complete before.
 
-    device: by default cuda if available. stop: requests a save and an end, see `StopSignal.listening`. on_step is
-    called with each line of the metrics and the number of "steps". progress counts questions, documents and tokens.
-    rank_timeout: see `train`. Raises UsageError for a pretrained model without [SEP] or that is causal, wrong settings
-    or a folder with another fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model` and
-    `fit_once` do."""
+    device: by default cuda if available. stop: requests a save and an end, see
+    `StopSignal.listening`. on_step is called with each line of the metrics and the number of
+    "steps". progress counts questions, documents and tokens. rank_timeout: see `train`. Raises
+    UsageError for a pretrained model without [SEP] or that is causal, wrong settings or a folder
+    with another fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model`
+    and `fit_once` do."""
     stop, out = stop or StopSignal(), plan.out
     require(bool(plan.data and plan.validation), "files are missing", "finetune", "give data and validation")
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
@@ -90,7 +93,8 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     runs = runs_of(plan, task.config, len(task.train))
     settings = {**task.facts, "model": to_dict(task.config),
                 "train": {name: to_dict(run.train) for name, run in runs.items()}}
-    # One process at a time has the folder. A complete one is only compared; else its runs begin, or go on, in order.
+    # One process at a time has the folder. A complete one is only compared; else its runs begin, or
+    # go on, in order.
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = read_fine_tuning(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
@@ -130,8 +134,9 @@ class QuestionTask:
 
 
 def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
-    """Load the model, read the questions, and log their counts. Raises UsageError for a model without [SEP] or that is
-    causal, and for wrong settings; DataError for questions without an answer."""
+    """Load the model, read the questions, and log their counts. Raises UsageError for a model
+    without [SEP] or that is causal, and for wrong settings; DataError for questions without an
+    answer."""
     pretrained, tokenizer, loaded_from = load_model(plan.run)
     # Wrong settings, and weights that do not fit, are refused before the questions are read.
     separator = tokenizer.separator
@@ -171,9 +176,10 @@ def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """The configuration for fine-tuning a pretrained model: the paper's, then `changes`.
 
-    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (here at most that of pretraining) and, if it has
-    relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a causal
-    model, a field that fine-tuning cannot change, and a context longer than the position tables allow."""
+    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (here at most that of
+    pretraining) and, if it has relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2
+    keeps its value. Raises UsageError for a causal model, a field that fine-tuning cannot change,
+    and a context longer than the position tables allow."""
     config = model.config
     require(not config.causal, "questions need a model that sees both ways", "causal = true",
             "pretrain with causal = false (masked language modelling); a causal model goes on with `lineartime train "
@@ -192,7 +198,8 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
 
 
 def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> SpanModel:
-    """A `SpanModel` with a pretrained model's weights, see `copy_weights`; its head is drawn from `seed`."""
+    """A `SpanModel` with a pretrained model's weights, see `copy_weights`; its head is drawn from
+    `seed`."""
     torch.manual_seed(seed)
     model = SpanModel(config)
     copy_weights(model, pretrained, "span_head.")
@@ -213,16 +220,18 @@ def name_of(rate: float) -> str:
 
 
 def train_config(plan: FineTuning, rate: float, config: ModelConfig, n_rows: int) -> TrainConfig:
-    """The training at one learning rate. Unless the settings say otherwise, it has batches of 32 rows, a tenth of the
-    steps for warm-up, and a save after each tenth of the run and at least every 500 steps. FLASH is not clipped, as in
-    the paper's fine-tuning (Section 4.3). n_rows: rows to train on. Raises UsageError for wrong values."""
+    """The training at one learning rate. Unless the settings say otherwise, it has batches of 32
+    rows, a tenth of the steps for warm-up, and a save after each tenth of the run and at least
+    every 500 steps. FLASH is not clipped, as in the paper's fine-tuning (Section 4.3). n_rows: rows
+    to train on. Raises UsageError for wrong values."""
     context = config.context
     given = {name: value for name, value in plan.settings.items() if name in TRAIN_FIELDS}
     tokens_per_step = given.get("tokens_per_step", ROWS_PER_STEP * context)
     require(tokens_per_step >= context and tokens_per_step % context == 0,
             "tokens_per_step must be a multiple of context",
             f"tokens_per_step = {tokens_per_step}, context = {context}")
-    # The largest micro-batch of whole rows that divides a step and has no more tokens than in pretraining.
+    # The largest micro-batch of whole rows that divides a step and has no more tokens than in
+    # pretraining.
     rows = tokens_per_step // context
     most = max(TrainConfig().micro_batch_tokens // context, 1)
     micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
@@ -234,8 +243,8 @@ def train_config(plan: FineTuning, rate: float, config: ModelConfig, n_rows: int
 
 
 def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, callbacks: Callbacks) -> dict[str, Any]:
-    """Train at one learning rate, or resume; returns the scores of its last step: EM, F1 and nats per window of all
-    validation questions. The answers go into the run's folder."""
+    """Train at one learning rate, or resume; returns the scores of its last step: EM, F1 and nats
+    per window of all validation questions. The answers go into the run's folder."""
     def begin(ranks: Ranks) -> Setup:
         files = {**tokenizer_files(task.tokenizer), CONFIG_FILE: model_config_json(task.config, QUESTION_ANSWERING)}
         return Setup(span_model(task.pretrained, task.config, config.train.seed), SpanObjective(config, task, ranks),
@@ -255,14 +264,16 @@ def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, call
 
 
 class SpanObjective:
-    """The objective of `fit` for questions: the first and the last token of the answer in each window."""
+    """The objective of `fit` for questions: the first and the last token of the answer in each
+    window."""
 
     def __init__(self, config: RunConfig, task: QuestionTask, ranks: Ranks = ALONE):
         self.config, self.task, self.ranks = config, task, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed, epoch). The rows of
-        a batch are sorted by length, so that micro-batches have little padding."""
+        """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed,
+        epoch). The rows of a batch are sorted by length, so that micro-batches have little
+        padding."""
         config, train = self.config, self.task.train
         places = places_of_step([len(train)], seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
         chosen = sorted((row for _, _, row in places), key=lambda row: -len(train.ids[row]))
@@ -278,8 +289,9 @@ class SpanObjective:
         return span_losses(span_logits(model, ids_BT, roles_BT), roles_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens. Every rank answers
-        all of them, for a share would be batched, and rounded, in another way."""
+        """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens.
+        Every rank answers all of them, for a share would be batched, and rounded, in another
+        way."""
         task, train = self.task, self.config.train
         asked = [question for question in task.validation if question.accepted]
         answers, loss, _ = answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
@@ -290,7 +302,8 @@ class SpanObjective:
 
 
 def point_to_best(out: Path, result: dict[str, Any]) -> None:
-    """Point the link `best` in `out` at the best weights, and `predictions.json` at the best answers."""
+    """Point the link `best` in `out` at the best weights, and `predictions.json` at the best
+    answers."""
     best = result["best"]
     checkpoint.point(out / "best", Path(best) / "latest")
     checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)

@@ -18,8 +18,9 @@ TO_SPACE = {ord(c): " " for c in string.punctuation + "\u2018\u2019\u00b4`"}
 def normalize(text: str) -> str:
     """An answer normalised as in the official evaluation of TriviaQA.
 
-    It is put into lower case. ASCII punctuation, backquotes, curly single quotes (U+2018, U+2019) and the acute accent
-    (U+00B4) become spaces: "well-known" is two words. The words a, an and the go, and spaces are single."""
+    It is put into lower case. ASCII punctuation, backquotes, curly single quotes (U+2018, U+2019)
+    and the acute accent (U+00B4) become spaces: "well-known" is two words. The words a, an and the
+    go, and spaces are single."""
     return " ".join(ARTICLE.sub(" ", text.lower().translate(TO_SPACE)).split())
 
 
@@ -30,9 +31,11 @@ def exact_match(prediction: str, accepted: Iterable[str]) -> float:
 
 
 def f1(prediction: str, accepted: Iterable[str]) -> float:
-    """The harmonic mean of the precision and recall of words, as multisets; the best over the accepted answers.
+    """The harmonic mean of the precision and recall of words, as multisets; the best over the
+    accepted answers.
 
-    0 without a shared word, as in the official script, so two empty answers match exactly and have an F1 of 0."""
+    0 without a shared word, as in the official script, so two empty answers match exactly and have
+    an F1 of 0."""
     said, best = normalize(prediction).split(), 0.0
     for answer in accepted:
         right = normalize(answer).split()
@@ -44,9 +47,9 @@ def f1(prediction: str, accepted: Iterable[str]) -> float:
 
 
 def score_answers(questions: Iterable[Question], predictions: Mapping[str, str]) -> dict[str, Any]:
-    """The scores of predictions by question id: "exact_match" and "f1" in percent over the "n_questions" that have an
-    accepted answer. Those without a prediction, "n_missing", count as 0. Raises DataError if no question has an
-    answer."""
+    """The scores of predictions by question id: "exact_match" and "f1" in percent over the
+    "n_questions" that have an accepted answer. Those without a prediction, "n_missing", count as 0.
+    Raises DataError if no question has an answer."""
     asked = [question for question in questions if question.accepted]
     if not asked:
         raise DataError("no question has an answer to compare with", "the questions", "scores need labelled questions")
@@ -77,7 +80,8 @@ def words_of(text: str) -> list[Word]:
 
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
-    """The places of answers in a document after normalisation: characters [start, stop), in order."""
+    """The places of answers in a document after normalisation: characters [start, stop), in
+    order."""
     wanted = {tuple(normalize(answer).split()) for answer in answers} - {()}
     # Answers by their first word, so that each word of the document is compared with few.
     by_first: dict[str, list[tuple[str, ...]]] = {}

@@ -1,8 +1,9 @@
 """Questions with their documents and answers, read from TriviaQA in its published forms.
 
-These are JSON beside a folder of evidence, and parquet with the columns of `mandarjoshi/trivia_qa`. Files may be
-packed, in a store, or named by a pattern, see `data.read_text` and `base.stores`. In place of a file
-`hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split of that data set on the hub."""
+These are JSON beside a folder of evidence, and parquet with the columns of `mandarjoshi/trivia_qa`.
+Files may be packed, in a store, or named by a pattern, see `data.read_text` and `base.stores`. In
+place of a file `hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split of
+that data set on the hub."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -51,9 +52,10 @@ class Question:
 def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Iterator[Question]:
     """The questions of all files, in order. Evidence is read later, by `Document.text`.
 
-    evidence: the folder with `wikipedia/` and `web/`, by default `evidence/` beside the folder of a file.
-    From files for the verified evaluation ("VerifiedEval") only the verified part is read. Raises DataError, with its
-    place, for a record of another form, a missing file of evidence, and a repeated id."""
+    evidence: the folder with `wikipedia/` and `web/`, by default `evidence/` beside the folder of a
+    file. From files for the verified evaluation ("VerifiedEval") only the verified part is read.
+    Raises DataError, with its place, for a record of another form, a missing file of evidence, and
+    a repeated id."""
     seen: dict[str, str] = {}
     names = [names] if isinstance(names, Name) else names
     for path in [path for name in names for path in expanded(name)]:
@@ -108,8 +110,8 @@ def once(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool) -> Question | None:
-    """The question of a record of JSON; None if only verified ones are read, and it is none. EntityPages are in
-    `evidence/wikipedia`, SearchResults in `evidence/web`."""
+    """The question of a record of JSON; None if only verified ones are read, and it is none.
+    EntityPages are in `evidence/wikipedia`, SearchResults in `evidence/web`."""
     if verified and not record["QuestionPartOfVerifiedEval"]:
         return None
     documents = [_evidence(page["Filename"], evidence / folder, where)

@@ -1,8 +1,9 @@
-"""Answers as spans of tokens: windows over documents, the training loss, and the best span of all windows.
+"""Answers as spans of tokens: windows over documents, the training loss, and the best span of all
+windows.
 
-A window is `[CLS] question [SEP] part of a document [SEP]`. [CLS] is the end-of-document token, which begins every text
-in training. Every token has two logits: one for the answer's first token, one for its last. In a window without an
-answer both targets are [CLS]."""
+A window is `[CLS] question [SEP] part of a document [SEP]`. [CLS] is the end-of-document token,
+which begins every text in training. Every token has two logits: one for the answer's first token,
+one for its last. In a window without an answer both targets are [CLS]."""
 
 import collections
 import hashlib
@@ -26,7 +27,8 @@ from lineartime.tasks.qa.questions import Question
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
-"""Bits of a place in a row: no padding; [CLS] or a token of the document; the answer's first token; its last."""
+"""Bits of a place in a row: no padding; [CLS] or a token of the document; the answer's first token;
+its last."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class WindowConfig:
     stride: int | None = None
     """Distance in tokens between the starts of two windows; None: three quarters of the context.
 
-    It is shortened until windows overlap by `max_answer_tokens`, or by half of their room if that is less, so that
-    every answer of that length is whole in some window."""
+    It is shortened until windows overlap by `max_answer_tokens`, or by half of their room if that
+    is less, so that every answer of that length is whole in some window."""
     max_answer_tokens: int = 30
     """Most tokens in a predicted answer."""
 
@@ -51,7 +53,8 @@ class WindowConfig:
             require(value is None or value >= 1, f"{name} must be at least 1", f"{name} = {value}")
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
-        """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty text has none."""
+        """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty
+        text has none."""
         room = self.context - n_question - 3  # [CLS], and [SEP] twice
         overlap = min(self.max_answer_tokens, room // 2)
         stride = max(min(self.stride or 3 * self.context // 4, room - overlap), 1)
@@ -105,9 +108,9 @@ class Window(NamedTuple):
 
 def question_windows(tokenizer: Tokenizer, question: Question,
                      windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
-    """All windows of a question, in the order of its documents. The question is cut to a quarter of the context. An
-    answer counts only if the window holds all of it. Every place that `metrics.occurrences` finds is an answer, widened
-    to whole tokens."""
+    """All windows of a question, in the order of its documents. The question is cut to a quarter of
+    the context. An answer counts only if the window holds all of it. Every place that
+    `metrics.occurrences` finds is an answer, widened to whole tokens."""
     separator = tokenizer.separator
     assert separator is not None, "the tokenizer has no [SEP]"
     asked = tokenizer.encode(question.text)[: windows.context // 4]
@@ -135,8 +138,8 @@ def question_windows(tokenizer: Tokenizer, question: Question,
 
 
 COUNTS = ("questions", "unlabelled", "without_document", "answer_not_found", "windows", "windows_with_answer")
-"""What is counted of training questions: those without an answer and those without text, which are left out; those
-whose answer no window holds whole; and the windows that are trained on."""
+"""What is counted of training questions: those without an answer and those without text, which are
+left out; those whose answer no window holds whole; and the windows that are trained on."""
 
 
 @dataclass
@@ -160,10 +163,11 @@ class TrainingWindows:
 
 def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
                      negatives: float, seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
-    """The windows to train on: every window with an answer, and the share `negatives` of the others.
+    """The windows to train on: every window with an answer, and the share `negatives` of the
+    others.
 
-    The choice is a function of (seed, question id, document, place). progress is called with the number of questions
-    read."""
+    The choice is a function of (seed, question id, document, place). progress is called with the
+    number of questions read."""
     rows = TrainingWindows()
     counts = rows.counts
     for question in questions:
@@ -191,7 +195,8 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
 
 
 def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
-    """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are cut off first."""
+    """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are
+    cut off first."""
     longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
     logits_BT2 = at_least_float32(model(ids_BT, padding_mask_BT=roles_BT > 0))
@@ -201,8 +206,8 @@ def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
 def span_losses(logits_BT2: Tensor, roles_BT: Tensor) -> Tensor:
     """-ln p of the answer's first token and of its last, in nats: `[B, 2]`.
 
-    p is a softmax over [CLS] and the document's tokens. If the answer occurs several times, p is summed over its first
-    tokens, and separately over its last (the marginal likelihood)."""
+    p is a softmax over [CLS] and the document's tokens. If the answer occurs several times, p is
+    summed over its first tokens, and separately over its last (the marginal likelihood)."""
     roles_BT = roles_BT[:, : logits_BT2.shape[1]]
     targets_BT2 = torch.stack([roles_BT & START, roles_BT & END], dim=-1) > 0
     return -F.log_softmax(logits_BT2, dim=1).masked_fill(~targets_BT2, -torch.inf).logsumexp(1)
@@ -212,7 +217,8 @@ class Span(NamedTuple):
     """The characters [start, stop) of a document as an answer, and its score."""
 
     score: float
-    """The logits of its first and last token, less the window's [CLS] logits: the log odds against no answer."""
+    """The logits of its first and last token, less the window's [CLS] logits: the log odds against
+    no answer."""
     document: int
     start: int
     stop: int
@@ -241,9 +247,10 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
             progress: Callable[[int], None] | None = None) -> Iterator[AnswerPrediction]:
     """The best span of each question over all its windows, in the order of the questions.
 
-    Among equal scores the earliest document wins, then the earliest window, the earliest start, the shortest span.
-    Windows are cut as needed and scored `batch_rows` at a time, which changes only rounding. progress is called with
-    the number of windows scored. The model must be in evaluation mode."""
+    Among equal scores the earliest document wins, then the earliest window, the earliest start, the
+    shortest span. Windows are cut as needed and scored `batch_rows` at a time, which changes only
+    rounding. progress is called with the number of windows scored. The model must be in evaluation
+    mode."""
     begun: collections.deque[AnswerPrediction] = collections.deque()
 
     def rows() -> Iterator[tuple[AnswerPrediction, Window, Passage]]:
@@ -270,7 +277,8 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
 
 def score_windows(model: nn.Module, rows: Sequence[tuple[Window, Passage]], windows: WindowConfig,
                   precision: str) -> Iterator[tuple[Span | None, float]]:
-    """The best span of each window, and its loss in nats: the mean for the first and the last token."""
+    """The best span of each window, and its loss in nats: the mean for the first and the last
+    token."""
     device = next(model.parameters()).device
     ids_BT = torch.from_numpy(padded_rows([window.ids for window, _ in rows], fill=0)).to(device)
     roles_BT = torch.from_numpy(padded_rows([window.roles for window, _ in rows], fill=0)).to(device)
@@ -285,11 +293,11 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
                      windows: WindowConfig, *, batch_rows: int = 8, precision: str = "float32",
                      max_tokens: int | None = None,
                      progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
-    """The answers by question id ("" without an answer), nats per window of the labelled questions, and the number of
-    windows.
+    """The answers by question id ("" without an answer), nats per window of the labelled questions,
+    and the number of windows.
 
-    max_tokens: stop after the question whose windows reach this many. progress is called after each batch of windows
-    with the number of questions answered. The model must be in evaluation mode."""
+    max_tokens: stop after the question whose windows reach this many. progress is called after each
+    batch of windows with the number of questions answered. The model must be in evaluation mode."""
     answers: dict[str, str] = {}
     loss, n_windows, n_labelled = 0.0, 0, 0
 
@@ -311,13 +319,15 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
                        context: int | None = None, stride: int | None = None, max_answer_tokens: int = 30,
                        batch_rows: int = 8, precision: str = "float32",
                        progress: Callable[[int], None] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """The scores of a fine-tuned model in evaluation mode, by the official rules of TriviaQA, and its answers by question id.
+    """The scores of a fine-tuned model in evaluation mode, by the official rules of TriviaQA, and
+    its answers by question id.
 
-    context: tokens in a window, by default as in training; stride and max_answer_tokens as in `WindowConfig`.
-    batch_rows: windows read at once. precision: "float32" or "bfloat16". progress is called with the number of
-    questions answered. The scores are "context", "windows", "loss" (nats per labelled window), "questions",
-    "questions_without_document" and, if any question has an accepted answer, what `metrics.score_answers` gives. Raises
-    UsageError for wrong values and a context that is too long, DataError for documents that cannot be read."""
+    context: tokens in a window, by default as in training; stride and max_answer_tokens as in
+    `WindowConfig`. batch_rows: windows read at once. precision: "float32" or "bfloat16". progress
+    is called with the number of questions answered. The scores are "context", "windows", "loss"
+    (nats per labelled window), "questions", "questions_without_document" and, if any question has
+    an accepted answer, what `metrics.score_answers` gives. Raises UsageError for wrong values and a
+    context that is too long, DataError for documents that cannot be read."""
     require_name("precision", precision, PRECISIONS)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
@@ -329,15 +339,17 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
 
 
 def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:
-    """The best span of at most `max_tokens` tokens in one window; None for a window of white space. It neither begins
-    nor ends with a token that is white space. Among equal scores the earliest start wins, then the shortest span."""
+    """The best span of at most `max_tokens` tokens in one window; None for a window of white space.
+    It neither begins nor ends with a token that is white space. Among equal scores the earliest
+    start wins, then the shortest span."""
     n = window.stop - window.first
     is_blank_N = np.array([not passage.text[a:b].strip() for a, b in passage.offsets[window.first : window.stop]], bool)
     logits_N2 = np.where(is_blank_N[:, None], -np.inf, logits_T2[window.offset : window.offset + n])
     if n == 0 or not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)
-    # table[i, k] is the score of the span of the tokens i to i + k; argmax takes the first of equal ones.
+    # table[i, k] is the score of the span of the tokens i to i + k; argmax takes the first of equal
+    # ones.
     ends = np.concatenate([logits_N2[:, 1], np.full(width - 1, -np.inf)])
     table = logits_N2[:, :1] + np.lib.stride_tricks.sliding_window_view(ends, width)
     first, more = divmod(int(table.argmax()), width)
