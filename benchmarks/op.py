@@ -53,19 +53,12 @@ def gated_inputs(config: ModelConfig, n_rows: int) -> Inputs:
             "beta": torch.randn(n_heads, s), "sin": sin, "cos": cos, "w": torch.randn(2 * n - 1) * 0.02}
 
 
-def norm_inputs(config: ModelConfig, n_rows: int) -> Inputs:
-    d = config.d_model
-    return {"x": torch.randn(n_rows * config.context, d), "delta": torch.randn(n_rows * config.context, d),
-            "weight": torch.randn(d), "bias": torch.randn(d)}
-
-
 PARAMETERS = ("gamma", "beta", "sin", "cos", "w")
 OPS: dict[str, Op] = {
     "gated_chunk_attention": Op(gated_inputs, "mixed_chunk", {"chunk_size": "scale_len", "causal": "causal"},
                                 PARAMETERS, ("sin", "cos")),
     "gated_quadratic_attention": Op(gated_inputs, "quadratic", {"scale_len": "scale_len", "causal": "causal"},
-                                    PARAMETERS, ("sin", "cos")),
-    "add_norm": Op(norm_inputs, "norm", wide=("weight", "bias"))}
+                                    PARAMETERS, ("sin", "cos"))}
 
 MODEL_OF = {"gated_quadratic_attention": "flash-quad"}
 """The preset whose sizes an op has, where it is not FLASH."""

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.model.document_grid import lay_out
 from lineartime.ops.context import exchange_states
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import NORM_EPS, Exchange, rope, rotary, scale_norm
+from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
 
 BIAS_WIDTH = 128
 """Width of the two vectors of the rotated position bias (Code 4); independent of `query_key_dim`, which is 128 too."""
@@ -192,7 +191,7 @@ class ResidualLayer(nn.Module):
     """x + f(norm(x)); a subclass defines f as `branch`.
 
     A model passes the residual stream from layer to layer as a pair: x, and delta, the output of the last branch, not
-    yet added to x. The next layer adds delta and normalises the sum by one op (`ops.add_norm`)."""
+    yet added to x. The next layer adds delta and normalises the sum by one op (`reference.add_norm`)."""
 
     norm: nn.LayerNorm | ScaleNorm
     in_proj: nn.Linear
@@ -266,7 +265,7 @@ class ResidualLayer(nn.Module):
         """x + delta, and the norm of the sum: `[..., D]`."""
         weight, bias = ((self.norm.scalar, None) if isinstance(self.norm, ScaleNorm)
                         else (self.norm.weight, self.norm.bias))
-        return ops.add_norm(x, delta, weight, bias, impl=self.impl)
+        return add_norm(x, delta, weight, bias)
 
     @property
     def like(self) -> Tensor:

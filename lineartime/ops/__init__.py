@@ -1,4 +1,4 @@
-"""The attention ops, and the residual addition with its norm. The loss is in `ops.cross_entropy`.
+"""The attention ops. The norm is in `ops.reference`, the loss in `ops.cross_entropy`.
 
 | op | what | takes -> returns | kernels in |
 |---|---|---|---|
@@ -6,7 +6,6 @@
 | gated_head_attention | the same, heads given | u, v `[B, T, 2 E]`, four `[B, T, S]` -> `[B, T, E]` | `mixed_chunk` |
 | chunk_decode_step | one token of either | `[B, 2 E + S]` or `[B, 2 E]`, buffers -> `[B, E]` | `decode_step` |
 | gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, 2 E + S]` -> `[B, T, E]` | `quadratic` |
-| add_norm | x + delta, and the norm of the sum | two `[..., D]` -> two `[..., D]` | `norm` |
 
 B rows of T tokens; E is `d_inner`, S `query_key_dim`. The functions of the same names in `reference` are the
 definition, in plain PyTorch; kernels have the same signatures. FLASH's attention has `windows` too, which keeps less
@@ -33,17 +32,15 @@ from lineartime.ops.dispatch import (
     unsupported_attention,
     unsupported_chunks,
     unsupported_heads,
-    unsupported_norm,
     unsupported_step,
     use_kernels,
     use_windows,
 )
 
 if HAS_TRITON:
-    from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+    from lineartime.ops import decode_step, mixed_chunk, quadratic
 
 __all__ = [
-    "add_norm",
     "chunk_decode_step",
     "gated_chunk_attention",
     "gated_head_attention",
@@ -149,15 +146,3 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_BF, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
                                     weight_B)
-
-
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, *,
-             impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
-
-    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm.
-    Returns the sum in the promoted dtype of x and delta, and its norm in the dtype of matmuls: autocast's, or without
-    autocast the sum's. The norm is computed in float32 at least. Raises UsageError as `use_kernels` does."""
-    in_kernels = use_kernels(impl, x.device, unsupported_norm, x)
-    module = norm if in_kernels else reference
-    return module.add_norm(x, delta, weight, bias)

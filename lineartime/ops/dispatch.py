@@ -20,13 +20,9 @@ CHUNK_SIZES = (128, 256, 512)
 QUERY_KEY_DIM = 128
 COLUMNS = 64
 """The attention kernels need `d_inner` to be a multiple of this."""
-MAX_WIDTH = 8192
-"""The largest `d_model` of the norm's kernels."""
 MAX_ROWS, MAX_TOKENS, MAX_COLUMNS = 2**16 - 1, 2**24 - 1, 2**22 - 1
 """The most rows of a batch, tokens of a row and columns of a projection in attention kernels. Rows are programs of a
 grid's second axis; a tile's offsets have 32 bits."""
-MAX_NORMED = 2**30 - 1
-"""The most rows of the norm's kernels, all tokens of a batch."""
 MUCH_SHARED_KIB = 227
 """Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
 
@@ -49,17 +45,6 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"kernels have no {str(dtype).removeprefix('torch.')}"
     return None
-
-
-def unsupported_norm(x: Tensor) -> str | None:
-    """The reason why the norm's kernels do not support x `[..., D]`; None if they do."""
-    if reason := unsupported_device(x.device, x.dtype):
-        return reason
-    width = x.shape[-1]
-    if width > MAX_WIDTH:
-        return f"rows of {width} numbers, the norm's kernels have {MAX_WIDTH}"
-    n_rows = x.numel() // max(width, 1)
-    return None if n_rows <= MAX_NORMED else f"{n_rows:,} tokens, the norm's kernels have {MAX_NORMED:,}"
 
 
 def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | None:

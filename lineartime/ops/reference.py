@@ -451,7 +451,11 @@ def scale_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5): see `ops.add_norm`."""
+    """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
+
+    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm.
+    Returns the sum in the promoted dtype of x and delta, and its norm in the dtype of matmuls: autocast's, or without
+    autocast the sum's. The norm is computed in float32 at least."""
     # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)

@@ -43,7 +43,7 @@ def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
 
 def test_calls_of_an_op_in_other_models_have_lines_of_their_own(tmp_path):
     op = {"benchmark": "op", "unit": "call", "label": None}
-    rows = [made("add_norm", 10 + 10 * i, str(i)) | op | {"config": FLASH["config"] | config}
+    rows = [made("gated_chunk_attention", 10 + 10 * i, str(i)) | op | {"config": FLASH["config"] | config}
             for i, config in enumerate([{}, {}, {"causal": False}, {"d_model": 96}, {"chunk_size": 8}])]
     lines = part_table(table_of(tmp_path, *rows)).splitlines()[2:]
     assert [line.split("|")[7].split()[0] for line in lines] == ["20.0", "30.0", "40.0", "50.0"]

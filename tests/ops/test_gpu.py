@@ -284,22 +284,6 @@ def test_more_numbers_than_32_bits_count() -> None:
         assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("layer_norm", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_norm_is_held_to_float64(dtype: torch.dtype, layer_norm: bool) -> None:
-    from lineartime.ops import norm, reference
-
-    for width in (768, 1024, 100):
-        config = model_config("flash", d_model=width, context=1001)
-        inputs = op_inputs("add_norm", config, 3, dtype)
-        functions = [norm.add_norm, reference.add_norm]
-        if not layer_norm:
-            del inputs["bias"]
-            inputs["weight"] = inputs["weight"].detach()[0].requires_grad_()
-            functions = [partial(function, bias=None) for function in functions]
-        assert too_far("add_norm", *functions, inputs, dtype) == {}
-
-
 def with_kernels(preset: str) -> ModelConfig:
     """A small model whose heads are of the width that kernels take."""
     chunk = {"chunk_size": 128} if preset != "flash-quad" else {}

@@ -8,7 +8,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from kernel_law import S, make_inputs, random, run
-from lineartime.ops import decode_step, dispatch, mixed_chunk, norm, quadratic
+from lineartime.ops import decode_step, dispatch, mixed_chunk, quadratic
 
 
 def run_every_op():
@@ -20,7 +20,6 @@ def run_every_op():
     of_row |= {name: of_row[name][:2] for name in ("gamma", "beta")}
     run(mixed_chunk.gated_chunk_attention, inputs, chunk_size=128, causal=True)
     run(quadratic.gated_quadratic_attention, of_row, scale_len=40, causal=True)
-    norm.add_norm(numbers(4, 16), numbers(4, 16), numbers(16), numbers(16))[1].sum().backward()
     with torch.no_grad():
         place = torch.zeros(1, dtype=torch.long)
         buffers = [torch.zeros(1, 128, width) for width in (S, S, 64)]
@@ -49,7 +48,7 @@ def test_the_device_of_the_tensors_is_current_at_every_launch(monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", launch)
     run_every_op()
     assert {name for name, _ in launched} >= {"attend_queries", "differentiate_keys", "walk_states", "weigh", "add_up",
-                                              "add_norm_rows", "add_norm_rows_backward", "decode_columns"}
+                                              "decode_columns"}
     assert [name for name, guarded in launched if not guarded] == []
 
 
@@ -85,10 +84,6 @@ def test_what_is_too_large_for_kernels_or_of_another_width():
             ((1, 256, 96), S, "d_inner 96, kernels have multiples of 64"),
             ((1, 64, 64), S, "chunk_size 64, kernels have 128, 256, 512")):
         assert dispatch.unsupported_step(empty(n, c, width), empty(n, c, e)) == words
-    for shape, words in (
-            ((2**30, 1), "1,073,741,824 tokens, the norm's kernels have 1,073,741,823"), ((2**30 - 1, 1), None),
-            ((2, 8193), "rows of 8193 numbers, the norm's kernels have 8192"), ((2, 8192), None), ((0, 8), None)):
-        assert dispatch.unsupported_norm(empty(*shape)) == words
     for s, dtype, pooling, words in (
             (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
             (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),

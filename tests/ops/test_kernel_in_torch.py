@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from kernel_law import S, documents, make_inputs, random
-from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+from lineartime.ops import decode_step, mixed_chunk, quadratic
 
 
 def of_chunks(n_tokens: int, dtype: torch.dtype):
@@ -24,13 +24,7 @@ def of_rows(n_tokens: int, dtype: torch.dtype):
     return partial(quadratic.gated_quadratic_attention, scale_len=n_tokens, causal=True, segment_ids_BT=ids_BT), inputs
 
 
-def of_norm(n_tokens: int, dtype: torch.dtype):
-    x, delta = (random(2, n_tokens, 48, seed=n).to(dtype) for n in (0, 1))
-    inputs = {"x": x, "delta": delta, "weight": random(48, seed=2), "bias": random(48, seed=3)}
-    return lambda *tensors: norm.add_norm(*tensors)[1], inputs
-
-
-EVERY_OP = pytest.mark.parametrize("made", [of_chunks, of_rows, of_norm])
+EVERY_OP = pytest.mark.parametrize("made", [of_chunks, of_rows])
 
 
 def run(op, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -67,7 +61,7 @@ def test_derivatives_that_are_not_there(made) -> None:
     leaves = [x.requires_grad_() for x in (first, *others)]
     for reduce in (Tensor.mean, lambda out: out.square().sum()):
         gradient, = torch.autograd.grad(reduce(op(*leaves)), first, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"(gated_\w+_attention|add_norm)_backward"):
+        with pytest.raises(RuntimeError, match=r"gated_\w+_attention_backward"):
             gradient.square().sum().backward()
     op(*leaves).sum().backward()
     assert [name for name, x in inputs.items() if x.grad is None] == [name for name in inputs if name in ("sin", "cos")]
@@ -79,8 +73,8 @@ def test_derivatives_that_are_not_there(made) -> None:
 
 
 def test_an_op_returns_what_it_says() -> None:
-    """As `torch.compile` sees it: with a past that goes out or not, with heads from outside, with or without what is
-    added, LayerNorm and ScaleNorm, and a token whose heads are made or given."""
+    """As `torch.compile` sees it: with a past that goes out or not, with heads from outside, and a token whose
+    heads are made or given."""
     def check(op, *args, more=()) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", *more))
 
@@ -98,13 +92,6 @@ def test_an_op_returns_what_it_says() -> None:
     _, inputs = of_rows(5, torch.float32)
     check(quadratic.forward, *(x.requires_grad_() for x in inputs.values()), documents(2, 5).int(), 5, True,
           more=("test_autograd_registration",))
-    _, inputs = of_norm(3, torch.float32)
-    x, delta, weight, bias = (x.requires_grad_() for x in inputs.values())
-    for given in ((weight, bias), (weight[:1], None)):
-        for added in (delta, None):
-            added = None if added is None else added.flatten(0, 1)
-            check(norm.add_norm_forward, x.flatten(0, 1), added, *given, torch.bfloat16,
-                  more=("test_autograd_registration",))
     sums, place = random(3, S, 16, seed=3), torch.tensor([5, 0, 7])
     buffers = [random(3, 128, width, seed=width).bfloat16() for width in (S, S, 16)]
     rest = (random(128, seed=4), *buffers, sums, place, torch.zeros_like(place), torch.ones(3))

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from lineartime.ops import decode_step, mixed_chunk, norm, quadratic
+from lineartime.ops import decode_step, mixed_chunk, quadratic
 from lineartime.ops.dispatch import MUCH_SHARED_KIB
 
 SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
@@ -37,7 +37,7 @@ PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_key
 CHUNKED = {"attend_queries", "differentiate_keys", "walk_states"}
 KNOWN_SPILLS = {("attend_queries", 90, 512): 112, ("differentiate_keys", 80, 128): 8}
 """Bytes of a thread by kernel, architecture and chunk. The tiles were chosen for chunks of 256."""
-OTHERS = {"add_norm_rows", "add_norm_rows_backward", "base_gradient_kernel", "decode_columns", "make_heads_kernel"}
+OTHERS = {"base_gradient_kernel", "decode_columns", "make_heads_kernel"}
 
 
 D_INNER, S = 1536, 128
@@ -126,17 +126,6 @@ def gated_attention(case: Case) -> Tensor:
     return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
 
 
-def add_norm(case: Case) -> Tensor:
-    """LayerNorm as in training, where what layers add is `dtype` and the residual stream float32; or ScaleNorm, all in
-    one type."""
-    dtype, one_type = getattr(torch, case.dtype), case.op == "add_norm, one type"
-    x, delta = numbers(2, 512, 768, dtype=dtype if one_type else torch.float32), numbers(2, 512, 768, dtype=dtype)
-    weights = (numbers(1, dtype=dtype), None) if one_type else (numbers(768), numbers(768))
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not one_type):
-        total, normed = norm.add_norm(x, delta, *weights)
-    return total.sum() + normed.sum()
-
-
 def one_token(case: Case) -> Tensor:
     """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with heads that are made
     in the kernel, or before it."""
@@ -152,14 +141,14 @@ def one_token(case: Case) -> Tensor:
 
 
 OPS: dict[str, Callable[[Case], Tensor]] = {
-    "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention, "add_norm": add_norm,
-    "add_norm, one type": add_norm, "chunk_decode_step": one_token, "chunk_decode_step, made heads": one_token}
+    "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention,
+    "chunk_decode_step": one_token, "chunk_decode_step, made heads": one_token}
 
 
 def cases_for(arch: int, everything: bool) -> list[Case]:
     """What a training run has, for a Hopper, and for a GPU with little shared memory what has other tiles there. With
     `everything` this for all architectures, and for these two also other types, chunks, masks, and long rows."""
-    usual = [Case(op, chunk=None if op.startswith(("add_norm", "gated_quadratic")) else 256) for op in OPS]
+    usual = [Case(op, chunk=None if op.startswith("gated_quadratic") else 256) for op in OPS]
     if not everything:
         return usual if arch == 90 else usual[:1]
     if arch not in (80, 90):
