@@ -1,41 +1,26 @@
-"""The models as `transformers` classes: `import lineartime.hf`, then `AutoModelForCausalLM.from_pretrained(DIR)`, or
-`AutoModelForMaskedLM` for a model that is not causal. With `trust_remote_code=True` an exported folder needs no import.
-
-`LanguageModel` does the arithmetic; this module adds the names, arguments and the cache that `transformers` expects."""
+"""The models as `transformers` classes: `import lineartime.hf`, then
+`AutoModelForCausalLM.from_pretrained(DIR)`, or `AutoModelForMaskedLM` for a model that is not
+causal. With `trust_remote_code=True` an exported folder needs no import. `LanguageModel` does the
+arithmetic; this module adds what `transformers` expects."""
 
 import copy
 import dataclasses
 import warnings
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    BatchEncoding,
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedConfig,
-    PreTrainedModel,
-    TokenizersBackend,
-)
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    MaskedLMOutput,
-    QuestionAnsweringModelOutput,
-    SequenceClassifierOutput,
-)
+from transformers import modeling_outputs as outputs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
+from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.settings import require
-from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, to_dict
-from lineartime.config_json import model_config_of
+from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
 from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
@@ -48,35 +33,33 @@ from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
-SAID_AGAIN = {"tokenizer"}
-"""Arguments that tell the model nothing new: `generate` passes on the tokenizer of `stop_strings`."""
-SAID_BY_POSITIONS = {"max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
-"""What collators that pack documents give beside position_ids, which say the same."""
+NOT_FOR_THE_MODEL = {"tokenizer"}
+"""`generate` passes on the tokenizer of `stop_strings`."""
+SAME_AS_POSITIONS = {"max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+"""Collators that pack documents give these beside position_ids, which say the same."""
 
 
 class WithoutCopyOfCode:
-    """A class of which transformers saves no copy beside the weights: a saved folder imports this package instead."""
+    """A saved folder imports this package: transformers saves no copy of such a class there."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Does nothing: transformers would copy a class that is registered."""
 
 
-class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
-    """The fields of `ModelConfig` and of transformers. By default bos and eos are the end-of-document token; so is pad
-    in a masked model, in a causal one it is the id behind the vocabulary, see `padding_token`.
-
-    Raises UsageError as `ModelConfig` does."""
+class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
+    """The fields of `ModelConfig` and of transformers. By default bos and eos are the
+    end-of-document token. So is pad in a masked model; in a causal one it is the id behind the
+    vocabulary, see `padding_token`. Raises UsageError as `ModelConfig` does."""
 
     model_type = "lineartime"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "n_layers",
                                                "num_attention_heads": "n_heads"}
-    __eq__ = PreTrainedConfig.__eq__  # the base class would generate an == that ignores our fields
+    __eq__ = transformers.PreTrainedConfig.__eq__  # the base class would generate an == that ignores our fields
 
     def __init__(self, **fields: Any):
-        model = model_config_of(fields)
-        fields = {name: value for name, value in fields.items() if name not in {*MODEL_FIELDS, *REMOVED}}
+        model = ModelConfig(**{name: fields.pop(name) for name in MODEL_FIELDS if name in fields})
         for name, value in to_dict(model).items():
             setattr(self, name, value)
         for name in ("bos_token_id", "eos_token_id"):
@@ -86,7 +69,7 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
         self.pad_token_id, self.auto_map = pad, AUTO_MAP
 
     def validate(self) -> None:
-        """The checks of transformers, without those of pad: they would warn that it is outside the vocabulary."""
+        """Check all but pad, which transformers would call outside the vocabulary."""
         pad, self.pad_token_id = self.pad_token_id, None
         try:
             super().validate()
@@ -95,38 +78,39 @@ class LineartimeConfig(WithoutCopyOfCode, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Load as `PreTrainedConfig` does. Raises CheckpointError for a config.json of a local folder that a manifest
-        does not match, and names the file where `ModelConfig` refuses a value."""
+        """Load as `PreTrainedConfig` does. Raises CheckpointError for a local config.json that its
+        manifest does not match, UsageError with the file where `ModelConfig` refuses a value."""
         place = Path(kwargs.get("name_or_path") or "", CONFIG_FILE)
         if kwargs.get("name_or_path") and place.is_file():
             check_shared(place.parent, [CONFIG_FILE])
         try:
             return super().from_dict(config_dict, **kwargs)
-        except LineartimeError as e:
-            raise type(e)(e.what, f"{e.where} in {place}", e.todo) from None
+        except UsageError as e:
+            raise UsageError(e.what, f"{e.where} in {place}", e.todo) from None
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
 
     @property
     def max_position_embeddings(self) -> int:
-        """Most tokens of a row, which may be more than in training: a position table's length, else `LONGEST`."""
+        """Most tokens of a row, also after training: a position table's length, else `LONGEST`."""
         return self.model_config().max_len or LONGEST
 
 
-class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
-    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training; padding goes left.
+class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
+    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training;
+    padding goes left.
 
-    A text that spells a special token is text (`split_special_tokens`), as in `Tokenizer`, but for an end-of-document
-    token at its end, which trainers write there. Special tokens are read from chats, and from all texts if the
-    checkpoint has "[MASK]", the mask token, or once a special token is added."""
+    A text that spells a special token is text (`split_special_tokens`), as in `Tokenizer`, but for
+    an end-of-document token at its end, which trainers write there. Special tokens are read from
+    chats, and from all texts if the checkpoint has "[MASK]", or once a special token is added."""
 
     padding_side = "left"
 
-    # Not in __init__: transformers leaves a tokenizer.json unchanged only for a class without its own __init__.
+    # Not in __init__: for a class that has one transformers changes the tokenizer.json.
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "LineartimeTokenizer":
-        """Load as `TokenizersBackend` does. Raises CheckpointError for a file that a manifest does not match."""
+        """Load as the base class does. Raises CheckpointError for a file unlike its manifest."""
         folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
         if folder.is_dir():
             check_shared(folder, [TOKENIZER_FILE])
@@ -152,49 +136,59 @@ class LineartimeTokenizer(WithoutCopyOfCode, TokenizersBackend):
         return tokenizer
 
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
-        """Add tokens as transformers does. Special tokens of a user's own are read from text from then on."""
+        """Add tokens. From then on a user's own special tokens are read from text."""
         own = {str(token) for token in new_tokens if special_tokens or getattr(token, "special", False)}
         if own - {END_OF_DOCUMENT, MASK, SEPARATOR, str(self.pad_token)}:
             self.split_special_tokens = False
         return super()._add_tokens(new_tokens, special_tokens=special_tokens)
 
     def apply_chat_template(self, *args: Any, tokenizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """As in transformers: a template's special tokens are tokens."""
+        """Apply it; a template's special tokens are tokens."""
         how = {"split_special_tokens": False, **(tokenizer_kwargs or {})}
         return super().apply_chat_template(*args, tokenizer_kwargs=how, **kwargs)
 
-    def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> BatchEncoding:
-        """As in transformers, but an end token at the end of a text is one."""
+    def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> transformers.BatchEncoding:
+        """Encode; an end token at the end of a text is a token. All methods that encode call
+        this."""
         texts, end, split = [text] if isinstance(text, str) else text, self.eos_token, how.get("split_special_tokens")
-        split = self.split_special_tokens if split is None else split
-        is_pair = text_pair is not None or how.get("is_split_into_words")
-        if not split or is_pair or not end or not any(isinstance(each, str) and each.endswith(end) for each in texts):
+        is_single = text_pair is None and not how.get("is_split_into_words")
+        spells_text = self.split_special_tokens if split is None else split
+        if not (spells_text and is_single and end and any(isinstance(t, str) and t.endswith(end) for t in texts)):
             return super()._encode_plus(text, text_pair, **how)
         if not any(token in each.removesuffix(end) for each in texts for token in self.all_special_tokens):
             return super()._encode_plus(text, **how | {"split_special_tokens": False})
-        # Special tokens elsewhere in them are text. For such texts only ids are made.
-        asked = [name for name in how if name.startswith("return_") and how[name] and name not in (
-            "return_tensors", "return_attention_mask")]
-        require(not asked, "a text that spells a special token and ends with the end token has ids alone",
-                ", ".join(asked), f"take {end} from its end")
-        encode = partial(super()._encode_plus, add_special_tokens=how.get("add_special_tokens", True),
-                         split_special_tokens=True)
-        rows = [encode(each.removesuffix(end)).input_ids + [self.eos_token_id] * each.endswith(end) for each in texts]
-        if how.get("truncation_strategy", TruncationStrategy.DO_NOT_TRUNCATE) != TruncationStrategy.DO_NOT_TRUNCATE:
-            n = how["max_length"]
-            kept = n if self.truncation_side == "right" else len(encode("").input_ids)
-            rows = [row if len(row) <= n else row[:kept] + row[len(row) - n + kept:] for row in rows]
-        return self.pad({"input_ids": rows[0] if isinstance(text, str) and not how.get("return_tensors") else rows},
-                        padding=how.get("padding_strategy", False), **{name: how.get(name) for name in (
-                            "max_length", "pad_to_multiple_of", "padding_side", "return_attention_mask",
-                            "return_tensors")})
+        # Special tokens elsewhere in these texts are text.
+        rows = [self._cut_to_length(self._ids_with_end(each, how), how) for each in texts]
+        ids = rows[0] if isinstance(text, str) and not how.get("return_tensors") else rows
+        named = ("max_length", "pad_to_multiple_of", "padding_side", "return_attention_mask", "return_tensors")
+        return self.pad({"input_ids": ids}, padding=how.get("padding_strategy", False),
+                        **{name: how.get(name) for name in named})
+
+    def _ids_with_end(self, text: str, how: dict[str, Any]) -> list[int]:
+        """The ids of a text whose last end token is a token and whose other special tokens are
+        text. Raises UsageError where more than ids is asked for."""
+        made = ("return_tensors", "return_attention_mask")
+        more = [name for name in how if name.startswith("return_") and how[name] and name not in made]
+        require(not more, "a text that spells a special token and ends with the end token has ids alone",
+                ", ".join(more), f"take {self.eos_token} from its end")
+        ids = super()._encode_plus(text.removesuffix(self.eos_token), split_special_tokens=True,
+                                   add_special_tokens=how.get("add_special_tokens", True)).input_ids
+        return ids + [self.eos_token_id] * text.endswith(self.eos_token)
+
+    def _cut_to_length(self, ids: list[int], how: dict[str, Any]) -> list[int]:
+        """Truncate; at the left the special tokens stay with which every text begins."""
+        none, n = TruncationStrategy.DO_NOT_TRUNCATE, int(how.get("max_length") or len(ids))
+        if how.get("truncation_strategy", none) == none or len(ids) <= n:
+            return ids
+        if self.truncation_side == "right":
+            return ids[:n]
+        n_begin = self.num_special_tokens_to_add() if how.get("add_special_tokens", True) else 0
+        return ids[:n_begin] + ids[len(ids) - n + n_begin :]
 
 
-class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
-    """`LanguageModel` up to its last norm.
-
-    Checkpoints have the names of `LanguageModel`. In this class "model." precedes them: transformers adds it when it
-    loads a checkpoint (`base_model_prefix`), and `save_pretrained` removes it."""
+class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
+    """`LanguageModel` up to its last norm. A checkpoint has the names of `LanguageModel`; here
+    "model." precedes them. transformers adds it in loading, `save_pretrained` removes it."""
 
     config_class = LineartimeConfig
     base_model_prefix = "model"
@@ -211,7 +205,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         if isinstance(module, LanguageModel):
-            # Weights that were loaded stay: transformers guards them only in the functions of torch.nn.init.
+            # Weights that were loaded stay: transformers guards them in torch.nn.init alone.
             loaded = [(p, p.detach().clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
             init_weights(module)
             with torch.no_grad():
@@ -224,25 +218,29 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+                inputs_embeds: Tensor | None = None, **kwargs: Any) -> outputs.BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
-        attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the token `padding` is
-        padding. With a cache it covers the new tokens, or all. position_ids: the positions that the mask gives, or
-        positions that begin at 0 with each document of a packed row, which only say where documents begin.
-        inputs_embeds: vectors `[B, T, D]` instead of input_ids, in all classes; no vector begins a document.
-        output_hidden_states: whether to return the input of every block and the last states too. Raises UsageError for
-        other positions, masks or caches, for an unknown argument, and for both or neither of ids and vectors."""
+        attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the
+        token `padding` is padding. With a cache it covers the new tokens, or all. position_ids:
+        what the mask says, or positions that begin at 0 with each document of a packed row.
+        inputs_embeds: vectors `[B, T, D]` for input_ids, in all classes; none begins a document.
+        output_hidden_states: return the input of every block and the last states too. Raises
+        UsageError for other positions, masks, caches and arguments, and for ids beside vectors."""
         x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
                                               cache=past_key_values, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
+        return outputs.BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
 
     def hidden(self, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, *,
                inputs_embeds: Tensor | None = None, cache: LineartimeCache | None = None,
                use_cache: bool | None = None, output_hidden_states: bool | None = None,
                **kwargs: Any) -> tuple[Tensor, Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
-        """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache, and the
-        states of all blocks if asked for. Computed in parallel without a cache, by decoding with one."""
+        """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache,
+        and the states of all blocks if asked for. With a cache they are computed by decoding."""
+        known = NOT_FOR_THE_MODEL if position_ids is None else NOT_FOR_THE_MODEL | SAME_AS_POSITIONS
+        for name, value in kwargs.items():
+            require(value is None or value is False or name in known, "this model takes no such argument", name,
+                    "leave it out")
         if cache is None and use_cache:
             cache = LineartimeCache()
         require(cache is None or isinstance(cache, LineartimeCache), "wrong cache", type(cache).__name__,
@@ -252,20 +250,11 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         if input_ids is None:  # -2 stands for a vector: it is no token, and no padding either
             assert inputs_embeds is not None
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
-        # The mask covers the new tokens, or those that the cache has seen too.
-        (n_rows, n_new), mask = input_ids.shape, attention_mask
-        if mask is not None and not torch.compiler.is_exporting():  # a graph cannot refuse numbers
-            n_past = 0 if cache is None else cache.get_seq_length()
-            require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
-                    f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
-        valid_BT = input_ids != self.padding if mask is None else mask[:, mask.shape[1] - n_new :].bool()
-        # Padding may have any id. A padding token that the mask counts, as where `generate` ended a row, is an end.
+        valid_BT = self.valid(input_ids, attention_mask, cache)
+        # Padding may have any id. A padding token that the mask counts, as behind `generate`, is an
+        # end.
         ids_BT = input_ids.masked_fill((input_ids == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
-        known = SAID_AGAIN if position_ids is None else SAID_AGAIN | SAID_BY_POSITIONS
-        for name, value in kwargs.items():
-            require(value is None or value is False or name in known, "this model takes no such argument", name,
-                    "leave it out")
 
         if hasattr(self.model.embed, "base_layer"):  # PEFT's warning is for embeddings with the name `embed_tokens`
             warnings.warn("an adapter on `embed` of a model whose head is tied to it: merging changes the head too",
@@ -273,7 +262,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
-            # A graph cannot ask whether there is padding: a mask without any gives the same numbers.
+            # A graph cannot ask whether there is padding: a mask without any changes nothing.
             no_padding = not torch.compiler.is_compiling() and bool(valid_BT.all())
             x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if no_padding else valid_BT,
                                       collected=collected, embeds_BTD=inputs_embeds)
@@ -281,10 +270,22 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             x_BTD = cache.extend(self.model, ids_BT, valid_BT, collected, inputs_embeds)
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
+    def valid(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None) -> Tensor:
+        """Where new tokens are no padding, `[B, T]`. Raises UsageError for a mask of another
+        shape."""
+        if mask is None:
+            return ids_BT != self.padding
+        n_rows, n_new = ids_BT.shape
+        if not torch.compiler.is_exporting():  # a graph cannot refuse numbers
+            n_past = 0 if cache is None else cache.get_seq_length()
+            require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
+                    f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
+        return mask[:, mask.shape[1] - n_new :].bool()
+
     @property
     def padding(self) -> int:
-        """The padding token, also after the vocabulary has grown past it; -1 if there is none, or if it begins or ends
-        texts too, as a token like any other."""
+        """The padding token, also after the vocabulary has grown past it; -1 if there is none, or
+        if it is a token that begins or ends texts too."""
         config = self.config
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         is_own = config.pad_token_id not in (None, config.end_of_document, config.bos_token_id, *ends)
@@ -292,8 +293,8 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
 
     def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor,
                     cache: LineartimeCache | None) -> Tensor | None:
-        """Segment ids of documents that begin where positions are 0 again, and at end-of-document tokens; None if
-        positions say no more than the mask. Raises UsageError for positions that this model does not take."""
+        """Segment ids of documents that begin at position 0 and at end-of-document tokens; None if
+        positions say no more than the mask. Raises UsageError for other positions."""
         in_graph = torch.compiler.is_exporting()
         if position_ids is None or (in_graph and cache is not None):
             return None
@@ -313,7 +314,7 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
         return begins_BT.cumsum(1)
 
     def get_submodule(self, target: str) -> torch.nn.Module:
-        """As in `Module`; the embedding has BERT's name too, by which PEFT finds it for prompt tuning."""
+        """As in `Module`; for PEFT's prompt tuning the embedding has BERT's name too."""
         return super().get_submodule("model.embed" if target == "embeddings.word_embeddings" else target)
 
     @property
@@ -327,9 +328,10 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False,
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
-        """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that its manifest does
-        not match, for a weight that is not finite or has another shape and, unless the loading info is asked for, for a
-        weight of `LanguageModel` that is missing; UsageError for a `device_map` of several devices."""
+        """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that
+        its manifest does not match, for a weight that is not finite or has another shape and,
+        unless the loading info is asked for, for a weight of `LanguageModel` that is missing;
+        UsageError for a `device_map` of several devices."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -363,40 +365,32 @@ class LineartimeModel(WithoutCopyOfCode, PreTrainedModel):
             (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Load weights by their names in a checkpoint or in `state_dict()`; Trainer resumes with this method."""
+        """Load weights by their names in a checkpoint, as Trainer does, or in `state_dict()`."""
         own = self.state_dict()
-        names = {name if name in own else f"model.{name.removeprefix('model.')}": value
-                 for name, value in state_dict.items()}
+        names = {name if name in own else f"model.{name}": value for name, value in state_dict.items()}
         return super().load_state_dict(names, *args, **kwargs)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
                                 mean_resizing: bool = True) -> torch.nn.Module:
-        """Change the number of tokens, of the head's bias too. Old tokens keep their bits; new ones get what
-        `PreTrainedModel` gives them and the mean bias. Raises UsageError if the end-of-document token would go."""
+        """Change the number of tokens, of the head's bias too. Old tokens keep their bits; new ones
+        get what the base class gives them and the mean bias. Raises UsageError if the
+        end-of-document token would go."""
         step, n_old = pad_to_multiple_of or 1, self.model.embed.num_embeddings
         n = -(-(new_num_tokens or n_old) // step) * step
         require(n > (self.config.end_of_document or 0), "no room for the end-of-document token", f"{n} tokens",
                 f"its id is {self.config.end_of_document}")
         if n != n_old:
             self.model.embed = self._get_resized_embeddings(self.model.embed, n, None, mean_resizing)
-            bias_V = self.model.head_bias
-            kept_V = bias_V.detach()[:n]
-            bias_V = torch.nn.Parameter(torch.cat([kept_V, kept_V.mean().expand(n - len(kept_V))]),
-                                        requires_grad=bias_V.requires_grad)
-            self.model.head_bias, self.config.vocab_size = bias_V, n
+            kept_V = self.model.head_bias.detach()[:n]
+            bias_V = torch.cat([kept_V, kept_V.mean().expand(n - len(kept_V))])
+            self.model.head_bias = torch.nn.Parameter(bias_V, self.model.head_bias.requires_grad)
+            self.config.vocab_size = n
             self.model.config = dataclasses.replace(self.model.config, vocab_size=n)
         return self.model.embed
 
 
-class Head(NamedTuple):
-    """What transformers reads of an output layer; the weight is the embedding's."""
-
-    weight: Tensor
-    bias: Tensor
-
-
-class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
-    """The whole `LanguageModel`, with `generate`. Raises UsageError for a model that is not causal."""
+class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
+    """The whole causal `LanguageModel`, with `generate`. Raises UsageError for any other."""
 
     def __init__(self, config: LineartimeConfig):
         require(config.causal, "only a causal model predicts the next token", "causal = false",
@@ -407,13 +401,15 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
                 labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
-                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
-        """`LineartimeModel.forward`, then logits_BTV, of the last `logits_to_keep` columns unless it is 0.
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> outputs.CausalLMOutputWithPast:
+        """logits_BTV, with `logits_to_keep` other than 0 of so many last columns or these; the
+        other arguments are those of `LineartimeModel.forward`.
 
-        labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding is ignored
-        too, whatever its id, and so is what stands behind it, which nothing predicts. The loss is the mean in nats, or
-        the sum divided by `num_items_in_batch`, and 0 without labels to learn. In training with labels the logits are
-        returned only for a `logits_to_keep` other than 0, for they would take most of the memory."""
+        labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one.
+        Padding is ignored too, whatever its id, and what stands behind it. The loss is the mean in
+        nats, or the sum divided by `num_items_in_batch`, and 0 without labels to learn. In training
+        with labels the logits, which take most of the memory, are returned only for a
+        `logits_to_keep` other than 0."""
         x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, position_ids,
                                                      cache=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -424,7 +420,7 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
                               num_items_in_batch)
         if labels is None or not self.training or kept != slice(0, None):
             logits_BTV = self.model.logits(x_BTD[:, kept])
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states)
+        return outputs.CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache, hidden_states=states)
 
     @property
     def base_model(self) -> Any:
@@ -435,11 +431,11 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         return trunk
 
     def get_encoder(self, modality: str | None = None) -> Any:
-        """This model, which tells transformers that it has no encoder; its own search would give `base_model`."""
+        """This model, by which transformers sees that there is no encoder."""
         return self
 
     def get_output_embeddings(self) -> Any:
-        return Head(self.model.embed.weight, self.model.head_bias)
+        return SimpleNamespace(weight=self.model.embed.weight, bias=self.model.head_bias)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
                                       **kwargs: Any) -> Any:
@@ -451,8 +447,8 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
                 "leave it out")
         model_kwargs["past_key_values"] = LineartimeCache()
 
-    def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> LogitsProcessorList:
-        """Processors that never see the padding token: some look up the logits of each token of the prompt."""
+    def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> Any:
+        """Processors that never see padding: some look up the logits of a prompt's tokens."""
         pad, replacement = self.padding, self.config.end_of_document or 0
         if encoder_input_ids is not None:
             encoder_input_ids = encoder_input_ids.masked_fill(encoder_input_ids == pad, replacement)
@@ -461,12 +457,12 @@ class LineartimeForCausalLM(LineartimeModel, GenerationMixin):
         return processors
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises UsageError. `generate_batch` and `transformers serve --continuous-batching` begin with this."""
+        """Raises UsageError, for `generate_batch` and `transformers serve` too."""
         raise UsageError("this model has no keys and values to keep in pages", "continuous batching",
                          "call generate, with padding for prompts of different lengths")
 
 
-class WithoutPadding(LogitsProcessorList):
+class WithoutPadding(transformers.LogitsProcessorList):
     """Logits processors that see the token `replacement` where the ids have `padding`."""
 
     padding = replacement = 0
@@ -476,7 +472,7 @@ class WithoutPadding(LogitsProcessorList):
 
 
 class LineartimeForMaskedLM(LineartimeModel):
-    """The whole `LanguageModel` of a model that is not causal. Raises UsageError for a causal model."""
+    """The whole `LanguageModel` that is not causal. Raises UsageError for any other."""
 
     def __init__(self, config: LineartimeConfig):
         require(not config.causal, "a causal model does not fill in masks", "causal = true",
@@ -486,50 +482,51 @@ class LineartimeForMaskedLM(LineartimeModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 position_ids: Tensor | None = None, labels: Tensor | None = None,
-                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> MaskedLMOutput:
-        """logits_BTV of the token at each place; the arguments are those of `LineartimeModel.forward`.
+                num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> outputs.MaskedLMOutput:
+        """logits_BTV; the arguments are those of `LineartimeModel.forward`.
 
-        labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is the mean in nats, or the
-        sum divided by `num_items_in_batch`, and 0 without targets. In training with labels no logits are returned,
-        because they would take most of the memory."""
+        labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is the
+        mean in nats, or the sum divided by `num_items_in_batch`, and 0 without targets. In training
+        with labels no logits are returned: they would take most of the memory."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
             loss = token_loss(self.model, x_BTD, labels.masked_fill(~valid_BT, -100), num_items_in_batch)
         if labels is None or not self.training:
             logits_BTV = self.model.logits(x_BTD)
-        return MaskedLMOutput(loss=loss, logits=logits_BTV, hidden_states=states)
+        return outputs.MaskedLMOutput(loss=loss, logits=logits_BTV, hidden_states=states)
 
     def get_output_embeddings(self) -> Any:
-        return Head(self.model.embed.weight, self.model.head_bias)
+        return SimpleNamespace(weight=self.model.embed.weight, bias=self.model.head_bias)
 
 
 class LineartimeForQuestionAnswering(LineartimeModel):
-    """The `SpanModel` of `lineartime finetune`: the first and the last token of the answer in a window
-    `[CLS] question [SEP] document [SEP]`, see `qa.spans`. Raises UsageError for a causal model."""
+    """The `SpanModel` of `lineartime finetune`: the answer's first and last token in a window
+    `[CLS] question [SEP] document [SEP]`. Raises UsageError for a causal model."""
 
     _trunk = SpanModel
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 start_positions: Tensor | None = None, end_positions: Tensor | None = None,
-                position_ids: Tensor | None = None, **kwargs: Any) -> QuestionAnsweringModelOutput:
+                position_ids: Tensor | None = None, **kwargs: Any) -> outputs.QuestionAnsweringModelOutput:
         """start_logits and end_logits, `[B, T]`; padding has the least value of the dtype.
 
-        start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an answer. With both the
-        loss is that of transformers: the mean of their losses in nats, without positions behind the row's end."""
+        start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an
+        answer. The loss is the one of transformers: the mean of both in nats, without positions
+        behind the row's end."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BT2 = self.model.logits(x_BTD)
         logits_BT2 = logits_BT2.masked_fill(~valid_BT[..., None], torch.finfo(logits_BT2.dtype).min)
         start_BT, end_BT = logits_BT2.unbind(-1)
         loss = self.loss_function(at_least_float32(start_BT), at_least_float32(end_BT), start_positions, end_positions)
-        return QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT, hidden_states=states)
+        return outputs.QuestionAnsweringModelOutput(loss=loss, start_logits=start_BT, end_logits=end_BT,
+                                                    hidden_states=states)
 
 
 class LineartimeForSequenceClassification(LineartimeModel):
-    """A class, several, or numbers for each row: a linear layer, `score`, on the mean over the row's tokens.
-
-    `config.problem_type` is that of transformers: by default a number for one label, else by the labels."""
+    """A class, several, or numbers for each row: a linear layer, `score`, on the mean over the
+    row's tokens. `config.problem_type` says which; by default one label is a number."""
 
     accepts_loss_kwargs = False  # the mean over micro-batches is then taken by Trainer
 
@@ -540,23 +537,23 @@ class LineartimeForSequenceClassification(LineartimeModel):
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 labels: Tensor | None = None, position_ids: Tensor | None = None,
-                **kwargs: Any) -> SequenceClassifierOutput:
+                **kwargs: Any) -> outputs.SequenceClassifierOutput:
         """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
 
-        labels: a class or a number for each row, `[B]`, or `[B, num_labels]`: 1.0 for each of several classes, or
-        numbers. Without `problem_type`, and with several labels, integers are classes and floats say which of several.
-        The loss is that of transformers: the mean in nats, or of the squared error."""
+        labels: a class or a number for each row, `[B]`, or `[B, num_labels]`: 1.0 for each of
+        several classes, or numbers. Without `problem_type` integers are classes, and floats several
+        classes. The loss is the one of transformers: the mean in nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, n=1)[:, 0]
         logits_BL, loss = self.score(mean_BD.to(self.score.weight.dtype)), None
         if labels is not None:
             loss = self.loss_function(labels, at_least_float32(logits_BL), self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
+        return outputs.SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)
 
 
 def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """The mean of `LanguageModel.losses` of the labels other than -100, or their sum divided by `n_items`; 0 without
-    labels. Logits of other tokens are not computed."""
+    """The mean of `LanguageModel.losses` over the labels other than -100, or their sum divided by
+    `n_items`; 0 without labels. Logits of other tokens are not computed."""
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()

@@ -1,9 +1,9 @@
-"""Classes of rows and of tokens, and embeddings of documents: exact under padding and packing."""
+"""Classes of rows, and embeddings of documents: exact under padding and packing."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from lineartime.base.errors import UsageError
 from lineartime.config import model_config
@@ -97,19 +97,3 @@ def test_losses_of_rows(folder, kind, labels, loss):
         assert torch.equal(hf(**padded(TEXTS, True), labels=labels[:, None]).loss, output.loss)
     output.loss.backward()
     assert hf.score.weight.grad.abs().sum() > 0 and 0 < hf.score.weight.std() < 0.04
-
-
-def test_classes_of_tokens(ours, folder, tmp_path):
-    hf = AutoModelForTokenClassification.from_pretrained(folder, num_labels=5)
-    batch = padded(TEXTS, False)
-    labels_BT = torch.where(batch["attention_mask"] == 1, batch["input_ids"] % 5, -100)
-    output = hf(**batch, labels=labels_BT)
-    with torch.no_grad():
-        alone = hf.score(ours.hidden(torch.tensor(TEXTS[:1])))[0]
-    assert torch.allclose(output.logits[0, : len(TEXTS[0])], alone, atol=1e-5)
-    assert torch.allclose(output.loss, F.cross_entropy(output.logits.flatten(0, 1), labels_BT.flatten()))
-    assert torch.equal(hf(**batch, labels=batch["input_ids"] % 5).loss, output.loss)  # padding has no class
-    shared = hf(**batch, labels=labels_BT, num_items_in_batch=2 * (labels_BT != -100).sum()).loss
-    assert torch.allclose(shared, output.loss / 2)
-    hf.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForTokenClassification.from_pretrained(tmp_path)(**batch).logits, output.logits)
