@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import UsageError, raised_as
 from lineartime.base.settings import require
 from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, stored_config, to_dict
 
@@ -29,10 +29,8 @@ def architecture_of(config_json: str) -> str:
 def model_config_from_json(text: str) -> ModelConfig:
     """The model that a `config.json` describes. Raises UsageError for invalid JSON, another library's model, or wrong
     fields, CheckpointError as `stored_config` does."""
-    try:
+    with raised_as(UsageError, "not valid JSON", "config.json", ValueError, RecursionError):
         fields = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise UsageError("not valid JSON", "config.json", str(e)) from None
     require(isinstance(fields, dict) and fields.get("model_type") == "lineartime",
             "not a lineartime model", "config.json")
     return model_config_of(fields)

@@ -7,13 +7,12 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.base.files import read_json, read_json_lines
+from lineartime.base.files import damaged, read_json, read_json_lines
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import cached, is_address, reading, store_of
 from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
@@ -106,17 +105,6 @@ def require_numbers(*values: Any) -> None:
     for value in values:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise ValueError(f"{value!a:.40} is no number")
-
-
-@contextmanager
-def damaged(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError for the file where the block finds a wrong value."""
-    try:
-        yield
-    except KeyError as e:
-        raise CheckpointError("damaged", path, f"{e} is missing") from None
-    except (ValueError, TypeError, AttributeError, ArithmeticError, UsageError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
 
 
 # A model by its name

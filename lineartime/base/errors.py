@@ -3,6 +3,8 @@
 The command line prints the line without a traceback; a Python caller catches `LineartimeError` or a subclass."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among them."""
@@ -36,18 +38,6 @@ class DataError(LineartimeError):
     exit_code = 3
 
 
-MOST_FAULTS = 10
-
-
-def raise_faults(faults: list[DataError]) -> None:
-    """Raise the only fault, or a DataError that tells of the first `MOST_FAULTS`; nothing if there is none."""
-    if len(faults) == 1:
-        raise faults[0]
-    if faults:
-        more = f" and {len(faults) - MOST_FAULTS:,} more" if len(faults) > MOST_FAULTS else ""
-        raise DataError(f"{len(faults):,} files cannot be read", " | ".join(map(str, faults[:MOST_FAULTS])) + more)
-
-
 class CheckpointError(LineartimeError):
     """A damaged or missing checkpoint, or one of another run."""
 
@@ -78,3 +68,21 @@ class Stopped(LineartimeError):
     def __init__(self, what: str, where: str, number: int):
         super().__init__(what, where)
         self.exit_code = 128 + number
+
+
+def reason_of(error: BaseException) -> str:
+    """Why another library's error was raised, in words."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@contextmanager
+def raised_as(kind: type[LineartimeError], what: str, where: object, *caught: type[Exception],
+              todo: str | None = None) -> Iterator[None]:
+    """Inside the block, an error of the types `caught` is raised as one of ours, with its reason,
+    or with `todo` in place of it."""
+    try:
+        yield
+    except caught as e:
+        raise kind(what, where, todo or reason_of(e)) from None

@@ -1,5 +1,5 @@
-"""Files and folders that are complete or absent, whenever the process dies; files that are hashed as they are written;
-and files that are read whole, up to a size."""
+"""Files and folders that are complete or absent, whenever the process dies; files that are hashed as
+they are written; and files that are read whole, up to a size."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError
+from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError, raised_as, reason_of
 
 T = TypeVar("T")
 
@@ -26,16 +26,14 @@ MAX_BYTES = 64 << 20
 """Largest file that is read whole: configurations, tokenizers, results, prompts."""
 MAX_LINES_BYTES = 1 << 30
 """Largest file of JSON lines that is read."""
-DONE, LOCK = "done", "lock"
-"""In a hidden folder: what becomes the output, and the file that is locked by the process that has the folder."""
 
 
 # Reading
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device or a folder, which
-    are not waited for."""
+    """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device
+    or a folder, which are not waited for."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -53,31 +51,30 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 def read_text(path: Path) -> str:
     """The text of a file of a model. Raises CheckpointError for one that cannot be read or is not UTF-8."""
-    try:
+    with raised_as(CheckpointError, "cannot read", path, OSError, UnicodeDecodeError):
         return read_bytes(path).decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise CheckpointError("cannot read", path, getattr(e, "strerror", None) or str(e)) from None
+
+
+def damaged(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, a wrong value from a file is a CheckpointError that names the file."""
+    return raised_as(CheckpointError, "damaged", path, OSError, KeyError, ValueError, TypeError, AttributeError,
+                     ArithmeticError, RecursionError, UsageError)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError for a file that cannot be read or holds no object."""
-    try:
+    with damaged(path):
         content = json.loads(read_bytes(path))
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
         return content
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError("damaged", path, str(e)) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file. Raises UsageError for a file that cannot be read, wrong TOML, and a section."""
-    try:
+    with (raised_as(UsageError, "not valid TOML", path, ValueError, RecursionError),
+          raised_as(UsageError, "cannot read the configuration", path, OSError)):
         settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
-    except OSError as e:
-        raise UsageError("cannot read the configuration", path, e.strerror) from None
-    except (ValueError, RecursionError) as e:
-        raise UsageError("not valid TOML", path, str(e)) from None
     for name, value in settings.items():
         if isinstance(value, dict):
             raise UsageError("settings are flat", f"[{name}] in {path}", "move its fields to the top")
@@ -85,15 +82,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
-    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line without its end is left
-    out, with a warning, if it is wrong: another process may be writing it. Raises DataError for any other line that is
-    wrong.
+    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line without
+    its end is left out, with a warning, if it is wrong: another process may be writing it. Raises
+    DataError for any other line that is wrong.
 
     what: a noun for a line, for the message ("a row of a run")."""
-    try:
+    with raised_as(DataError, "cannot read the rows", path, OSError):
         lines = read_bytes(path, MAX_LINES_BYTES).split(b"\n")
-    except OSError as e:
-        raise DataError("cannot read the rows", path, e.strerror) from None
     parsed = []
     for number, line in enumerate(lines, 1):
         whole = number < len(lines)
@@ -115,8 +110,9 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
 @contextlib.contextmanager
 def hashed_stream(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
                 ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file that was just opened, flush it to the disk (in a store there is none), close it, and add its size
-    and SHA-256 to `files` by its name. The hash is of the bytes in memory, not read back. Raises OSError."""
+    """Write a file that was just opened, flush it to the disk (in a store there is none), close it,
+    and add its size and SHA-256 to `files` by its name. The hash is of the bytes in memory, not read
+    back. Raises OSError."""
     digest = hashlib.sha256()
 
     def write(data: bytes | memoryview) -> None:
@@ -126,7 +122,7 @@ def hashed_stream(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
     with new:
         yield write
         new.flush()
-        with contextlib.suppress(io.UnsupportedOperation):  # of a store, which has the file when it is closed
+        with contextlib.suppress(io.UnsupportedOperation):  # a store has the file when it is closed
             os.fsync(new.fileno())
         n_bytes = new.tell()
     files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
@@ -145,39 +141,38 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Replace a regular file atomically, or make a new one: yields the file to write, which is flushed to the disk.
+    """Replace a regular file atomically, or make a new one: yields the file to write, which is
+    flushed to the disk.
 
-    Of a link the file that it points to is replaced. A pipe and a device such as /dev/stdout are written in place.
-    Raises ResourceError for errors of the system."""
-    try:
+    A link stays, and the file that it points to is replaced. A pipe and a device such as /dev/stdout
+    are written in place. Raises ResourceError for errors of the system."""
+    with raised_as(ResourceError, "cannot write", path, OSError):
         if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
             with open(path, "wb") as file:
                 yield file
             return
-        path = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(path))
         # Whoever writes this file has its hidden one locked. A killed process may have left that.
-        aside = _hidden(path, "tmp")
+        aside = _hidden(target, "tmp")
         with os.fdopen(locked(aside, wait=True), "r+b") as file:
             try:
                 file.truncate(0)
-                if path.exists():
-                    os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+                if target.exists():
+                    os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(aside, path)
+                os.replace(aside, target)
             except BaseException:
                 with contextlib.suppress(OSError):
                     aside.unlink(missing_ok=True)
                 raise
-        fsync(path.parent)
-    except OSError as e:
-        raise ResourceError("cannot write", path, e.strerror or str(e)) from None
+        fsync(target.parent)
 
 
 def check_place(path: Path) -> None:
-    """Raise before long work if `replaced` could not write this file at its end: UsageError for a folder and for a file
-    in no folder, ResourceError for one that this user must not write."""
+    """Raise before long work if `replaced` could not write this file at its end: UsageError for a
+    folder and for a file in no folder, ResourceError for one that this user must not write."""
     in_place = path.exists() and not path.is_file()
     place = path if in_place else Path(os.path.realpath(path)).parent
     if path.is_dir() or not (in_place or place.is_dir()):
@@ -195,66 +190,48 @@ def check_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def system_errors(out: str) -> Iterator[None]:
-    """Inside the block, an OSError is a ResourceError."""
+    """Inside the block, an OSError is a ResourceError, for the file that it names or for `out`."""
     try:
         yield
     except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, e.strerror or str(e)) from None
+        raise ResourceError("cannot write", e.filename or out, reason_of(e)) from None
 
 
 @contextlib.contextmanager
-def written_aside(out: Path) -> Iterator[Path]:
-    """Write a folder atomically: yields an empty folder, whose files become `out` at the end. Raises as
-    `unfinished_folder` does."""
-    with unfinished_folder(out) as folder:
-        (folder / DONE).mkdir()
-        yield folder / DONE
+def new_folder(out: Path) -> Iterator[Path]:
+    """Write a folder that is complete or absent: yields an empty folder, which becomes `out` at the
+    end of the block. After an error nothing is left, nor of the parents that were made.
 
-
-@contextlib.contextmanager
-def unfinished_folder(out: Path, worth: str | None = None) -> Iterator[Path]:
-    """A hidden folder beside `out`, which one process at a time has. At the end its subfolder `done`, if there is one,
-    becomes `out`, and the rest is removed.
-
-    worth: a file that makes the folder worth keeping. An interrupt or a ResourceError then leaves it, and what a killed
-    process left is in it. Without one it begins empty, and is removed after every error, with the parents created for
-    it. Raises ResourceError if another process has it, OSError if `out` is there and not an empty folder."""
+    Raises ResourceError if another process is writing this folder, OSError if `out` is there and not
+    an empty folder."""
     made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = _hidden(out, "unfinished")
-    descriptor, keep = _lock_folder(folder, out), False
+    hidden = _hidden(out, "unfinished")
+    descriptor = _lock_folder(hidden, out)
     try:
-        if worth is None:
-            for path in folder.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != LOCK:
-                    path.unlink()
+        folder = hidden / "done"
+        shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left one
+        folder.mkdir()
         yield folder
         # Every byte is on the disk before the folder gets its name, and the name before this returns.
-        if (folder / DONE).exists():
-            for path in [*(folder / DONE).rglob("*"), folder / DONE]:
-                fsync(path)
-            os.rename(folder / DONE, out)
-            fsync(out.parent)
-    except (KeyboardInterrupt, ResourceError):
-        keep = worth is not None and (folder / worth).exists()
-        raise
+        for path in [*folder.rglob("*"), folder]:
+            fsync(path)
+        os.rename(folder, out)
+        fsync(out.parent)
     finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed goes when the folder is next used
-            for parent in made:  # they stay if the output is in them
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+        shutil.rmtree(hidden, ignore_errors=True)  # what cannot be removed goes when it is next used
+        for parent in made:  # they stay if the output is in them
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         os.close(descriptor)
 
 
 def remove_leftovers(out: Path) -> None:
-    """Remove the hidden folder of `out` that a killed process has left; that of a running process stays."""
-    if (folder := _hidden(out, "unfinished")).exists():
+    """Remove the hidden folder that a killed `new_folder` has left; that of a running process stays."""
+    if (hidden := _hidden(out, "unfinished")).exists():
         with contextlib.suppress(OSError, ResourceError):
-            descriptor = _lock_folder(folder, out)
-            shutil.rmtree(folder, ignore_errors=True)
+            descriptor = _lock_folder(hidden, out)
+            shutil.rmtree(hidden, ignore_errors=True)
             os.close(descriptor)
 
 
@@ -264,21 +241,20 @@ def _hidden(path: Path, ending: str) -> Path:
     return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
 
 
-def _lock_folder(folder: Path, out: Path) -> int:
+def _lock_folder(hidden: Path, out: Path) -> int:
     """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked file."""
     while True:
-        folder.mkdir(exist_ok=True)
-        try:
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
-                return locked(folder / LOCK)
-        except BlockingIOError:
-            raise ResourceError("another process is writing this folder", out, "wait for it") from None
+        hidden.mkdir(exist_ok=True)
+        with (raised_as(ResourceError, "another process is writing this folder", out, BlockingIOError,
+                        todo="wait for it"),
+              contextlib.suppress(FileNotFoundError)):  # another process has just removed the folder
+            return locked(hidden / "lock")
 
 
 def locked(path: Path, *, wait: bool = False) -> int:
-    """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock when the descriptor
-    is closed, and when the process ends. If another process has the lock it waits with `wait`, else raises
-    BlockingIOError. Raises OSError for other errors."""
+    """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock
+    when the descriptor is closed, and when the process ends. If another process has the lock it waits
+    with `wait`, else raises BlockingIOError. Raises OSError for other errors."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

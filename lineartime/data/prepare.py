@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lineartime.base.errors import DataError, ResourceError, UsageError
-from lineartime.base.files import system_errors, written_aside
+from lineartime.base.files import new_folder, system_errors
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, hash_of, hashed_file, is_address, is_folder, joined, size_of, uploaded
 from lineartime.data.auto_tokenizer import auto_tokenizer, is_saved_elsewhere
@@ -81,7 +81,7 @@ def prepare_text(asked: PrepareSettings, progress: Progress | None = None) -> Ma
             shown = show("hashing", sources, len(sources))
             return _already_prepared(out, asked.for_manifest(None if tokenizer is None else tokenizer.sha256), [
                 {"split": each.split, "name": each.name} | hash_of(each.path) for each in shown])
-        with (uploaded(out) if is_address(out) else written_aside(Path(out))) as aside:
+        with (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:
             units, held_out = cut_into_units(asked, sources, tokenizer)
             named = tokenizer
             tokenizer = tokenizer or _trained(asked, units, held_out, show)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lineartime.base.errors import UsageError
-from lineartime.base.files import replaced
+from lineartime.base.files import damaged, replaced
 from lineartime.base.words import millions
 from lineartime.config import ModelConfig
-from lineartime.folders import METRICS_FILE, RESULT_FILE, damaged, read_metrics, read_result, read_run
+from lineartime.folders import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
 
 if TYPE_CHECKING:

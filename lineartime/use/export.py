@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from lineartime.base.errors import UsageError
-from lineartime.base.files import remove_leftovers, system_errors, written_aside
+from lineartime.base.files import damaged, new_folder, remove_leftovers, system_errors
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
 from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_of
-from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, damaged, read_run
+from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data
 from lineartime.training.stop import Progress, StopSignal
@@ -90,7 +90,7 @@ def write_folder(out: Name, model: LanguageModel, tokenizer: Tokenizer, card: st
              **tokenizer_files(tokenizer)}
     files = {name: text.encode() for name, text in texts.items()}
     weights = {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
-    with system_errors(str(out)), (uploaded(out) if is_address(out) else written_aside(Path(out))) as aside:
+    with system_errors(str(out)), (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:
         entry = write_file(aside / WEIGHTS_FILE, weights)
         files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), CARD_FILE: card.encode()}
         for name, content in files.items():

@@ -1,10 +1,12 @@
 """Checkpoints as folders that are complete or absent, and the lock on a run's folder.
 
-`RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version, the run, the step,
-and the size and SHA-256 of every other file. A save writes a temporary folder, flushes it to the disk and renames it,
-and only then removes older checkpoints. A load uses no file that does not match the manifest, and runs no code.
+`RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version,
+the run, the step, and the size and SHA-256 of every other file. A save writes a temporary folder,
+flushes it to the disk and renames it, and only then removes older checkpoints. A load uses no file
+that does not match the manifest, and runs no code.
 
-A folder for sharing has a manifest without run and step; files that it does not list, such as a README, may change."""
+A folder for sharing has a manifest without run and step. Files that the manifest does not list,
+such as a README, may change."""
 
 import contextlib
 import hashlib
@@ -24,7 +26,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from lineartime.base.errors import CheckpointError, ResourceError
+from lineartime.base.errors import CheckpointError, ResourceError, raised_as, reason_of
 from lineartime.base.files import fsync, hashed_stream, locked, read_bytes
 from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.stores import is_as_written
@@ -42,13 +44,15 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose every byte matches its manifest; after `check`, every byte of this rank's share."""
+    """A checkpoint. After `newest` every byte of it has matched its manifest, after `check` every
+    byte of this rank's share."""
 
     path: Path
     step: int
     run: str
     damaged: dict[int, str]
-    """What is wrong with each newer, damaged checkpoint of the run, by step, newest first; only `newest` fills it."""
+    """What is wrong with each newer, damaged checkpoint of the run, by step, newest first; only
+    `newest` fills it."""
 
     def reasons(self) -> str:
         """The newer, damaged checkpoints and what is wrong with each, in one line."""
@@ -59,19 +63,21 @@ Content = bytes | Mapping[str, Tensor]
 """What a file holds: the bytes of a text, or named tensors."""
 
 
-# Saving
+# Saving. The disk changes by functions of `os`, `fsync`, `_remove_tree` and `hashed_stream` alone, so
+# that a test can end the process at each change.
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
-    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid ones. The caller must hold `lock`.
+    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid
+    ones. The caller must hold `lock`.
 
-    run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once). files: texts by
-    file name. Each of several ranks writes its own files into one folder, which rank 0 makes and renames. An existing
-    valid checkpoint of this run and step is kept. Raises ResourceError if the disk is full or fails, and leaves earlier
-    checkpoints untouched; CheckpointError if a checkpoint of another run has this step; ValueError for a dtype that
-    cannot be stored."""
-    run_dir = Path(run_dir)
+    run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once).
+    files: texts by file name. Each of several ranks writes its own files into one folder, which
+    rank 0 makes and renames. An existing valid checkpoint of this run and step is kept. Raises
+    ResourceError if the disk is full or fails, and leaves earlier checkpoints untouched;
+    CheckpointError if a checkpoint of another run has this step; ValueError for a dtype that cannot
+    be stored."""
     target = run_dir / f"step-{step:08d}"
     contents: dict[str, Content] = {name: text.encode() for name, text in files.items()}
     contents |= {stem + TENSORS: named for stem, named in tensors.items()}
@@ -91,34 +97,35 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
             _write_checkpoint(run_dir / aside, target, {"format": FORMAT, "run": run, "step": step}, contents, ranks)
         # Now the checkpoint is there, and older ones may go; after a kill here the next save removes them.
         if ranks.is_first:
-            _fsync_dir(run_dir)
+            fsync(run_dir)
             point(run_dir / "latest", target.name)
             _retain(run_dir, step, keep)
         wait_for_all(ranks)
     except OSError as error:
         n_bytes = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        raise ResourceError("the checkpoint cannot be saved", f"{target}: {_reason(error)} ({n_bytes:,} bytes needed)",
+        raise ResourceError("the checkpoint cannot be saved",
+                            f"{target}: {reason_of(error)} ({n_bytes:,} bytes needed)",
                             "free some space, or look at the disk; earlier checkpoints are untouched") from error
     return target
 
 
 def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], contents: Mapping[str, Content],
                       ranks: Ranks) -> None:
-    """Write every rank's files and the manifest, of `facts` and the files, into a new folder, flush them to the disk,
-    and give the folder its name. After an error nothing is left of it."""
+    """Write every rank's files and the manifest, of `facts` and the files, into a new folder, flush
+    them to the disk, and give the folder its name. After an error nothing is left of it."""
     try:
         if ranks.is_first:
-            _mkdir(folder)
+            os.mkdir(folder)
         wait_for_all(ranks)
         own = {name: write_file(folder / name, contents[name]) for name in sorted(contents)}
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
             write_file(folder / MANIFEST, _manifest({**facts, "files": entries}))
             # The folder gets its name when all of it is on the disk, so that no power loss leaves half under it.
-            _fsync_dir(folder)
+            fsync(folder)
             if os.path.lexists(target):  # it is damaged
-                _rename(target, _trash(target))
-            _rename(folder, target)
+                _discard(target)
+            os.rename(folder, target)
     except BaseException:
         if ranks.is_first:  # another rank still writes
             with contextlib.suppress(OSError):
@@ -127,8 +134,8 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
 
 
 def write_file(path: Path, content: Content) -> dict[str, Any]:
-    """Write and flush a new file, a text or named tensors in the format of safetensors; returns its manifest entry.
-    Raises OSError, and ValueError for a dtype that cannot be stored."""
+    """Write and flush a new file, a text or named tensors in the format of safetensors; returns its
+    manifest entry. Raises OSError, and ValueError for a dtype that cannot be stored."""
     head, tensors = (content, []) if isinstance(content, bytes) else _layout(content)
     entries: dict[str, Any] = {}
     with hashed_stream(open(path, "xb"), path.name, entries) as write:
@@ -139,10 +146,11 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
 
 
 def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
-    """A safetensors file's header, and its tensors in file order: by falling width, which aligns them, then by name.
+    """A safetensors file's header, and its tensors in file order: by falling width, which aligns
+    them, then by name.
 
-    Not the library's writer: some versions make a second copy of the state in memory, others a file that only its owner
-    can read, and none flushes the file."""
+    The library's writer neither hashes nor flushes the file, which only its owner can read, and some
+    versions of it copy the whole state in memory."""
     # The file is the header's length, the header, and the tensors' bytes; data_offsets count from the header's end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(named, key=lambda name: (-named[name].element_size(), name))
@@ -162,24 +170,19 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
 
 
 def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
-    """The newest checkpoint of a run whose every byte matches its manifest; None without any checkpoint.
+    """The newest checkpoint of a run whose every byte matches its manifest; None without any.
 
-    Each of several ranks reads a share of the files. Raises CheckpointError, with each reason, if all checkpoints are
-    damaged."""
-    run_dir = Path(run_dir)
+    Each of several ranks reads a share of the files. Raises CheckpointError, with each reason, if
+    all checkpoints are damaged."""
     damaged: dict[int, str] = {}
-    try:
-        steps = saved_steps(run_dir)
-    except FileNotFoundError:
-        return None
     # From the newest to the oldest, until every rank finds its share of the files whole.
-    for step in steps:
+    for step in saved_steps(run_dir) if run_dir.is_dir() else []:
         path = run_dir / f"step-{step:08d}"
         run, reason = "", None
         try:
             run = check(path, ranks).run
         except CheckpointError as error:
-            reason = str(error.where)
+            reason = f"{error.where}: {error.todo}"
         reason = next(filter(None, gather_json(reason, ranks)), None)
         if reason is None:
             return Checkpoint(path, step, run, damaged)
@@ -191,22 +194,36 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
 
 
 def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """A checkpoint, after every byte of it, or of this rank's share of its files, has matched its manifest. Raises
-    CheckpointError for any damage, for missing files, and for a folder that is not named like a checkpoint."""
+    """A checkpoint, after every byte of it, or of this rank's share of its files, has matched its
+    manifest. Raises CheckpointError for any damage, for missing files, and for a folder that is not
+    named like a checkpoint."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
                               "give it its name back, such as step-00000042, or copy with `lineartime export`")
-    manifest = _read_manifest(path)
+    manifest = check_files(path, ranks=ranks)
     if manifest.get("step") != step:
         raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {manifest.get('step')!a:.20}")
-    for name, entry in list(manifest["files"].items())[ranks.rank :: ranks.size]:
-        _check_file(path / name, entry)
     return Checkpoint(path, step, manifest["run"], {})
 
 
+def check_files(folder: Path, names: Iterable[str] | None = None, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """The manifest of a checkpoint or of a folder for sharing, after these files have matched it; by
+    default all that it lists, of which each of several ranks takes a share. Raises CheckpointError,
+    with the file, for a difference and for a file that the manifest does not list."""
+    manifest = _read_manifest(folder)
+    listed = manifest["files"]
+    for name in list(listed)[ranks.rank :: ranks.size] if names is None else names:
+        if name not in listed:
+            raise _damage(folder / MANIFEST, f"{name} is not in it")
+        if not is_as_written(folder / name, listed[name]):
+            there = (folder / name).exists()
+            raise _damage(folder / name, f"it is not the file that {MANIFEST} describes" if there else "it is missing")
+    return manifest
+
+
 def read_whole(folder: Path, stem: str) -> dict[str, Tensor]:
-    """All tensors `stem` of a checkpoint by name, on the CPU. Raises CheckpointError as `read_parts` does."""
+    """All tensors `stem` of a checkpoint by name, on the CPU. Raises as `read_parts` does."""
     shapes = {name: entry["shape"] for name, entry in _index(folder, stem).items()}
     flat = read_parts(folder, stem, {name: (shape, 0, math.prod(shape)) for name, shape in shapes.items()})
     return {name: flat[name].view(shape) for name, shape in shapes.items()}
@@ -218,15 +235,16 @@ def index_name(stem: str) -> str:
 
 
 def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
-    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least; no others are read.
+    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least; no
+    others are read.
 
     wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one file,
-    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds each, flattened, start
-    and stop. Raises CheckpointError for tensors that cannot be read, are not as expected, or not finite."""
+    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds
+    each, flattened, start and stop. Raises CheckpointError for tensors that cannot be read, are not
+    as expected, or not finite."""
     found = {}
     index = _index(folder, stem)
-    wrong = [name for name, (shape, _, _) in wanted.items()
-             if name not in index or index[name]["shape"] != list(shape)]
+    wrong = [name for name, (shape, _, _) in wanted.items() if name not in index or index[name]["shape"] != list(shape)]
     if wrong:
         raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
     # Each part that overlaps [start, stop) gives a piece of it; the parts are in order.
@@ -243,14 +261,12 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
 
 def open_tensors(path: Path) -> safetensors.safe_open:
     """Open a safetensors file. Raises CheckpointError for one that is missing or damaged."""
-    try:
+    with raised_as(CheckpointError, "the tensors cannot be read", path, OSError, safetensors.SafetensorError):
         return safetensors.safe_open(path, "pt")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _damage(path, f"the tensors cannot be read ({error})") from error
 
 
 def _index(folder: Path, stem: str) -> dict[str, Any]:
-    """The shape and the parts of each tensor: those of the index file, or of one file, where each has a single part."""
+    """The shape and the parts of each tensor, from the index file; in one file each is one part."""
     if (folder / index_name(stem)).exists():
         return json.loads((folder / index_name(stem)).read_bytes())
     index = {}
@@ -262,8 +278,8 @@ def _index(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError, with the file `path` and the first five differences, unless the names, shapes and dtypes
-    of tensors are as expected, and every number is finite."""
+    """Raise CheckpointError, with the file `path` and the first five differences, unless the names,
+    shapes and dtypes of tensors are as expected, and every number is finite."""
     def kinds(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in tensors.items()}
 
@@ -277,7 +293,8 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:
-    """Raise CheckpointError, with the file `path` and the first five names, for tensors with NaN or infinity."""
+    """Raise CheckpointError, with the file `path` and the first five names, for tensors with NaN or
+    infinity."""
     wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if wrong:
         raise CheckpointError("weights that are not finite", f"{path}: {first_five(wrong)}", "use another checkpoint")
@@ -292,22 +309,10 @@ def first_five(wrong: list[str]) -> str:
 
 
 def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
-    """The manifest of a folder for sharing, from the contents of its files by name, and from the entries of those that
-    `write_file` has written."""
+    """The manifest of a folder for sharing: from the contents of files by name, and from the entries
+    of those that `write_file` has written."""
     entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
     return _manifest({"format": FORMAT, "files": {**entries, **written}})
-
-
-def check_files(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare these files of a folder for sharing, or of a copied checkpoint, with its manifest; returns the step of a
-    checkpoint. Raises CheckpointError, with the file, for a difference and for a file that the manifest does not list.
-    """
-    manifest = _read_manifest(folder)
-    for name in names:
-        if name not in manifest["files"]:
-            raise _damage(folder / MANIFEST, f"{name} is not in it")
-        _check_file(folder / name, manifest["files"][name])
-    return manifest.get("step")
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
@@ -317,42 +322,30 @@ def _manifest(content: dict[str, Any]) -> bytes:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of a manifest, of a checkpoint or of a folder for sharing, without its own hash."""
+    """The content of a manifest, without its own hash. Raises CheckpointError."""
     path = folder / MANIFEST
-    try:
+    with raised_as(CheckpointError, "damaged checkpoint", path, OSError, ValueError, LookupError, TypeError,
+                   RecursionError):
         raw = read_bytes(path)
         content = json.loads(raw)
         del content["sha256"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _damage(path, f"cannot be read ({_reason(error)})") from error
     if raw != _manifest(content):
-        raise _damage(path, "does not match its own sha256")
+        raise _damage(path, "it does not match its own sha256")
     if (version := content["format"]) != FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "
                               f"{FORMAT}", f"install a version that reads format {version}")
     return content
 
 
-def _check_file(path: Path, entry: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a file has the size and the SHA-256 of its entry in the manifest."""
-    if not is_as_written(path, entry):
-        raise _damage(path, f"it is not the file that {MANIFEST} describes" if path.exists() else "it is missing")
-
-
 def _run_of(path: Path) -> str | None:
     """The id of the run of a checkpoint; None for one that is damaged or not there."""
-    try:
+    with contextlib.suppress(CheckpointError):
         return check(path).run
-    except CheckpointError:
-        return None
+    return None
 
 
 def _damage(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError("damaged checkpoint", f"{path}: {reason}")
-
-
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or type(error).__name__
+    return CheckpointError("damaged checkpoint", path, reason)
 
 
 # A run's folder
@@ -369,13 +362,13 @@ def _step_of(name: str) -> int | None:
 
 
 def point(link: Path, target: Path | str) -> None:
-    """Point a link at `target`, unless another kind of file has its name, and remove what killed processes have left
-    beside it. Links are for users alone, so errors of the file system are ignored."""
+    """Point a link at `target`, unless another kind of file has its name, and remove what killed
+    processes have left beside it. Links are for users alone: errors of the system are ignored."""
     with contextlib.suppress(OSError):
         if link.is_symlink() or not link.exists():
             aside = link.with_name(f".tmp-step-link-{secrets.token_hex(8)}")
-            _symlink(target, aside)
-            _rename(aside, link)
+            os.symlink(target, aside)
+            os.rename(aside, link)
     with contextlib.suppress(OSError):
         _remove_leftovers(link.parent)
 
@@ -389,13 +382,14 @@ def _retain(run_dir: Path, saved: int, keep: int) -> None:
         if step < saved and valid < keep:
             valid += _run_of(path) is not None
         elif step < saved:
-            _rename(path, _trash(path))
+            _discard(path)
     _remove_leftovers(run_dir)
 
 
-def _trash(path: Path) -> Path:
-    """A name under which a checkpoint no longer counts, so that a kill while it is removed leaves no half of one."""
-    return path.with_name(f".trash-{path.name}-{secrets.token_hex(8)}")
+def _discard(path: Path) -> None:
+    """Give a checkpoint a name under which it does not count: a kill while it is removed then leaves
+    no half of one. `_remove_leftovers` removes it."""
+    os.rename(path, path.with_name(f".trash-{path.name}-{secrets.token_hex(8)}"))
 
 
 def _remove_leftovers(run_dir: Path) -> None:
@@ -406,7 +400,7 @@ def _remove_leftovers(run_dir: Path) -> None:
 
 def _remove_tree(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
-        _unlink(path)
+        os.unlink(path)
     else:
         shutil.rmtree(path)
 
@@ -415,32 +409,26 @@ def _make_dirs(path: Path) -> None:
     if not path.is_dir():
         _make_dirs(path.absolute().parent)
         with contextlib.suppress(FileExistsError):
-            _mkdir(path)
-        _fsync_dir(path.absolute().parent)
+            os.mkdir(path)
+        fsync(path.absolute().parent)
 
 
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
-    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process ends.
-
-    Raises ResourceError, with the process that holds the lock, if the run is in use."""
-    path = Path(run_dir) / "run.lock"
-    try:
+    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process
+    ends. Raises ResourceError, with the process that holds the lock, if the run is in use."""
+    path = run_dir / "run.lock"
+    with raised_as(ResourceError, "the run cannot be locked", path, OSError):
         _make_dirs(path.parent)
-        descriptor = locked(path)
-    except BlockingIOError:
-        holder = path.read_text(errors="replace").strip() or "another process"
-        raise ResourceError("the run is in use", f"{run_dir}: in use by {holder}",
-                            "wait until it ends, or choose another folder") from None
-    except OSError as error:
-        raise ResourceError("the run cannot be locked", f"{path}: {_reason(error)}") from error
+        try:
+            descriptor = locked(path)
+        except BlockingIOError:
+            holder = path.read_text(errors="replace").strip() or "another process"
+            raise ResourceError("the run is in use", f"{run_dir}: in use by {holder}",
+                                "wait until it ends, or choose another folder") from None
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     with os.fdopen(descriptor, "rb+", buffering=0) as file:
         with contextlib.suppress(OSError):  # for people alone; a full disk is told by what needs it
             file.truncate()
             file.write(f"pid {os.getpid()} on host {socket.gethostname()} since {since}\n".encode())
         yield
-
-
-# A save changes the disk by these names and `hashed_stream`, so that a test can end the process at each change.
-_mkdir, _rename, _symlink, _unlink, _fsync_dir = os.mkdir, os.rename, os.symlink, os.unlink, fsync

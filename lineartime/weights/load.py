@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
-from lineartime.base.files import read_json, read_text
+from lineartime.base.files import damaged, read_json, read_text
 from lineartime.base.settings import require
 from lineartime.base.stores import hash_of
 from lineartime.config import StartingWeights, to_dict
@@ -22,7 +22,6 @@ from lineartime.folders import (
     WEIGHTS,
     WEIGHTS_FILE,
     best_run,
-    damaged,
     named_folder,
     read_run,
 )
@@ -147,9 +146,9 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
     if (folder / MANIFEST).exists():
-        return checkpoint.check_files(folder, names)
+        return checkpoint.check_files(folder, names).get("step")
     if has_optimizer(folder):
-        raise CheckpointError("damaged checkpoint", f"{folder}: {MANIFEST} is missing")
+        raise CheckpointError("damaged checkpoint", folder, f"{MANIFEST} is missing")
     return None
 
 

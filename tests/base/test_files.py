@@ -11,11 +11,11 @@ from lineartime.base.files import (
     _hidden,
     check_place,
     locked,
+    new_folder,
     read_json_lines,
     remove_leftovers,
     replaced,
     write_atomically,
-    written_aside,
 )
 
 
@@ -94,7 +94,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     (left[0] / "done" / "deep").mkdir(parents=True)
     left[1].write_text("a longer text")
     write_atomically(tmp_path / "a.json", "text")
-    with written_aside(tmp_path / "d") as aside:
+    with new_folder(tmp_path / "d") as aside:
         (aside / "file").write_text("text")
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d"} and (tmp_path / "a.json").read_text() == "text"
     assert os.listdir(tmp_path / "d") == ["file"]
@@ -102,7 +102,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     remove_leftovers(tmp_path / "d")
     remove_leftovers(tmp_path / "none" / "d")
     remove_leftovers(Path())
-    with written_aside(tmp_path / "new" / "d") as aside:  # parents are made
+    with new_folder(tmp_path / "new" / "d") as aside:  # parents are made
         (aside / "file").touch()
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d", "new"} and os.listdir(tmp_path / "new") == ["d"]
 
@@ -125,12 +125,12 @@ def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path,
 
 
 def test_a_folder_that_another_process_writes_is_refused(tmp_path):
-    with written_aside(tmp_path / "d") as aside:
+    with new_folder(tmp_path / "d") as aside:
         assert aside.parent.parent == tmp_path
         refused = pytest.raises(ResourceError, match="another process is writing this folder")
-        with refused, written_aside(tmp_path / "d"):
+        with refused, new_folder(tmp_path / "d"):
             pass
-        with written_aside(tmp_path / "other"):
+        with new_folder(tmp_path / "other"):
             pass
         assert aside.exists()
     assert sorted(os.listdir(tmp_path)) == ["d", "other"]

@@ -7,14 +7,15 @@ import resource
 import shutil
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
 from lineartime.weights import checkpoint
 
-NAMES = ("_mkdir", "_rename", "_symlink", "_unlink", "_remove_tree", "_fsync_dir")
-"""What a save changes the disk by, beside the files that it writes."""
+IN_OS, OURS = ("mkdir", "rename", "symlink", "unlink"), ("_remove_tree", "fsync")
+"""What a save changes the disk by, beside the files that it writes: functions of `os`, and our own."""
 RUN = "run-of-the-tests"
 
 
@@ -39,7 +40,7 @@ class HookedFile(io.FileIO):
         self.path, self.call = Path(path), call
 
     def write(self, data):
-        return self.call("_write", super().write, data, path=self.path)
+        return self.call("write", super().write, data, path=self.path)
 
 
 @contextmanager
@@ -50,18 +51,21 @@ def hooked(call):
     def opened(path, mode="r", **how):
         if mode != "xb":
             return open(path, mode, **how)
-        file = call("_create", HookedFile, path, call, path=Path(path))
+        file = call("create", HookedFile, path, call, path=Path(path))
         files[file.fileno()] = file.path
         return io.BufferedWriter(file)
 
     with ExitStack() as stack:
-        for name in NAMES:
-            do = getattr(checkpoint, name)
-            stack.enter_context(mock.patch.object(
-                checkpoint, name, lambda *args, name=name, do=do: call(name, do, *args, path=None)))
+        hooked_os = SimpleNamespace(**vars(os))
+        stack.enter_context(mock.patch.object(checkpoint, "os", hooked_os))
+        for place, names in ((hooked_os, IN_OS), (checkpoint, OURS)):
+            for name in names:
+                do = getattr(place, name)
+                stack.enter_context(mock.patch.object(
+                    place, name, lambda *args, name=name, do=do: call(name, do, *args, path=None)))
         stack.enter_context(mock.patch.object(checkpoint, "open", opened, create=True))
         stack.enter_context(mock.patch.object(
-            os, "fsync", lambda number: call("_fsync", fsync, number, path=files[number]) if number in files else None))
+            os, "fsync", lambda number: call("flush", fsync, number, path=files[number]) if number in files else None))
         yield
 
 
@@ -100,23 +104,23 @@ class Disk:
         self.count += 1
         if self.count >= self.last:
             if self.count == self.last:
-                if name == "_write":
+                if name == "write":
                     do(bytes(args[0])[: len(args[0]) // 2])
                     self.unflushed.add(path)
                 self.lose()
             raise Died
-        result = None if name in ("_fsync", "_fsync_dir") else do(*args)
-        if name in ("_create", "_write"):
+        result = None if name in ("flush", "fsync") else do(*args)
+        if name in ("create", "write"):
             self.unflushed.add(path)
-        elif name == "_fsync":
+        elif name == "flush":
             self.unflushed.discard(path)
-        elif name == "_fsync_dir":
+        elif name == "fsync":
             self.flush_directory(args[0])
-        if name in ("_mkdir", "_create"):
+        if name in ("mkdir", "create"):
             self.changes.append((None, Path(args[0])))
-        elif name == "_symlink":
+        elif name == "symlink":
             self.changes.append((None, args[1]))
-        elif name == "_rename":
+        elif name == "rename":
             self.changes.append(args)
             self.unflushed = {moved(path, *args) for path in self.unflushed}
         return result

@@ -310,7 +310,7 @@ def test_what_the_manifest_does_not_match_is_refused_by_every_loader(kind: str, 
                  (AutoTokenizer if damage == "another tokenizer" else AutoModelForCausalLM).from_pretrained):
         with pytest.raises(CheckpointError) as refusal:
             load(folder)
-        assert str(refusal.value).startswith("damaged checkpoint: ") and f"/{file}: " in str(refusal.value)
+        assert str(refusal.value).startswith("damaged checkpoint: ") and f"/{file}; " in str(refusal.value)
 
 
 def test_a_card_may_be_edited_and_a_download_opens(exported: Path, tmp_path: Path) -> None:

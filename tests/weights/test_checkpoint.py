@@ -267,7 +267,7 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
         def operation(name, do, *args, at=at, path=None):
             nonlocal count
             count += 1
-            removes = lasting and name in ("_unlink", "_remove_tree")
+            removes = lasting and name in ("unlink", "_remove_tree")
             if not removes and (count >= at if lasting else count == at):
                 raise OSError(number, os.strerror(number))
             return do(*args)
