@@ -18,9 +18,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
 from lineartime.base.settings import require
-from lineartime.config import MODEL_FIELDS, ModelConfig, to_dict
+from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, to_dict
+from lineartime.config_json import model_config_of
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
 from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
@@ -59,7 +60,8 @@ class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
     __eq__ = transformers.PreTrainedConfig.__eq__  # the base class would generate an == that ignores our fields
 
     def __init__(self, **fields: Any):
-        model = ModelConfig(**{name: fields.pop(name) for name in MODEL_FIELDS if name in fields})
+        model = model_config_of(fields)
+        fields = {name: value for name, value in fields.items() if name not in {*MODEL_FIELDS, *REMOVED}}
         for name, value in to_dict(model).items():
             setattr(self, name, value)
         for name in ("bos_token_id", "eos_token_id"):
@@ -85,8 +87,8 @@ class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
             check_shared(place.parent, [CONFIG_FILE])
         try:
             return super().from_dict(config_dict, **kwargs)
-        except UsageError as e:
-            raise UsageError(e.what, f"{e.where} in {place}", e.todo) from None
+        except LineartimeError as e:
+            raise type(e)(e.what, f"{e.where} in {place}", e.todo) from None
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
