@@ -55,13 +55,11 @@ class Streams:
 
 
 def warm_up() -> None:
-    """Import all that a verb imports. No backward pass and no threads: neither survives a fork."""
+    """Import all that a verb imports, before the forks. No backward pass and no threads: neither survives a fork."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                    "TORCH_CPP_LOG_LEVEL": "FATAL"}  # which the command line sets for ranks before it imports torch
-    import matplotlib.figure
     import pandas  # noqa: F401
     import pyarrow.parquet  # noqa: F401
-    import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -71,6 +69,14 @@ def warm_up() -> None:
         if "__main__" not in module.name and not module.name.startswith("lineartime.ops."):
             importlib.import_module(module.name)
     transformers.logging.set_verbosity_error()  # its warnings are many lines
+    settle()
+
+
+def settle() -> None:
+    """What is imported or made at the first use, and what forked processes go on sharing."""
+    import matplotlib.figure
+    import torch
+
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
     matplotlib.figure.Figure().subplots()

@@ -1,18 +1,17 @@
 """`lineartime` in processes forked from one that has imported everything: what a test starts without the start-up.
 
-`python warm_command.py SOCKET --info flash` hands its arguments, folder, environment, descriptors and signals on to
+`python warm_command.py SOCKET -- info flash` hands its arguments, folder, environment, descriptors and signals on to
 such a process and ends as that does; it imports little. Tests of the start-up itself use `python -m lineartime`."""
 
-import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR1: signal.SIGKILL,
@@ -25,24 +24,20 @@ class WarmCommand:
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory(prefix="warm-")
-        path = os.path.join(self.folder.name, "socket")
+        self.path = os.path.join(self.folder.name, "socket")
         helpers = Path(__file__).parent
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [helpers.parents[1], helpers]))}
-        self.server = subprocess.Popen([sys.executable, __file__, path], stdin=subprocess.DEVNULL, env=environment,
-                                       stdout=subprocess.PIPE)
+        paths = os.pathsep.join(map(str, [helpers.parents[1], helpers.parent, helpers]))
+        self.server = subprocess.Popen([sys.executable, __file__, self.path], stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths})
         assert self.server.stdout.readline() == b"ready\n"
-        self.path, self.command = path, [sys.executable, "-S", "-E", __file__, path, "--"]
-        self.answers = {}
+        self.command = [sys.executable, "-S", "-E", __file__, self.path, "--"]
 
-    def start(self, arguments, descriptors, **watched):
-        """A process that runs the command with these standard streams, watched as in `train_process`; its number."""
-        pid, answers = asked(self.path, arguments, descriptors, watched)
-        self.answers[pid] = answers
-        return pid
-
-    def wait(self, pid):
-        """How a process has ended that `start` gave; a negative number is a signal."""
-        with self.answers.pop(pid) as answers:
+    def run(self, arguments, printed, **disturbed):
+        """Run the command to its end; how it has ended: a negative number is a signal. printed: the file for what it
+        prints. disturbed: the keywords of `disk.disturbed`, or `memory`: so many bytes more at most in training."""
+        with open(os.devnull) as none, open(printed, "w") as out:
+            _, answers = asked(self.path, arguments, [none.fileno(), out.fileno(), out.fileno()], disturbed)
+        with answers:
             return int(answers.readline())
 
     def close(self):
@@ -52,12 +47,13 @@ class WarmCommand:
         self.folder.cleanup()
 
 
-def asked(path, arguments, descriptors, watched=None):
+def asked(path, arguments, descriptors, disturbed=None):
     """The number of a new process that runs the command, and what will say how it ends."""
     with socket.socket(socket.AF_UNIX) as pipe:
         pipe.connect(path)
-        request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ), "watched": watched}
-        socket.send_fds(pipe, [json.dumps(request).encode() + b"\n"], descriptors)
+        request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ),
+                   "disturbed": disturbed or {}}
+        socket.send_fds(pipe, [json.dumps(request, default=str).encode() + b"\n"], descriptors)
         answers = pipe.makefile()
     return int(answers.readline()), answers
 
@@ -76,8 +72,8 @@ def ask(path, arguments):
 
 
 def serve(path):
-    """Fork for every request; return, in the process that is to run a command. End with the process that started this
-    one: it may die of a test that hangs."""
+    """Fork for every request; return it, in the process that is to run a command. End with the process that started
+    this one: it may die of a test that hangs."""
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -99,7 +95,7 @@ def serve(path):
 
 
 def attend(pipe):
-    """Start what one request asks for and say how it ends; return, in the process that runs it, how it is watched."""
+    """Start what one request asks for and say how it ends; return the request, in the process that runs it."""
     text, descriptors, _, _ = socket.recv_fds(pipe, 1 << 16, 3)
     while not text.endswith(b"\n"):
         more = pipe.recv(1 << 16)
@@ -121,40 +117,46 @@ def attend(pipe):
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv = ["lineartime", *request["arguments"]]
     sys.stdin, sys.stdout, sys.stderr = (open(n, mode, encoding="utf-8", closefd=False) for n, mode in enumerate("rww"))
-    return request["watched"]
+    return request
 
 
-def end_with(function):
-    """End a forked process as the function ends, without what Python does at exit: that belongs to its parent."""
-    code = 1
-    try:
-        function()
-    except SystemExit as end:
-        code = end.code or 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def with_memory(function, more):
+    """The function with at most so many more bytes than the process has when it is called."""
+    from disk import limited
+
+    def call(*args, **kwargs):
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        with limited(resource.RLIMIT_AS, has + more):
+            return function(*args, **kwargs)
+
+    # From the start, as `ulimit -v` would: `runtime.choose_settings` asks whether memory is limited.
+    resource.setrlimit(resource.RLIMIT_AS, (2**46, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return call
+
+
+def main(path):
+    import torch
+    from drills import child
+
+    from disk import disturbed
+    from lineartime.cli import verbs  # noqa: F401
+    from lineartime.training import language, loop  # noqa: F401  # everything that a run imports
+
+    child.settle()
+    request = serve(path)
+    # The first to ask torch 2.11's pool of threads after a fork makes it anew. Two of autograd's at once find none.
+    torch.set_num_threads(1)
+    do, how = child.verb(request["arguments"]), request["disturbed"]
+    if "memory" in how:
+        loop.fit = with_memory(loop.fit, how["memory"])
+    elif how:
+        do = disturbed(do, **{name: Path(value) if isinstance(value, str) else value for name, value in how.items()})
+    # Without what Python does at exit: that belongs to the parent.
+    os._exit(child.called(do))
 
 
 if __name__ == "__main__":
     if sys.argv[2:]:
         ask(sys.argv[1], sys.argv[3:])
-    import matplotlib.figure
-    import torch
-
-    import train_process  # everything that a run imports
-    from lineartime.cli import verbs
-
-    # What is imported at the first use. No backward pass: autograd does not survive a fork.
-    torch.set_num_threads(1)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True).step()
-    matplotlib.figure.Figure().subplots()
-    gc.collect()
-    gc.freeze()  # so that processes go on sharing what is imported
-    watched = serve(sys.argv[1])
-    # The first to ask torch 2.11's pool of threads after a fork makes it anew. Two of autograd's at once find none.
-    torch.set_num_threads(1)
-    end_with(partial(train_process.run_watched, **watched) if watched else verbs.main)
+    main(sys.argv[1])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import lineartime
-from dying_saves import RUN, Died, Disk, hooked, save, state
+from disk import Died, Faults, PowerLoss
 from lineartime.base.errors import CheckpointError, ResourceError
 from lineartime.weights import checkpoint
 from lineartime.weights.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_whole
@@ -21,6 +21,20 @@ from marks import rest
 from text_files import contents
 
 LEFTOVERS = (".tmp-", ".trash-")
+RUN = "run-of-the-tests"
+
+
+def state(step):
+    """What the tests save at a step: tensors and files."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {"w": torch.randn(16, 8, generator=generator), "b": torch.randn(7, generator=generator).bfloat16()}
+    moments = {"m.w": torch.randn(16, 8, generator=generator), "step": torch.tensor(step)}
+    files = {"config.json": '{"d_model": 8}', "state.json": json.dumps({"step": step, "note": "schöne Zahl"})}
+    return {"tensors": {"model": weights, "optimizer": moments}, "files": files}
+
+
+def save(run_dir, step, keep=2):
+    return checkpoint.save(Path(run_dir), step, run=RUN, keep=keep, **state(step))
 
 
 def bits(tensor):
@@ -187,9 +201,9 @@ def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeyp
         last += 1
         run_dir = tmp_path / str(last) / "run"
         shutil.copytree(tmp_path / "before", run_dir, symlinks=True)
-        disk, died = Disk(last, loss), False
+        disk, died = PowerLoss(run_dir, last, loss), False
         try:
-            with hooked(disk.operation):
+            with disk:
                 save(run_dir, step, keep)
             disk.lose()
         except Died:
@@ -258,21 +272,11 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
     """Each operation of a save fails, once or from then on; what only removes goes on working on a full disk."""
     two(tmp_path / "before")
     never_flush(monkeypatch)
-    at = count = 0
-    while count >= at:
-        at, count = at + 1, 0
+    for at in itertools.count(1):
         run_dir = tmp_path / str(at)
         shutil.copytree(tmp_path / "before", run_dir, symlinks=True)
-
-        def operation(name, do, *args, at=at, path=None):
-            nonlocal count
-            count += 1
-            removes = lasting and name in ("unlink", "_remove_tree")
-            if not removes and (count >= at if lasting else count == at):
-                raise OSError(number, os.strerror(number))
-            return do(*args)
-
-        with hooked(operation):
+        disk = Faults(run_dir, at, error=number, stays=lasting)
+        with disk:
             try:
                 save(run_dir, 3, keep=1)
             except ResourceError as error:
@@ -285,6 +289,8 @@ def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, mo
         save(run_dir, 3, keep=1)
         assert newest(run_dir).step == 3 and not leftovers(run_dir) and step_names(run_dir) == ["step-00000003"]
         shutil.rmtree(run_dir)
+        if disk.count < at:
+            break
     assert at > 25
 
 
