@@ -62,7 +62,7 @@ def poisoned(make):
 
 @pytest.fixture(scope="session")
 def processes():
-    """The process from which `warm_command` and the launches of `train_process` are forked."""
+    """The process from which commands are forked, see `warm_command`."""
     from warm_command import WarmCommand
 
     warm = WarmCommand()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import lineartime.data.prepare
 import lineartime.data.units
-from dying_saves import limited
+from disk import limited
 from lineartime.base.errors import DataError, ResourceError, UsageError
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE

@@ -21,7 +21,7 @@ ODD_WORDS = ["", " ", "-", "--", "---", ".", "..", "x" * 6000, "é" * 3000, "\u2
              "--out", "flash", "NaN"]
 ODD_IN = ["missing", "missing/a/b", "file", "folder", "full", "fifo", "loop", "loop/x", "/dev/zero", "/dev/null",
           "text.txt", "run", "data", "exported", "masked", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300,
-          "file/below", "run/run.json", "link_to_fifo", "contexts.json", "run/latest/model.safetensors",
+          "file/below", "run/run.json", "link_to_fifo", "run/latest/model.safetensors",
           "fifo.json", "fifo.toml", "odd"]
 ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "loop", "loop/x", "run", "data",
            "exported", "finetuned", "[red]folder[", odd_files.ESCAPE, "x" * 300, ".", "..", "text.txt",
@@ -35,7 +35,7 @@ TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"
 OUTPUTS = {"out", "predictions", "state"}
 """Options whose path is written."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
-LONG = {"train", "finetune", "generate", "answer", "embed", "classify", "score", "read"}
+LONG = {"train", "finetune", "generate", "score", "read"}
 """Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
 SECONDS = 6.0
 
@@ -51,17 +51,11 @@ RECIPES: dict[str, list[list[str]]] = {
               ["--from", "run", "--data", "data", "--out", "new", "--context", "16", "--steps", "2",
                "--tokens-per-step", "32", "--set", "micro_batch_tokens=16"],
               ["flash", "--size", "tiny", "--data", "data:0.7,data2:0.3", "--out", "new", "--steps", "1"]],
-    "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--contexts", "8,16", "--out", "new.json"],
+    "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--context", "16", "--out", "new.json"],
                  ["exported", "--data", "data", "--json", "--batch-rows", "3"],
                  ["finetuned", "--questions", "dev.json", "--context", "48", "--max-answer-tokens", "6",
                   "--predictions", "new.json"]],
     "finetune": [folders.finetune(Path("."), "new")[1:]],
-    "answer": [["finetuned", "--question", "Town 3?", "--document", "text.txt", "--context", "48",
-                "--max-answer-tokens", "6"]],
-    "embed": [["run", "text.txt", "--out", "new.npy"], ["exported", "text.jsonl.gz", "--max-tokens", "50"],
-              ["small", "-", "--max-tokens", "20"],
-              ["masked", "text.txt", "--out", "new.jsonl", "--batch-rows", "2"]],
-    "classify": [["finetuned", "text.txt"]],
     "generate": [["run", "Reader, I", "--max-new-tokens", "4"],
                  ["exported", "-", "--max-new-tokens", "4", "--temperature", "0"],
                  ["unfinished", "a", "b", "--max-new-tokens", "3", "--stop", "e"],
@@ -74,7 +68,7 @@ RECIPES: dict[str, list[list[str]]] = {
     "config": [["flash", "--size", "tiny"], ["transformer++", "--task", "c4"]],
     "plot": [["run"], ["a=run", "b=run2", "--out", "new.png"]],
 }
-OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "export", "answer"]
+OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "export"]
 
 
 @cache

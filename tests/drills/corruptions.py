@@ -79,30 +79,16 @@ SUBJECTS = [
     Subject("data", "data2", {
         "train": verb(*folders.train("{it}", "{out}/run")),
         "evaluate": verb("evaluate", "{made}/run", "--data", "{it}", "--json"),
-        "evaluate --contexts": verb("evaluate", "{made}/run", "--data", "{it}", "--contexts", "8,32", "--json"),
         "export": verb("export", "{made}/run", "--data", "{it}", "--out", "{out}/exported"),
         "prepare over": verb(*folders.prepare("{made}/text.txt", "{it}"))}),
     Subject("exported", "exported2", LOAD | OPEN | EVALUATE | GENERATE),
     Subject("small", "exported", LOAD | GENERATE),
     Subject("transformers", "transformers2", OPEN | LOAD | GENERATE),
     Subject("finetuned", "finetuned2", {
-        "answer": verb("answer", "{it}", "--question", "Town 3?", "--document", "{made}/text2.txt", *ASK),
         "evaluate --questions": verb("evaluate", "{it}", "--questions", "{made}/dev.json", *ASK),
         "finetune, complete": verb(*folders.finetune(MADE, "{it}")), **LOAD}),
     Subject("old", "run2", LOAD | GENERATE | PLOT),
-]
-RESULTS = ["vectors.npy", "vectors.jsonl", "labels.jsonl"]
-SUBJECTS += [
-    *(Subject(f"parts/{name}.part", f"parts/{other}.part", {
-        name: verb(*folders.read_documents(MADE, Path("{it.parent}") / name))})
-      for name, other in zip(RESULTS, [*RESULTS[1:], RESULTS[0]], strict=True)),
-    Subject("labels", "vectors", {
-        "classify": verb("classify", "{it}", "{made}/dev.jsonl"),
-        "export": verb("export", "{it}", "--out", "{out}/exported"),
-        "finetune, complete": verb(*folders.finetune_documents(MADE, "classify", "{it}")), **LOAD}),
-    Subject("vectors", "labels", {"embed": verb("embed", "{it}", "{made}/dev.jsonl"), **LOAD}),
-    Subject("unfinished-labels", "labels", {
-        "finetune, resumed": verb(*folders.finetune_documents(MADE, "classify", "{it}"))}),
+    Subject("data", "data2", {"train --from": verb(*folders.train_from("{made}/run", "{it}", "{out}/run"))}),
 ]
 PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]
@@ -192,7 +178,7 @@ def delete(path: Path, random: Random) -> str:
 
 
 ANY = [*[change_bytes] * 7, delete, replace, grow]
-MORE = {".part": [change_lines] * 8, ".safetensors": [not_finite] * 5, ".json": [change_bytes] * 2,
+MORE = {".safetensors": [not_finite] * 5, ".json": [change_bytes] * 2,
         ".jsonl": [change_lines] * 8}
 """Damages of every file, and more of those whose names end so."""
 
@@ -234,12 +220,7 @@ def undamaged(made: Path, folder: Path, source: str, read: Command) -> tuple[str
 
 
 def written(it: Path) -> dict[str, object]:
-    """What a reader may write into what it reads: a run that goes on, and its picture; the rows of a file that is not
-    whole, beside it."""
-    if it.suffix == ".part":
-        return folders.left(it.parent)
-    if it.name == "unfinished-labels":
-        return folders.left(it)
+    """What a reader may write into what it reads: a run that goes on, and its picture."""
     if it.name not in ("run", "unfinished"):
         return {}
     return {name: value for name, value in folders.left(it).items()
@@ -272,13 +253,10 @@ def trial(made: Path, folder: Path, random: Random,
             "outcome": "refused" if ended.code else "warned" if named else "same"}
 
 
-HASHED = (".part", ".ids", ".rows")
-"""Files whose every byte is covered by a hash."""
-
-
 def plausible(path: Path, how: str) -> bool:
     """Whether a damaged file cannot be told from a whole one: no hash covers it, and it is well-formed."""
-    if path.parent.name.startswith("step-") or (path.parent / "manifest.json").exists() or path.suffix in HASHED:
+    folder = path.parent
+    if folder.name.startswith("step-") or (folder / "manifest.json").exists() or path.suffix in (".ids", ".rows"):
         return False
     if how.startswith("delete"):
         return path.name == "result.json"  # the run has not ended yet

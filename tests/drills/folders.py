@@ -5,14 +5,12 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import made_questions
 import tiny_runs
 from drills import child, odd_files
-from drills.disk import disturbed
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tiny_runs.SETTINGS | {"steps": 6, "eval_every": 3, "keep": 2, "eval_tokens": 100}
@@ -20,8 +18,6 @@ MODEL = ("n_layers", "d_model", "query_key_dim", "chunk_size")
 """Settings that weights to begin with have already."""
 QUESTIONS = ["--learning-rates", "1e-2,2.5e-3", "--context", "48", "--epochs", "1", "--max-answer-tokens", "6", "--set",
              "chunk_size=4", "--set", "tokens_per_step=384", "--set", "eval_tokens=100"]
-DOCUMENTS = ["--learning-rates", "3e-2,1e-3", "--epochs", "2", "--set", "tokens_per_step=256", "--set",
-             "micro_batch_tokens=128", "--set", "eval_every=3", "--set", "save_every=2"]
 PROMPT = "Reader, I"
 Command = Callable[[Path, Path, Path], Callable[[], object]]
 """Of the folders `made`, `it` (or a file) and `out`: what a process does."""
@@ -49,18 +45,6 @@ def finetune(made: Path, out: object) -> list[str]:
             str(made / "dev.json"), "--out", str(out), *QUESTIONS]
 
 
-def finetune_documents(made: Path, task: str, out: object) -> list[str]:
-    splits = [word for option, name in (("documents", "train"), ("validation", "dev"), ("test", "test"))
-              for word in (f"--{option}", str(made / f"{name}.jsonl"))]
-    return ["finetune", str(made / "run"), "--task", task, *splits, "--out", str(out), *DOCUMENTS]
-
-
-def read_documents(made: Path, out: Path) -> list[str]:
-    """A vector, or the labels, of each document, by the name of the file for them."""
-    name, model = ("embed", "run") if out.name.startswith("vectors") else ("classify", "labels")
-    return [name, str(made / model), str(made / "train.jsonl"), "--out", str(out)]
-
-
 def prepare(text: object, out: object, *more: str) -> list[str]:
     size = [] if "--tokenizer" in more else ["--vocab-size", "280"]
     return ["prepare", str(text), "--out", str(out), "--held-out", "0.2", "--jobs", "1", *size, *more]
@@ -71,27 +55,6 @@ def command(made: Path, arguments: list[str]) -> None:
     ended = child.run(child.verb(arguments), made)
     if ended.code != 0:
         raise RuntimeError(f"{arguments}: {ended}")
-
-
-def cut_off(made: Path, arguments: list[str], folder: Path, at: int) -> None:
-    """Run a verb that is killed at its `at`-th change of the disk below a folder."""
-    ended = child.run(disturbed(child.verb(arguments), folder, at=at, number=signal.SIGKILL), made)
-    if ended.code != -signal.SIGKILL:
-        raise RuntimeError(f"{arguments}: {ended}")
-
-
-def make_documents(made: Path) -> None:
-    """Documents with labels, models that learned from them, and work on them that was cut off."""
-    import made_documents
-
-    for name, n in (("train", 24), ("dev", 12), ("test", 9)):
-        made_documents.write_rows(made / f"{name}.jsonl", made_documents.made_rows(n, len(name)))
-    command(made, finetune_documents(made, "classify", made / "labels"))
-    command(made, finetune_documents(made, "embed", made / "vectors"))
-    cut_off(made, finetune_documents(made, "classify", made / "unfinished-labels"), made / "unfinished-labels", 150)
-    (made / "parts").mkdir()
-    for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl"):
-        cut_off(made, read_documents(made, made / "parts" / name), made / "parts", 16)
 
 
 def save_pretrained(source: Path, out: Path) -> None:
@@ -120,8 +83,6 @@ def make(work: Path) -> Path:
         command(made, prepare(made / f"text{name}.txt", made / f"data{name}"))
         command(made, train(made / f"data{name}", made / f"run{name}", seed=number))
         command(made, ["export", str(made / f"run{name}"), "--out", str(made / f"exported{name}")])
-        use = ["--contexts", "8,16,32", "--out", str(made / f"contexts{name}.json")]
-        command(made, ["evaluate", str(made / f"run{name}"), "--data", str(made / f"data{name}"), *use])
         ended = child.run(lambda n=name: save_pretrained(made / f"run{n}" / "latest", made / f"transformers{n}"), made)
         assert ended.code == 0, ended
         unfinish(made / f"run{name}", made / f"unfinished{name}")
@@ -134,11 +95,10 @@ def make(work: Path) -> Path:
     command(made, ["evaluate", str(made / "finetuned"), "--questions", str(made / "dev.json"), "--context", "48",
                    "--max-answer-tokens", "6", "--predictions", str(made / "predictions.json")])
     shutil.copytree(ROOT / "lineartime/models/small", made / "small")
-    shutil.copytree(ROOT / "tests/training/run_of_3e437fd/layer_norm", made / "old")
+    shutil.copytree(ROOT / "tests/training/run_of_1ec0ebd4/flash+", made / "old")
     documents = [json.dumps({"text": part}) + "\n" for part in text[30_000:34_000].split("\n\n") if part.strip()]
     (made / "text.jsonl").write_text("".join(documents), encoding="utf-8")
     (made / "text.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode(), mtime=0))
-    make_documents(made)
     odd_files.make(made)
     stamp.write_text(sources.hexdigest())
     return made

@@ -12,9 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from disk import disturbed
 from drills import child, folders
-from drills.disk import SIGNALS, disturbed
 from drills.folders import MADE, Command, verb
+
+SIGNALS = (signal.SIGKILL, *child.SIGNALS)
 
 
 class Scenario(NamedTuple):
@@ -37,17 +39,11 @@ SCENARIOS: dict[str, Scenario] = {
         *folders.prepare("{made}/text.jsonl.gz", "{out}/deep/data", "--tokenizer", "bytes"))),
     "export": Scenario(verb("export", "{made}/run", "--out", "{out}/models/new"), when_done=THERE),
     "finetune": Scenario(verb(*folders.finetune(MADE, "{it}"))),
-    "evaluate --contexts": Scenario(verb("evaluate", "{made}/run", "--data", "{made}/data", "--contexts", "8,32",
-                                         "--out", "{out}/contexts.json")),
     "evaluate --predictions": Scenario(verb(
         "evaluate", "{made}/finetuned", "--questions", "{made}/dev.json", "--context", "48", "--max-answer-tokens", "6",
         "--predictions", "{out}/predictions.json")),
     "plot": Scenario(verb("plot", "{it}"), "run"),
     "plot, side by side": Scenario(verb("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
-    **{f"{name} of documents": Scenario(verb(*folders.read_documents(MADE, Path("{out}") / name)), when_done=THERE)
-       for name in ("vectors.npy", "vectors.jsonl", "labels.jsonl")},
-    "finetune for labels": Scenario(verb(*folders.finetune_documents(MADE, "classify", "{it}"))),
-    "finetune for vectors": Scenario(verb(*folders.finetune_documents(MADE, "embed", "{it}"))),
     "train --from": Scenario(verb(*folders.train_from("{made}/run", "{made}/data", "{it}"))),
 }
 OFTEN = ["train", "train, resumed", "prepare", "finetune", "export"]

@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from disk import disturbed
 from drills import child, folders
 from drills.child import Ended
-from drills.disk import disturbed
 
 MODES: dict[str, dict[str, object]] = {
     "whole": {}, "bfloat16": {"precision": "bfloat16"}, "sharded": {"shard": "true", "clip_scope": "global"},

@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from disk import disturbed
 from drills import child, corruptions, kills
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def test_a_change_of_the_disk_is_the_last(how, code, tmp_path):
     for at, left in enumerate([{}, {"a": "o"}, {"a": "one"}, {"a": "one", "b": "t"}, {"a": "one", "b": "two"}], 1):
         folder = tmp_path / str(at)
         folder.mkdir()
-        ended = child.run(kills.disturbed(partial(write_three, folder), folder, at=at, **how), folder)
+        ended = child.run(disturbed(partial(write_three, folder), folder, at=at, **how), folder)
         assert ended.code == code and {path.name: path.read_text() for path in folder.iterdir()} == left, ended
 
 
@@ -101,7 +102,7 @@ def test_a_reader_that_believes_a_damaged_file_is_seen(tmp_path):
         return child.as_verb(lambda: (out / "rows").write_bytes(it.read_bytes()))
 
     (tmp_path / "made/parts").mkdir(parents=True)
-    (tmp_path / "made/parts/rows.part").write_text("".join(f"row {number}\n" for number in range(20)))
-    pair = corruptions.Subject("parts/rows.part", "parts/rows.part", {"copy": careless}), "copy"
+    (tmp_path / "made/parts/rows.ids").write_text("".join(f"row {number}\n" for number in range(20)))
+    pair = corruptions.Subject("parts/rows.ids", "parts/rows.ids", {"copy": careless}), "copy"
     assert seen({"ok", "silent"}, lambda random: corruptions.trial(
         tmp_path / "made", tmp_path / "trial", random, [pair]))

@@ -60,8 +60,10 @@ def steps_saved(out):
 
 
 def steps_done(out):
+    """The last step that has a whole line."""
     path = out / "metrics.jsonl"
-    return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+    whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in whole), default=0)
 
 
 def touched(out):

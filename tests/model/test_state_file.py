@@ -17,7 +17,7 @@ from lineartime.base.errors import DataError, UsageError
 from lineartime.data.tokenizer import byte_tokenizer, train_tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.weights.generation.generate import generate, prefill
-from made_documents import write_model
+from tiny_checkpoints import write_model
 from tiny_models import CONFIGS, random_ids, random_model, with_end
 
 TEXT = "It was the 3rd, of May;\n\n  and naïve 世界 Reader's  x=1; " * 20

@@ -23,7 +23,6 @@ from lineartime.training.run_config import run_config
 from lineartime.weights.load import load_model
 from tiny_models import CONFIGS, random_ids, random_model
 from tiny_runs import EVAL_EVERY, SETTINGS, STEPS, command, prepare_text
-from train_process import Launches
 
 BIDIRECTIONAL = {name: replace(CONFIGS[name], causal=False) for name in ("flash", "flash-quad", "transformer++")}
 IDS = random_ids(6, 20)
@@ -43,9 +42,10 @@ def stream(data):
 def whole(processes, data, tmp_path_factory):
     """A run from the command line, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    launches = Launches(processes, folder, command(data, folder / "run", task="c4"))
-    assert launches.run() == 0, launches.printed()
-    return folder / "run", launches.printed()
+    code = processes.run(command(data, folder / "run", task="c4"), folder / "printed")
+    printed = (folder / "printed").read_text()
+    assert code == 0, printed
+    return folder / "run", printed
 
 
 def tiny(stream, context=40):

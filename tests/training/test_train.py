@@ -16,7 +16,7 @@ import torch
 
 import lineartime
 from command_line import assert_refused
-from dying_saves import Died
+from disk import Died
 from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.base.files import _hidden
 from lineartime.config import PRESETS, TrainConfig, model_config
@@ -25,7 +25,7 @@ from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel
 from lineartime.training import objectives
 from lineartime.training.gradient import compute_gradient
-from lineartime.training.language import new_model
+from lineartime.training.language import new_model, train
 from lineartime.training.loop import Callbacks, Setup, fit
 from lineartime.training.objectives import NextToken
 from lineartime.training.optimizers import Muon, make_optimizer
@@ -36,7 +36,6 @@ from lineartime.training.stop import StopSignal
 from lineartime.weights import checkpoint
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
-from train_process import Launches
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -324,15 +323,16 @@ def test_latest_is_the_newest_checkpoint_at_the_end(data, tmp_path, call, monkey
 
 
 @pytest.fixture(scope="module")
-def unfinished(data, processes, tmp_path_factory):
+def unfinished(data, tmp_path_factory):
     """The command line's run, stopped at step 4 of 8."""
-    out = tmp_path_factory.mktemp("unfinished") / "run"
-    launches = Launches(processes, out.parent, command(data, out, steps=8))
-    pid = launches.start(wait_at="end of save 2")
-    launches.wait_for("end of save 2")
-    os.kill(pid, signal.SIGTERM)
-    (launches.folder / "go").touch()
-    assert processes.wait(pid) == 143, launches.printed()
+    out, stop = tmp_path_factory.mktemp("unfinished") / "run", StopSignal()
+
+    def on_step(record):
+        stop.number = signal.SIGTERM if record["step"] == 4 else None
+
+    with pytest.raises(Stopped):
+        train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 8}, stop=stop,
+              on_step=on_step)
     return out
 
 
@@ -456,9 +456,9 @@ def test_with_little_memory_it_ends_in_one_line(data, processes, tmp_path):
     # The projection of 131,072 tokens, what attention keeps of it and their gradients are more than this.
     sizes = {"context": 256, "tokens_per_step": 512 * 256, "steps": 2, "warmup_steps": 1}
     arguments = command(data, tmp_path / "run", **sizes, micro_batch_tokens=512 * 256)
-    launches = Launches(processes, tmp_path, arguments, memory=100 << 20)
-    assert launches.run() == 6
-    assert "error: out of memory: micro_batch_tokens = 131072, context = 256; lower" in launches.printed()
+    printed = tmp_path / "printed"
+    assert processes.run(arguments, printed, memory=100 << 20) == 6
+    assert "error: out of memory: micro_batch_tokens = 131072, context = 256; lower" in printed.read_text()
 
 
 def test_a_full_disk_ends_the_run_and_half_a_line_is_taken_back(data, tmp_path, monkeypatch, warned, whole):

@@ -21,7 +21,7 @@ from lineartime.base.errors import DataError, UsageError
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.scoring import ScoringState, open_state, score
-from made_documents import write_model
+from tiny_checkpoints import write_model
 from tiny_models import CONFIGS, random_model
 
 WORDS = ["the", "Reader,", "I'll", "x=1;", "naïve", "世界", "\u00a0", "\u3000", "!\x1c", "...", "\u0085", "a\u200b"]
