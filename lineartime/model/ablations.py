@@ -201,9 +201,10 @@ class AblatedGatedAttentionUnit(GatedAttentionUnit):
         uv_B1F, z_B1S = self.split_uv(uvz_B1F)
         heads, gate_B1 = self.heads_next(z_B1S, info, inputs, cache)
         at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
+        assert cache.bias_M is not None
         # The same kernel as FLASH's, with heads that are made here.
         out_BE = ops.chunk_decode_step(
-            uv_B1F[:, 0], torch.stack(heads)[:, :, 0], cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS,
+            uv_B1F[:, 0], torch.stack(heads)[:, :, 0], cache.bias_M, cache.k_quad_BCS, cache.k_lin_BCS,
             cache.v_BCE, cache.kv_BSE, at.offset_B, at.first_B, cache.factor(at, gate_B1)[:, 0, 0], impl=self.impl)
         if at.full is not None:
             cache.close(at)

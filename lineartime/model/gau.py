@@ -34,6 +34,8 @@ class GatedAttentionUnit(ResidualLayer):
     Raises UsageError for a wrong field, for the configuration of a model without GAUs, and for that of an ablated GAU
     (`ModelConfig.is_ablated_gau`), which `ablations.AblatedGatedAttentionUnit` takes."""
 
+    kind = "GAU"
+
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         config = layer_config(config, FLASH_QUAD if fields.get("chunk_size") is None else FLASH, fields)
         self.check_kind(config)
@@ -79,17 +81,20 @@ class GatedAttentionUnit(ResidualLayer):
         return self.out_proj(out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks `ChunkState`. Raises
-        UsageError for a layer that does not decode, see `ModelConfig.decoding_rules`."""
+        """`KeyValueCache`, or with chunks `ChunkState`, see `ResidualLayer.empty_cache`."""
         check_rules(self.config, self.config.decoding_rules())
         return empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
 
-    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
-               cache: Cache) -> tuple[Tensor, Tensor]:
-        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
-        `add` of the whole rows. For causal models."""
-        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
-        return x_BND, self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
+    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        return self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
+
+    def keep_scores(self, old: ModelConfig) -> None:
+        if self.config.attn_kernel == "relu2":
+            for part in self.scale_offset.parameters():
+                part[0] *= self.config.scale_len / old.scale_len
+        if self.config.chunk_pooling == "attention":
+            for part in self.get_submodule("chunk_scale_offset").parameters():
+                part[0] *= self.config.n_chunks / old.n_chunks
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are computed
@@ -149,13 +154,13 @@ class GatedAttentionUnit(ResidualLayer):
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""
-        assert info.rotary is not None
+        assert info.rotary is not None and cache.bias_M is not None
         # Where in its chunk each row's token is, and what its state is divided by.
         at = inputs.token_position(self.config, cache.kv_BSE.dtype)
         sin_BR, cos_BR = (angle.expand(len(uvz_B1F), -1, -1)[:, 0] for angle in info.rotary)
         out_BE = ops.chunk_decode_step(
             uvz_B1F[:, 0], (self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR),
-            cache.bias(self.rel_pos_bias), cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
+            cache.bias_M, cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
             at.first_B, at.weight_B11[:, 0, 0], impl=self.impl)
         if at.full is not None:
             cache.close(at)

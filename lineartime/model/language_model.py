@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
             # In decoding a layer of attention reads its cache. A feed-forward layer has none and runs as always.
-            if inputs is not None and isinstance(layer, GatedAttentionUnit | MultiHeadAttention):
+            if inputs is not None and layer.attends:
                 x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
             elif self.activation_checkpointing and self.training:
                 x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
@@ -188,8 +188,7 @@ class LanguageModel(nn.Module):
         """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
         decode, see `ModelConfig.decoding_rules`."""
         # One cache for each layer of attention; rows without a token, whose document begins at 0.
-        caches = [layer.empty_cache(batch_size) for layer in self.layers
-                  if isinstance(layer, GatedAttentionUnit | MultiHeadAttention)]
+        caches = [layer.empty_cache(batch_size) for layer in self.residual_layers() if layer.attends]
         zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
         return DecodingState(caches, zeros_B, zeros_B.clone(), self)
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.model.decoding.cache import Cache
+from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.document_grid import lay_out
 from lineartime.ops.context import exchange_states
 from lineartime.ops.dtypes import at_least_float32
@@ -78,6 +80,13 @@ class RelPosBias(nn.Module):
                                  "make it with a larger context, or with a chunk_size")
             return self.weight[self.n - length : self.n + length - 1]
         return self.at(torch.arange(1 - length, max(length, 1), device=self.a.device))
+
+
+    def before(self, length: int) -> Tensor:
+        """The bias at the offsets 1 - length, ..., 0, or as far as a table reaches; float32 at least."""
+        if self.n < TOEPLITZ_BELOW:
+            length = min(length, self.n)
+        return at_least_float32(self.at(torch.arange(1 - length, 1, device=next(self.parameters()).device)))
 
 
 class ScaleNorm(nn.Module):
@@ -193,6 +202,10 @@ class ResidualLayer(nn.Module):
     A model passes the residual stream from layer to layer as a pair: x, and delta, the output of the last branch, not
     yet added to x. The next layer adds delta and normalises the sum by one op (`reference.add_norm`)."""
 
+    kind: ClassVar[str]
+    """What its projections are called in a list of parameters."""
+    attends: ClassVar[bool] = True
+    """Whether tokens read others. Then decoding needs a cache, see `empty_cache` and `extend`."""
     norm: nn.LayerNorm | ScaleNorm
     in_proj: nn.Linear
     in_sizes: tuple[int, ...]
@@ -267,6 +280,13 @@ class ResidualLayer(nn.Module):
                         else (self.norm.weight, self.norm.bias))
         return add_norm(x, delta, weight, bias)
 
+    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
+               cache: Cache) -> tuple[Tensor, Tensor]:
+        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
+        `add` of the whole rows. For causal models."""
+        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
+        return x_BND, self.branch_next(normed_BND, info, inputs, cache)
+
     @property
     def like(self) -> Tensor:
         """An empty tensor with the dtype and device of caches: those of the norm, because matrices may be quantised.
@@ -277,6 +297,19 @@ class ResidualLayer(nn.Module):
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """f of the normed stream: `[B, T, D]`."""
         raise NotImplementedError
+
+    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        """`branch` of the next tokens, see `extend`."""
+        raise NotImplementedError
+
+    def empty_cache(self, n_rows: int) -> Cache:
+        """The cache of `n_rows` rows that have no token yet. Raises UsageError for a layer that does not decode, see
+        `ModelConfig.decoding_rules`."""
+        raise NotImplementedError
+
+    def keep_scores(self, old: ModelConfig) -> None:
+        """Scale queries, in a layer with the weights of another n, so that q k / n of relu(q k / n + b)^2 keeps its
+        value: inside chunks, and between chunks that have learned weights. The linear half stays as it is."""
 
 
 def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:

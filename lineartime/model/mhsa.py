@@ -46,6 +46,8 @@ class MultiHeadAttention(ResidualLayer):
     (d_model, n_heads, attn_type, ...); other fields are those of the preset with this attn_type. `forward`,
     `empty_cache` and `extend` are used as in `GatedAttentionUnit`. Raises UsageError for a wrong field or ffn = gau."""
 
+    kind = "attention"
+
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         presets = {"linear": PERFORMER, "rowmajor_axial": COMBINER, "mixed_chunk": MC_TFM_PLUS_PLUS}
         config = layer_config(config, presets.get(fields.get("attn_type", ""), TRANSFORMER_PLUS_PLUS), fields)
@@ -107,22 +109,26 @@ class MultiHeadAttention(ResidualLayer):
         return self.out_proj(out_BTD)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The core's cache of `n_rows` rows that have no token yet. Raises as `GatedAttentionUnit.empty_cache` does."""
+        """The core's cache, see `ResidualLayer.empty_cache`."""
         check_rules(self.config, self.config.decoding_rules())
         cache = self.core.empty_cache(n_rows, self.like)
         if self.key_conv is not None:
             self.key_conv.add_to(cache)
         return cache
 
-    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
-               cache: Cache) -> tuple[Tensor, Tensor]:
-        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
-        `add` of the whole rows. For causal models."""
-        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
+    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         q_BNHK, k_BNHK, v_BNHK, *gate = self.project(normed_BND)
         if self.key_conv is not None and self.config.attn_type == "quadratic":
             k_BNHK = self.key_conv.extend(k_BNHK.flatten(2), inputs, cache).view_as(k_BNHK)
-        return x_BND, self.output(self.core.extend(q_BNHK, k_BNHK, v_BNHK, normed_BND, info, inputs, cache), gate)
+        return self.output(self.core.extend(q_BNHK, k_BNHK, v_BNHK, normed_BND, info, inputs, cache), gate)
+
+    def keep_scores(self, old: ModelConfig) -> None:
+        if self.config.attn_kernel == "relu2":
+            ratio = self.config.scale_len / old.scale_len
+            for part in self.in_proj.parameters():
+                part[: self.config.d_model] *= ratio
+            if self.config.attn_type == "mixed_chunk":
+                self.scale_offset.gamma[0] /= ratio
 
 
 class FeedForward(ResidualLayer):
@@ -130,6 +136,8 @@ class FeedForward(ResidualLayer):
 
     The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
     UsageError for a wrong field or ffn = gau."""
+
+    kind, attends = "FFN", False
 
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         preset = replace(TRANSFORMER_PLUS_PLUS, n_heads=1, rel_pos=None)  # so that any width will do

@@ -8,10 +8,8 @@ from torch import Tensor, nn
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.settings import replace_fields
 from lineartime.config import MODEL_FIELDS, ModelConfig
-from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel, empty_model
 from lineartime.model.layers import RelPosBias
-from lineartime.model.mhsa import MultiHeadAttention
 from lineartime.weights import checkpoint
 
 
@@ -60,9 +58,8 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
     if wrong:
         raise CheckpointError("the pretrained weights do not fit", checkpoint.first_five(wrong),
                               "keep more of the pretrained configuration")
-    for name, module in model.named_modules():
-        if isinstance(module, GatedAttentionUnit | MultiHeadAttention):
-            scale_queries(module, old_modules[name].config)
+    for new, before in zip(model.residual_layers(), pretrained.residual_layers(), strict=False):
+        new.keep_scores(before.config)
 
 
 def copy_bias(new: nn.Module, old: nn.Module | None) -> bool:
@@ -87,22 +84,3 @@ def copy_weight(name: str, new: Tensor, old: Tensor) -> bool:
     else:
         return False
     return True
-
-
-def scale_queries(layer: GatedAttentionUnit | MultiHeadAttention, old: ModelConfig) -> None:
-    """Keep q k / n of relu(q k / n + b)^2 in a layer with the weights of another n: inside chunks, and between chunks
-    that have learned weights. The linear half stays as it is."""
-    config = layer.config
-    # Queries times new n / old n keep q k / n.
-    ratio = config.scale_len / old.scale_len if config.attn_kernel == "relu2" else 1.0
-    if isinstance(layer, GatedAttentionUnit):
-        for part in layer.scale_offset.parameters():
-            part[0] *= ratio
-        if config.chunk_pooling == "attention":
-            for part in layer.get_submodule("chunk_scale_offset").parameters():
-                part[0] *= config.n_chunks / old.n_chunks
-    else:
-        for part in layer.in_proj.parameters():
-            part[: config.d_model] *= ratio
-        if config.attn_type == "mixed_chunk":
-            layer.scale_offset.gamma[0] /= ratio

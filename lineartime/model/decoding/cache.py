@@ -9,11 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lineartime.base.settings import require
-from lineartime.config import TOEPLITZ_BELOW
+from lineartime.config import ModelConfig
 from lineartime.model.decoding.inputs import DecodeInputs, TokenPosition
-from lineartime.model.layers import RelPosBias
-from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Past, entering_states, product, read_states, with_past
 
 
@@ -24,8 +21,6 @@ class Cache:
     """Names of the tensors whose second axis grows with T."""
     constant: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that say nothing of the rows, such as biases."""
-    replayable: ClassVar[bool] = False
-    """Whether a step of one token that closes no chunk may be repeated: it overwrites slots and adds up nothing."""
     n_heads: int = 1
     """Adjacent entries of the batch that make up a row."""
     z_BKS: Tensor | None = None
@@ -45,6 +40,18 @@ class Cache:
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, entries_B.to(tensor.device)))
 
+    def reserve(self, length: int) -> None:
+        """Allocate room for rows of `length` tokens, if keys and values of all tokens are kept."""
+
+    def closing(self) -> list[str]:
+        """Names of the tensors that change when a chunk is full."""
+        return []
+
+    def closed(self, inputs: DecodeInputs, config: ModelConfig) -> dict[str, Tensor]:
+        """The tensors of `closing` after each row's only new token, which the open chunk holds already. No shape
+        depends on which rows' chunks are full now, as a graph needs it."""
+        return {}
+
 
 @dataclasses.dataclass
 class ChunkState(Cache):
@@ -52,7 +59,6 @@ class ChunkState(Cache):
     depend on T."""
 
     constant: ClassVar[tuple[str, ...]] = ("bias_M",)
-    replayable: ClassVar[bool] = True
     k_quad_BCS: Tensor
     k_lin_BCS: Tensor
     v_BCE: Tensor
@@ -72,12 +78,6 @@ class ChunkState(Cache):
     def chunk_size(self) -> int:
         """Slots of the open chunk; a plain number in a graph too."""
         return int(self.v_BCE.shape[1])
-
-    def bias(self, rel_pos_bias: RelPosBias) -> Tensor:
-        """`bias_M`, computed at the first call."""
-        if self.bias_M is None:
-            self.bias_M = bias_table(rel_pos_bias, rel_pos_bias.n)
-        return self.bias_M
 
     def close(self, at: TokenPosition) -> None:
         """In the rows `at.full`, add the open chunk's tokens of the current document to `kv_BSE`. With overlap the
@@ -132,9 +132,17 @@ class ChunkState(Cache):
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
     def closing(self) -> list[str]:
-        """Names of the tensors that `close` changes."""
         names = ("kv_BSE", "written_B", "k_before_BCS", "v_before_BCE")
         return [name for name in names if getattr(self, name) is not None]
+
+    def closed(self, inputs: DecodeInputs, config: ModelConfig) -> dict[str, Tensor]:
+        at = inputs.for_heads(self.n_heads).token_position(config, self.kv_BSE.dtype)
+        before = {name: getattr(self, name).clone() for name in self.closing()}
+        at.full = slice(None)  # close all rows; only the full ones are taken
+        self.close(at)
+        is_full_B = at.offset_B == self.chunk_size - 1
+        return {name: torch.where(is_full_B.view(-1, *[1] * (tensor.dim() - 1)), getattr(self, name), tensor)
+                for name, tensor in before.items()}
 
 
 @dataclasses.dataclass
@@ -143,12 +151,11 @@ class KeyValueCache(Cache):
 
     growing: ClassVar[tuple[str, ...]] = ("k_BL", "v_BL")
     constant: ClassVar[tuple[str, ...]] = ("bias_L",)
-    replayable: ClassVar[bool] = True
     k_BL: Tensor
     v_BL: Tensor
     n_heads: int = 1
     bias_L: Tensor | None = None
-    """As `ChunkState.bias_M`."""
+    """The layer's position bias at key position minus query position: 1 - length, ..., 0."""
 
     def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """Append each row's new keys and values; returns all keys and values, `[B, inputs.longest, ...]`."""
@@ -172,25 +179,7 @@ class KeyValueCache(Cache):
         return self.k_BL[:, : inputs.longest], self.v_BL[:, : inputs.longest]
 
     def reserve(self, length: int) -> None:
-        """Allocate room for rows of `length` tokens."""
         self.k_BL, self.v_BL = larger(self.k_BL, length), larger(self.v_BL, length)
-
-    def bias(self, rel_pos_bias: RelPosBias, length: int) -> Tensor:
-        """The position bias at key position minus query position: 1 - length, ..., 0."""
-        # A graph computes it each time: it may not depend on how long rows were before. A gradient needs a new one too.
-        if self.bias_L is None or torch.compiler.is_exporting() or torch.is_grad_enabled() or len(self.bias_L) < length:
-            self.bias_L = bias_table(rel_pos_bias, self.k_BL.shape[1])
-        require(torch.compiler.is_exporting() or length <= len(self.bias_L), "row longer than the position table",
-                f"{length} tokens, the table has {len(self.bias_L)}", "make it with a larger context")
-        return self.bias_L[self.bias_L.shape[0] - length :]
-
-
-def bias_table(rel_pos_bias: RelPosBias, length: int) -> Tensor:
-    """The position bias at key position minus query position: 1 - length, ..., 0, or as far as a table reaches; float32
-    at least."""
-    if rel_pos_bias.n < TOEPLITZ_BELOW:
-        length = min(length, rel_pos_bias.n)
-    return at_least_float32(rel_pos_bias.at(torch.arange(1 - length, 1, device=next(rel_pos_bias.parameters()).device)))
 
 
 def larger(x_BL: Tensor, length: int) -> Tensor:

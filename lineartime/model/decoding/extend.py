@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.inputs import DecodeInputs
@@ -22,11 +23,21 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v to the cache."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
-    bias, index_BNL = cache.bias(rel_pos_bias, inputs.longest), inputs.bias_index()
+    bias, index_BNL = bias_of_row(rel_pos_bias, inputs.longest, cache), inputs.bias_index()
     if index_BNL is not None:
         bias = bias[index_BNL]
     a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), inputs.visible(), config.attn_kernel)
     return weigh_values(a_BNL, v_BLE)
+
+
+def bias_of_row(rel_pos_bias: RelPosBias, length: int, cache: KeyValueCache) -> Tensor:
+    """The position bias at key position minus query position: 1 - length, ..., 0. It is kept in the cache."""
+    # A graph computes it each time: it may not depend on how long rows were before. A gradient needs a new one too.
+    if cache.bias_L is None or torch.compiler.is_exporting() or torch.is_grad_enabled() or len(cache.bias_L) < length:
+        cache.bias_L = rel_pos_bias.before(cache.k_BL.shape[1])
+    require(torch.compiler.is_exporting() or length <= len(cache.bias_L), "row longer than the position table",
+            f"{length} tokens, the table has {len(cache.bias_L)}", "make it with a larger context")
+    return cache.bias_L[cache.bias_L.shape[0] - length :]
 
 
 def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
@@ -50,12 +61,12 @@ def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: 
     if config.chunk_pooling == "written":
         state.gate_BC, state.written_B = kv_BSE.new_zeros(n, c), kv_BSE.new_zeros(n)
     if rel_pos_bias is not None:
-        state.bias(rel_pos_bias)  # now, so that a state has the same tensors before and after its first token
+        state.bias_M = rel_pos_bias.before(rel_pos_bias.n)
     return state
 
 
 def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
-                  rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None) -> Tensor:
+                  gate_BN: Tensor | None) -> Tensor:
     """`extend_chunks` by one token per row. Chunks that are full now are closed; in a graph the caller does that."""
     # Add the token to the open chunk, in place.
     at = inputs.token_position(config, cache.kv_BSE.dtype)
@@ -69,7 +80,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
             k_BMS = torch.cat([cache.k_before_BCS, k_BMS], dim=1)
             v_BME = torch.cat([cache.v_before_BCE, v_BME], dim=1)
-        bias = None if rel_pos_bias is None else cache.bias(rel_pos_bias)[at.bias_index]
+        bias = None if cache.bias_M is None else cache.bias_M[at.bias_index]
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
         out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":  # the linear half reads the sum over closed chunks
@@ -91,7 +102,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     heads, bias = list(heads), [] if rel_pos_bias is None else rel_pos_bias.parameters()
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (v_BNE, *heads, *bias))
     if inputs.single_token and (inputs.window is not None or not wants_gradient):  # it writes in place
-        return extend_by_one(heads, v_BNE, inputs, cache, config, rel_pos_bias, gate_BN)
+        return extend_by_one(heads, v_BNE, inputs, cache, config, gate_BN)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c
     slot_BN = torch.where(inputs.valid_BN, offset_B[:, None] + torch.arange(v_BNE.shape[1], device=v_BNE.device), -1)

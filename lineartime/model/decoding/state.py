@@ -93,8 +93,7 @@ class DecodingState:
     def reserve(self, n_tokens: int) -> None:
         """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending does not move them."""
         for cache in self.caches:
-            if isinstance(cache, KeyValueCache):
-                cache.reserve(n_tokens)
+            cache.reserve(n_tokens)
 
     def reserve_in_graph(self, n_new: int) -> int | None:
         """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be `DecodeInputs.window`,

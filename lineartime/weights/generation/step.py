@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.base.settings import require
-from lineartime.config import ModelConfig
-from lineartime.model.decoding.cache import Cache, ChunkState
-from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
 
@@ -28,13 +26,6 @@ def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, wi
     return model.extend_layers(ids_B1, inputs, state.caches, *more)[:, 0], state.starts_B(inputs)
 
 
-def last_tokens(config: ModelConfig, state: DecodingState, window: int | None = None) -> DecodeInputs:
-    """The inputs of each row's last token, which has been appended; window: see `DecodeInputs`."""
-    before = dataclasses.replace(state, seq_lens_B=state.seq_lens_B - 1)
-    begins_B1 = torch.zeros_like(state.start_B[:, None]).bool()
-    return before.inputs(config, torch.ones_like(state.start_B), begins_B1, window)
-
-
 class DecodeStep(nn.Module):
     """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is a dictionary of
     tensors; their first axis counts rows, or rows times heads.
@@ -47,8 +38,8 @@ class DecodeStep(nn.Module):
         super().__init__()
         with torch.no_grad():
             state = model.decoding_state(1)
-        require(all(cache.replayable or not cache.growing for cache in state.caches),
-                "a step of this model is not one graph", model.config.attn_type, "decode with lineartime.generate")
+        require(model.config.attn_type != "rowmajor_axial", "a step of this model is not one graph",
+                model.config.attn_type, "decode with lineartime.generate")
         self.grows = any(cache.growing for cache in state.caches)
         require(self.grows == (window is not None), f"a window is {'missing' if self.grows else 'not needed'}",
                 f"window = {window}", "give the most tokens of a row" if self.grows else "the state is constant")
@@ -105,31 +96,24 @@ class DecodeStep(nn.Module):
         x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
         now.seq_lens_B = now.seq_lens_B + 1
         new = self.tensors_of(now)
-        if any(isinstance(cache, ChunkState) for cache in now.caches):
+        if any(cache.closing() for cache in now.caches):
             is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
             new |= if_else(is_full, self.closed, self.not_closed, new)
         return x_BD, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Close the chunks that the last token filled: the tensors of the state that this changes, as they are then."""
-        config, now, changed = self.model.config, self.to_state(state), {}
-        inputs = last_tokens(config, now, self.window)
-        for n, cache in enumerate(now.caches):
-            if not isinstance(cache, ChunkState):
-                continue
-            at = inputs.for_heads(cache.n_heads).token_position(config, cache.kv_BSE.dtype)
-            is_full_B: Tensor = at.offset_B == (config.chunk_size or 0) - 1
-            at.full = slice(None)  # close all rows, so that shapes stay; below only the full ones are taken
-            cache.close(at)
-            for name in cache.closing():
-                after, before = getattr(cache, name), state[f"{n}.{name}"]
-                changed[f"{n}.{name}"] = torch.where(is_full_B.view(-1, *[1] * (after.dim() - 1)), after, before)
-        return changed
+        config, now = self.model.config, self.to_state(state)
+        before = dataclasses.replace(now, seq_lens_B=now.seq_lens_B - 1)
+        begins_B1 = torch.zeros_like(now.start_B[:, None]).bool()
+        inputs = before.inputs(config, torch.ones_like(now.start_B), begins_B1, self.window)
+        return {f"{n}.{name}": tensor for n, cache in enumerate(now.caches)
+                for name, tensor in cache.closed(inputs, config).items()}
 
     def not_closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What `closed` gives if no chunk is full."""
         return {f"{n}.{name}": state[f"{n}.{name}"].clone() for n, cache in enumerate(self.caches)
-                if isinstance(cache, ChunkState) for name in cache.closing()}
+                for name in cache.closing()}
 
 
 def if_else(condition: Tensor, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
