@@ -27,7 +27,7 @@ from benchmarks.provenance import provenance
 from lineartime.base.errors import LineartimeError
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.training.loop import out_of_memory
-from lineartime.training.runtime import available_bytes, bytes_of, choose_settings, peak_bytes
+from lineartime.training.runtime import available_bytes, choose_settings, peak_bytes, system_bytes
 
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
@@ -127,7 +127,7 @@ def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
 
 def rss_bytes() -> int | None:
     """The memory of this process. None on other systems than Linux."""
-    return bytes_of("/proc/self/status", "VmRSS")
+    return system_bytes("/proc/self/status", "VmRSS")
 
 
 def peak_since(before: int, device: torch.device) -> Row:

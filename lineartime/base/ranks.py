@@ -1,7 +1,8 @@
-"""The processes that `torchrun` starts for one task. A process on its own is rank 0 of 1, and communicates with nobody.
+"""The processes that `torchrun` starts for one task. A process on its own is rank 0 of 1, and
+communicates with nobody.
 
-A rank that ends with an error says so in one line, and is the only one that speaks: the others lose their connection to
-it, and end without a word. The store of `torchrun` counts who has spoken."""
+A rank that ends with an error says so in one line, and is the only one that speaks: the others lose
+their connection to it, and end without a word. The store of `torchrun` counts who has spoken."""
 
 import datetime
 import json
@@ -45,7 +46,8 @@ class Ranks:
 
     @property
     def in_row(self) -> "Ranks":
-        """The ranks that share each of this rank's rows of tokens, in the order of their parts (context parallel)."""
+        """The ranks that share each of this rank's rows of tokens, in the order of their parts
+        (context parallel)."""
         return self.row or ALONE
 
     @property
@@ -67,7 +69,8 @@ ALONE = Ranks()
 
 
 def launched() -> Ranks:
-    """The rank that `torchrun` gave this process by its environment; `ALONE` without one. Imports no torch."""
+    """The rank that `torchrun` gave this process by its environment; `ALONE` without one. Imports
+    no torch."""
     env = os.environ
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
         return ALONE
@@ -75,8 +78,8 @@ def launched() -> Ranks:
 
 
 def in_rows(ranks: Ranks, n_in_row: int) -> Ranks:
-    """These ranks, of which every `n_in_row` consecutive ones share their rows, without process groups. Raises
-    UsageError if `n_in_row` does not divide their number."""
+    """These ranks, of which every `n_in_row` consecutive ones share their rows, without process
+    groups. Raises UsageError if `n_in_row` does not divide their number."""
     if ranks.size % n_in_row:
         raise UsageError("the number of ranks must be a multiple of context_parallel",
                          f"{ranks.size} rank{'s' * (ranks.size > 1)}, context_parallel = {n_in_row}",
@@ -91,7 +94,8 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 
     if ranks.row is None or ranks.column is None:
         return ranks
-    # Rows are consecutive ranks, columns every n-th: with 4 ranks, 2 in a row, rows 01 23 and columns 02 13.
+    # Rows are consecutive ranks, columns every n-th: with 4 ranks, 2 in a row, rows 01 23 and
+    # columns 02 13.
     n, named = ranks.row.size, []
     rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
     columns = [list(range(first, ranks.size, n)) for first in range(n)]
@@ -106,12 +110,14 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 @contextmanager
 def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1,
               between: Callable[[], None] = lambda: None) -> Iterator[Ranks]:
-    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too, for the block; yields this rank.
+    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too, for the block;
+    yields this rank.
 
-    n_in_row: ranks that share each row, see `in_rows`. between is called often until all are connected, and may raise.
-    Inside a block that is open already no connection is made, and in a process on its own nothing happens. Raises
-    UsageError for a wrong timeout and as `in_rows` does, RankError when another rank ends or does not answer for
-    `timeout_s` seconds, ResourceError for a port that cannot be opened."""
+    n_in_row: ranks that share each row, see `in_rows`. between is called often until all are
+    connected, and may raise. Inside a block that is open already no connection is made, and in a
+    process on its own nothing happens. Raises UsageError for a wrong timeout and as `in_rows` does,
+    RankError when another rank ends or does not answer for `timeout_s` seconds, ResourceError for a
+    port that cannot be opened."""
     import torch.distributed as dist
 
     require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",
@@ -126,7 +132,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
         return
 
     def join() -> Ranks:
-        """In a thread of its own, see `within`: PyTorch may wait here for as long as others do not come."""
+        """In a thread of its own, see `within`: PyTorch may wait here for as long as others do not
+        come."""
         own = open_store().clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
         own.set_timeout(timeout)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout, store=own,
@@ -149,8 +156,9 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 
 
 def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] = lambda: None) -> Any:
-    """What `call` returns. It runs in a thread, because PyTorch may wait without end and then answers no signal.
-    between is called often, and may raise. Raises DistStoreError after `seconds`, and what the call raises."""
+    """What `call` returns. It runs in a thread, because PyTorch may wait without end and then
+    answers no signal. between is called often, and may raise. Raises DistStoreError after
+    `seconds`, and what the call raises."""
     from torch.distributed import DistStoreError
 
     done: Future[Any] = Future()
@@ -172,8 +180,9 @@ def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] 
 
 @cache
 def open_store() -> "Store":
-    """The keys that all ranks reach: in the store of `torchrun`, or else in one that rank 0 holds. A restart by
-    `torchrun` has keys of its own. Returns when it answers. Raises ResourceError if rank 0 cannot hold it."""
+    """The keys that all ranks reach: in the store of `torchrun`, or else in one that rank 0 holds.
+    A restart by `torchrun` has keys of its own. Returns when it answers. Raises ResourceError if
+    rank 0 cannot hold it."""
     from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     # PyTorch's own wait is the longest there is: `within` bounds it, and tells what went wrong.
@@ -195,9 +204,9 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def speaks_first(ranks: Ranks, error: BaseException) -> bool:
-    """Whether this rank is the first to speak of an error. Every rank asks once, before it does. Where the store does
-    not answer, every rank speaks of its own errors; of a lost rank or a stop only ranks 0 and 1 and the first of each
-    machine do."""
+    """Whether this rank is the first to speak of an error. Every rank asks once, before it does.
+    Where the store does not answer, every rank speaks of its own errors; of a lost rank or a stop
+    only ranks 0 and 1 and the first of each machine do."""
     if ranks.size == 1:
         return True
     import torch.distributed  # noqa: F401  # before the seconds are counted
@@ -218,7 +227,8 @@ def process_group(ranks: Ranks) -> Any:
 
 
 def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
-    """The values of every rank, in rank order: `[W, ...]` on each. values: a tensor of one shape and dtype on all."""
+    """The values of every rank, in rank order: `[W, ...]` on each. values: a tensor of one shape
+    and dtype on all."""
     import torch.distributed as dist
 
     if ranks.size == 1:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,16 +17,11 @@ from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
 from lineartime.data.tokenizer import TOKENIZER_FILE
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
-from lineartime.model.language_model import (
-    LanguageModel,
-    SpanModel,
-    masked_token_losses,
-    token_losses,
-)
+from lineartime.model.language_model import LanguageModel, SpanModel, masked_token_losses, token_losses
 from lineartime.training.masking import masked_rows
 from lineartime.weights.load import load_model
 
-Row = TypeVar("Row")
+T = TypeVar("T")
 
 MOST_CONTEXT = 1 << 26
 """The longest row that is scored: beyond any use, and small enough for its sums."""
@@ -33,7 +29,8 @@ MOST_CONTEXT = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood of a split's tokens; logarithms are natural unless a name says bits."""
+    """The negative log-likelihood of a split's tokens; logarithms are natural unless a name says
+    bits."""
 
     n_tokens: int
     """Scored tokens, including end-of-document tokens."""
@@ -41,12 +38,12 @@ class Evaluation:
     """Sum of -ln p over the scored tokens."""
     n_words: int
     n_bytes: int
-    """Words and bytes of the scored text: of a whole split those of its manifest, or of a published split of PG-19 the
-    published number of words; of a part those of the text that its tokens decode to. Masked tokens are no text: 0."""
+    """Of a whole split, from its manifest (for a published split of PG-19 the published number of
+    words); of a part, from the text that its tokens decode to. Masked tokens are no text: 0."""
     loss_by_position: list[tuple[int, int, float]]
     """Mean loss at positions first..last of the context, in blocks that double."""
     n_read: int | None = None
-    """For masked language modelling, the tokens of all rows, of which `n_tokens` were masked; otherwise None."""
+    """For masked language modelling, the tokens of all rows, masked or not; otherwise None."""
     word_count: str = "counted"
     """The source of `n_words`: "published" or "counted"."""
 
@@ -84,10 +81,9 @@ class Evaluation:
 
 def load_with_split(run: Path, data: Name,
                     split: str = "validation") -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
-    """A run's model, the split to score it on, and the facts that `load_model` returns.
-
-    Raises UsageError for a model that answers questions, labels documents or gives them vectors, and for data of
-    another tokenizer; and as `load_model` and `open_split` do."""
+    """A run's model, the split to score it on, and the facts that `load_model` returns. Raises
+    UsageError for a model that answers questions, and for data of another tokenizer; and as
+    `load_model` and `open_split` do."""
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
@@ -103,28 +99,24 @@ def load_with_split(run: Path, data: Name,
 def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None = None, batch_rows: int | None = None,
              max_tokens: int | None = None, precision: str = "float32", ranks: Ranks = ALONE,
              progress: Callable[[int], None] | None = None) -> Evaluation:
-    """Score every token of a split once, in rows of `context`; the first token of a row is only read. For a model that
-    is not causal, score the masked tokens of `masking.masked_rows`.
+    """Score every token of a split once, in rows of `context`; the first token of a row is only
+    read. For a model that is not causal, score the masked tokens of `masking.masked_rows`.
 
-    context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default 8, fewer above a
-    context of 8K; it changes only rounding, because sums are in float64. max_tokens: stop after about this many.
-    precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same numbers. progress is
-    called with the number of tokens read. Raises UsageError for a context that is too long, another precision, and data
-    with more tokens than the model or without its [MASK]; NumericsError for a loss that is not finite."""
+    context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default
+    8, fewer above a context of 8K; it changes only rounding, because sums are in float64.
+    max_tokens: stop after about this many. precision: "float32" or "bfloat16". ranks: each rank
+    scores a share, and all return the same numbers. progress is called with the number of tokens
+    read. Raises UsageError for a context that is too long, another precision, and data with more
+    tokens than the model or without its [MASK]; NumericsError for a loss that is not finite."""
     require_name("precision", precision, PRECISIONS)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
-    was_training = model.training
-    model.eval()
-    nll_T, count_T, n_read = np.zeros(context), np.zeros(context, dtype=np.int64), 0
-    causal = model.config.causal
-    rows: Iterable[tuple[np.ndarray, ...]] = (((row,) for row in eval_rows(stream, context)) if causal
-                                              else masked_rows(stream, context))
-    # Rows of one length are scored together; only a split's last row may be shorter.
-    stacked = ([np.stack(part) for part in zip(*batch, strict=True)]
-               for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows))
-    # A loss goes to its position in the row. Of masked tokens there are losses at some positions only.
-    try:
-        for batch, losses in scored(model, stacked, precision, ranks):
+    causal, n_read = model.config.causal, 0
+    nll_T, count_T = np.zeros(context), np.zeros(context, dtype=np.int64)
+    with ExitStack() as at_end:
+        at_end.callback(model.train, model.training)
+        model.eval()
+        for batch, losses in scored(model, stacked_rows(model, stream, context, batch_rows), precision, ranks):
+            # A loss goes to its position in the row. Of masked tokens alone there are losses.
             asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
             losses_BT: np.ndarray = np.zeros(asked_BT.shape)
             losses_BT[asked_BT] = losses.flatten()
@@ -135,12 +127,10 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
                 progress(n_read)
             if max_tokens is not None and n_read >= max_tokens:
                 break
-    finally:
-        model.train(was_training)
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
-    # Of a whole split the manifest has the words and bytes; of a part they are counted.
+    # The manifest has the words and bytes of the whole split; those of a part are counted.
     n_words, n_bytes, word_count = stream.n_words, stream.n_bytes, stream.word_count
     if n_tokens < stream.n_tokens:
         (n_words, n_bytes), word_count = words_and_bytes(stream, n_tokens) if causal else (0, 0), "counted"
@@ -151,45 +141,44 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
 def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_tokens: int | None = None,
                   progress: Callable[[int], None] | None = None,
                   **options: Any) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """`evaluate` of one text, or of a text that is mixed as in training, and then of each of its texts by folder.
-
-    max_tokens: of all texts together, of each equally many. The other arguments, and what is raised, are those of
+    """`evaluate` of one text; or of a text that is mixed as in training, and of each of its texts
+    by folder. max_tokens: of all texts together, of each equally many. For the rest see
     `evaluate`."""
-    # Of several texts each is scored by itself, its share of the progress behind that of those before it.
     if isinstance(held_out, TokenStream):
         return evaluate(model, held_out, max_tokens=max_tokens, progress=progress, **options), {}
     each: list[Evaluation] = []
-    before, most = 0, None if max_tokens is None else -(-max_tokens // len(held_out.streams))
+    n_before, most = 0, None if max_tokens is None else -(-max_tokens // len(held_out.streams))
     for stream in held_out.streams:
-        def counted(n_read: int, before: int = before) -> None:
+        def counted(n_read: int, before: int = n_before) -> None:
             if progress is not None:
                 progress(before + n_read)
 
         each.append(evaluate(model, stream, max_tokens=most, progress=counted, **options))
-        before += each[-1].n_read or each[-1].n_tokens
-    return (mixed(each, held_out.weights),
-            {stream.name: of_text for stream, of_text in zip(held_out.streams, each, strict=True)})
+        n_before += each[-1].n_read or each[-1].n_tokens
+    names = [stream.name for stream in held_out.streams]
+    return mixed(each, held_out.weights), dict(zip(names, each, strict=True))
 
 
 def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluation:
-    """The evaluations of several texts as one. Their losses are averaged by weight, their words and bytes in proportion
-    to the tokens. A block of positions is averaged over the texts that are long enough to have it."""
-    total = sum(weight for weight, each in zip(weights, evaluations, strict=True) if each.n_tokens) or 1
+    """The evaluations of several texts as one. Losses are averaged by weight, words and bytes in
+    proportion to the tokens; a block of positions over the texts that have it."""
+    both = list(zip(weights, evaluations, strict=True))
     n_tokens = sum(each.n_tokens for each in evaluations)
+    total = sum(weight for weight, each in both if each.n_tokens) or 1
 
     def share_of(name: str) -> float:
-        return sum(w * getattr(each, name) / max(each.n_tokens, 1)
-                   for w, each in zip(weights, evaluations, strict=True)) * n_tokens / total
+        per_token = sum(weight * getattr(each, name) / max(each.n_tokens, 1) for weight, each in both)
+        return per_token * n_tokens / total
 
     blocks: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for weight, each in zip(weights, evaluations, strict=True):
+    for weight, each in both:
         for first, last, loss in each.loss_by_position:
             blocks.setdefault((first, last), []).append((weight, loss))
-    by_block = [(*block, sum(w * loss for w, loss in found) / sum(w for w, _ in found))
+    by_block = [(*block, sum(weight * loss for weight, loss in found) / sum(weight for weight, _ in found))
                 for block, found in sorted(blocks.items())]
-    n_read = [each.n_read for each in evaluations if each.n_read is not None]
+    n_read = sum(each.n_read or 0 for each in evaluations) or None
     return Evaluation(n_tokens, share_of("nll"), round(share_of("n_words")), round(share_of("n_bytes")), by_block,
-                      sum(n_read) if n_read else None, ", ".join(sorted({each.word_count for each in evaluations})))
+                      n_read, ", ".join(sorted({each.word_count for each in evaluations})))
 
 
 def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
@@ -205,8 +194,19 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
     return context, min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
 
 
-def batches(rows: Iterable[Row], length: Callable[[Row], int], n_most: Callable[[int], int]) -> Iterator[list[Row]]:
-    """Consecutive rows of equal `length`, at most `n_most(length)` together; the order of the rows is kept."""
+def stacked_rows(model: LanguageModel, stream: TokenStream, context: int,
+                 batch_rows: int) -> Iterator[list[np.ndarray]]:
+    """The rows of a split, or their inputs and targets if the model is not causal, `batch_rows` at
+    once. Only the last row may be shorter, and is alone then."""
+    rows: Iterable[tuple[np.ndarray, ...]] = masked_rows(stream, context)
+    if model.config.causal:
+        rows = ((row,) for row in eval_rows(stream, context))
+    for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows):
+        yield [np.stack(part) for part in zip(*batch, strict=True)]
+
+
+def batches(rows: Iterable[T], length: Callable[[T], int], n_most: Callable[[int], int]) -> Iterator[list[T]]:
+    """Consecutive rows of equal `length`, at most `n_most(length)` together; the order is kept."""
     for n, group in itertools.groupby(rows, key=length):
         while batch := list(itertools.islice(group, n_most(n))):
             yield batch
@@ -214,9 +214,9 @@ def batches(rows: Iterable[Row], length: Callable[[Row], int], n_most: Callable[
 
 def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision: str,
            ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-    """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes every W-th batch; at
-    the end, where none is left for it, one of another rank, for in a sharded model all compute together."""
-    # A group has a batch for each rank; the last one may have fewer.
+    """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes
+    every W-th batch, and at the end another's, because the ranks of a sharded model compute
+    together."""
     for group in batches(stacked, lambda _: 0, lambda _: ranks.size):
         own = losses_of(model, group[ranks.rank % len(group)], precision)
         for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):
@@ -225,12 +225,12 @@ def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision:
 
 
 def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:
-    """`token_losses` of rows, or `masked_token_losses` of inputs and targets: nats, float64, on the CPU."""
+    """`token_losses` of rows or `masked_token_losses` of inputs and targets: nats, float64, on the
+    CPU."""
     on_device = [torch.from_numpy(part).to(model.embed.weight.device) for part in batch]
+    losses_of_batch: Callable[..., torch.Tensor] = token_losses if model.config.causal else masked_token_losses
     with torch.autocast(on_device[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        losses = (token_losses(model, on_device[0]) if model.config.causal
-                  else masked_token_losses(model, on_device[0], on_device[1]))
-    return losses.double().cpu().numpy()
+        return losses_of_batch(model, *on_device).double().cpu().numpy()
 
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:

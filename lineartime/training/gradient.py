@@ -1,10 +1,10 @@
-"""The gradient of one step: those of its micro-batches, clipped, and added in their order.
+"""The gradient of one step: its micro-batches' gradients, clipped, and added in their order.
 
     g = sum over m of share_m clip(g_m)      clip_scope "local", the paper's
     g = clip(sum over m of share_m g_m)      clip_scope "global"
 
-g_m is the gradient of the mean loss of micro-batch m, share_m the share of the step's targets that are
-in it. A process on its own computes all of this. Several divide it, see `Division`."""
+g_m is the gradient of the mean loss of micro-batch m, share_m its share of the step's targets. A
+process on its own computes all of this. Several divide it, see `Division`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,40 +17,23 @@ from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks, gather
 from lineartime.config import TrainConfig
 from lineartime.model.language_model import LanguageModel
+from lineartime.training import ordered, shard
 from lineartime.training.objectives import Objective
-from lineartime.training.ordered import (
-    ParameterPart,
-    Sums,
-    add_in_order,
-    exchange,
-    gather_parts,
-    merge_all,
-    norm_of,
-    parameter_parts,
-    sum_over_row,
-)
-from lineartime.training.shard import (
-    OrderedReduceScatter,
-    local,
-    padded,
-    shard_model,
-    sharded_parts,
-    write_back,
-)
+from lineartime.training.ordered import ParameterPart
 
 
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, division: "Division | None" = None,
                      between: Callable[[int], None] = lambda number: None) -> tuple[float, float]:
-    """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target) and
-    gradient norm.
+    """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target)
+    and norm.
 
     batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: this
-    rank's part of the step, by default all of it; `.grad` of the parameters that its parts update is
-    set. between is called with the number of each micro-batch before it, and may raise. The norm is
-    taken before clipping; it is the mean of the micro-batches' if these are clipped one by one.
-    Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
-    division = division or Division(parameter_parts(model))
+    rank's part of the step, by default all of it; `.grad` of what its parts update is set. between
+    is called with the number of each micro-batch before it, and may raise. The norm is taken before
+    clipping; it is the mean of the micro-batches' if these are clipped one by one. Raises
+    NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
+    division = division or Division(ordered.parameter_parts(model))
     parameters = [part.parameter for part in division.parts]
     clear_gradients(part.updated for part in division.parts)  # of the step before
     micro_batches = list(zip(*(tensor.split(n_rows) for tensor in batch), strict=True))
@@ -59,42 +42,40 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     # No rank of a sharded model has a micro-batch's whole gradient.
     clips_each = config.clip_scope == "local" and not config.shard
     # For each micro-batch: loss.backward(), clip, and add its share of the gradient.
-    sums: Sums = []
+    sums: ordered.Sums = []
     losses, norms = [], []
     for number, (micro_batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
         between(number)
         share = count / n_targets
         division.begin_micro_batch(share)
         clear_gradients(parameters)
-        losses.append(share * backward(model, objective, micro_batch, count, config.precision,
-                                       division.ranks.in_row))
+        loss = add_gradient(model, objective, micro_batch, count, config.precision, division.ranks.in_row)
+        losses.append(share * loss)
         gradient = division.add_row(gradients_of(parameters))
         # By its own norm and before it is averaged: one bad micro-batch takes no other's share.
         if clips_each:
             norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient))))
             clip_to(config.clip, gradient, norms[-1])
         division.scale(gradient, share)
-        add_in_order(sums, gradient)
+        ordered.add_in_order(sums, gradient)
     # From here on a rank has the gradient of the parts alone that it updates.
-    gradient = division.add_ranks(merge_all(sums))
-    if clips_each:
-        norm = division.mean_norm(norms)
-    else:
-        norm = norm_of(gradient, division.parts, division.ranks)
+    gradient = division.add_ranks(ordered.merge_all(sums))
+    norm = division.mean_norm(norms) if clips_each else ordered.norm_of(gradient, division.parts, division.ranks)
+    if not clips_each:
         clip_to(config.clip, gradient, norm)
     clear_gradients(parameters)
     division.set_gradient(gradient)
-    loss = division.total_loss(losses)
-    for name, value in (("loss", loss), ("gradient norm", norm.item())):
+    found = {"loss": division.total_loss(losses), "gradient norm": norm.item()}
+    for name, value in found.items():
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
-    return loss, norm.item()
+    return found["loss"], found["gradient norm"]
 
 
-def backward(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int,
-             precision: str, ranks: Ranks) -> Tensor:
-    """Add the gradient of the mean loss of a micro-batch's `count` targets to `.grad`; returns the
-    loss, `[]`. ranks: those that share the rows; each has the loss of its part."""
+def add_gradient(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int, precision: str,
+                 ranks: Ranks) -> Tensor:
+    """Add the gradient of a micro-batch's mean loss to `.grad`; returns the loss, `[]`. ranks:
+    those that share the rows; each has the loss of its part."""
     with torch.autocast(micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         loss = objective.losses(model, *micro_batch, ranks=ranks).sum() / max(count, 1)
     loss.backward()
@@ -108,8 +89,9 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What this rank holds of the gradients: zeros where the loss does not depend on a parameter."""
-    return [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+    """What this rank holds of the gradients: zeros where the loss does not depend on a
+    parameter."""
+    return [shard.local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
 
 
 def clip_to(largest: float | None, gradient: list[Tensor], norm: Tensor) -> None:
@@ -122,15 +104,15 @@ def clip_to(largest: float | None, gradient: list[Tensor], norm: Tensor) -> None
 class Division:
     """This rank's share of every step.
 
-    Either ranks have whole copies of the model and exchange gradients at the end of a step, see
-    `training.ordered`; or the model is sharded, and every backward pass exchanges them, see
-    `training.shard`. A process on its own has all parts, and exchanges nothing."""
+    Ranks have whole copies of the model and exchange gradients at a step's end
+    (`training.ordered`); or the model is sharded, and every backward pass exchanges them
+    (`training.shard`). A process on its own has all parts, and exchanges nothing."""
 
     parts: list[ParameterPart]
     """What this rank updates of each parameter."""
     ranks: Ranks = ALONE
-    reduce_scatter: OrderedReduceScatter | None = None
-    """Adds the gradients of a model for which `shard` is set; one rank alone does not use it."""
+    reduce_scatter: shard.OrderedReduceScatter | None = None
+    """Adds the gradients of a model for which `shard` is set; unused by a process on its own."""
 
     @property
     def is_sharded(self) -> bool:
@@ -142,19 +124,18 @@ class Division:
         return int(gather(torch.tensor(counts), self.ranks.in_column).sum())
 
     def begin_micro_batch(self, share: float) -> None:
-        """Tell a sharded model the share of the step's targets that the next micro-batch has."""
+        """Tell a sharded model the next micro-batch's share of the step's targets."""
         if self.reduce_scatter is not None:
             self.reduce_scatter.share = share
 
     def add_row(self, gradient: list[Tensor]) -> list[Tensor]:
         """The gradient of a micro-batch's whole rows, from this rank's part of them."""
         if not self.is_sharded:
-            sum_over_row(gradient, self.ranks.in_row)
+            ordered.sum_over_row(gradient, self.ranks.in_row)
         return gradient
 
     def scale(self, gradient: list[Tensor], share: float) -> None:
-        """Multiply a micro-batch's gradient in place by its share, as `OrderedReduceScatter` has done
-        if the model is sharded."""
+        """Multiply by the share in place; if sharded, `OrderedReduceScatter` has done it."""
         if share != 1 and not self.is_sharded:
             torch._foreach_mul_(gradient, share)
 
@@ -162,39 +143,37 @@ class Division:
         """The step's gradient of this rank's parts, from the sum over its own micro-batches."""
         if self.is_sharded:
             return gradient
-        return exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)],
-                        self.ranks)
+        return ordered.exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
     def mean_norm(self, norms: Sequence[Tensor]) -> Tensor:
         """The mean norm of the micro-batches of all ranks, `[]`, on the CPU. norms: this rank's."""
         return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
-        """The sum over all ranks' micro-batches and parts of rows, in the order of the step's rows."""
-        # By place in a column, place in a row, micro-batch. A rank of a sharded model has every W-th
-        # micro-batch.
-        losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(
-            0, (-1, self.ranks.in_row.size))
-        in_order = losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1))
-        return in_order.flatten().sum().item()
+        """The sum over all ranks' micro-batches and parts of rows, in the order of the step's
+        rows."""
+        # By column, row, micro-batch. A rank of a sharded model has every W-th micro-batch.
+        losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
+        return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()
 
     def set_gradient(self, gradient: list[Tensor]) -> None:
         """Give the optimizer's parameters their gradients."""
         for part, g in zip(self.parts, gradient, strict=True):
-            part.updated.grad = (g if g.numel() == part.updated.numel() else padded(g)).view_as(part.updated)
+            whole = g if g.numel() == part.updated.numel() else shard.padded_to_vector(g)
+            part.updated.grad = whole.view_as(part.updated)
 
     def share_updates(self) -> None:
         """Bring what the optimizers of all ranks have updated into this rank's model."""
         if self.reduce_scatter is None:
-            gather_parts([part.uncut(part.parameter.detach()) for part in self.parts], self.ranks)
+            ordered.gather_parts([part.uncut(part.parameter.detach()) for part in self.parts], self.ranks)
         else:
-            write_back(self.parts)
+            shard.write_back(self.parts)
 
 
 def divide(model: LanguageModel, config: TrainConfig, ranks: Ranks, device: torch.device) -> Division:
     """Place a model on the device, or this rank's shard of it; returns the rank's `Division`."""
     if not config.shard:
         model.to(device)
-        return Division(parameter_parts(model, ranks, config.optimizer == "muon"), ranks)
-    reduce_scatter = shard_model(model, config.seed, ranks, device)
-    return Division(sharded_parts(model, ranks), ranks, reduce_scatter)
+        return Division(ordered.parameter_parts(model, ranks, config.optimizer == "muon"), ranks)
+    reduce_scatter = shard.shard_model(model, config.seed, ranks, device)
+    return Division(shard.sharded_parts(model, ranks), ranks, reduce_scatter)

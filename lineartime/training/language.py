@@ -38,13 +38,13 @@ class TrainResult:
     """A completed run."""
 
     out: Path
-    """The run's folder, which `load_model` opens. `latest` is its newest checkpoint, `metrics.jsonl` has a line per
-    step and each evaluation, `loss.png` shows the curves."""
+    """The run's folder, which `load_model` opens. `latest` is its newest checkpoint;
+    `metrics.jsonl` has a line per step and evaluation; `loss.png` shows the curves."""
     config: RunConfig
     scores: dict[str, Any]
-    """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out" (`Evaluation.to_dict` of the
-    held-out split, after a short run of its first `TrainConfig.last_eval_tokens`), of several texts "by_source" (the
-    same of each), and "peak_mib"."""
+    """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out"
+    (`Evaluation.to_dict` of the held-out split, or of the first `TrainConfig.last_eval_tokens` of
+    it), for several texts "by_source" (the same of each), and "peak_mib"."""
     sample: str
     """Generated text; empty if the model is sharded or does not decode."""
     already: bool
@@ -55,20 +55,23 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
           stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
           on_micro_batch: Callable[[int, int], None] | None = None, progress: Progress | None = None,
           rank_timeout: float = TIMEOUT_S) -> TrainResult:
-    """Train a model on prepared text, or continue an unfinished run; then score the held-out split, and write a sample,
-    the result file and a plot into the run's folder `config.out`.
+    """Train a model on prepared text, or continue an unfinished run; then score the held-out split,
+    and write a sample, the result file and a plot into the run's folder `config.out`.
 
-    config: a run, or a flat table of settings (`model` or `from`, `size`, `data`, `out` and any field of the
-    configurations, see `config_for_data`). A run with `from` begins with those weights at step 0, and does not need
-    them when it is continued. device: by default cuda if available. stop: requests a save and an end, see
-    `StopSignal.listening`. on_step and on_micro_batch: see `Callbacks`. progress counts the tokens of the final
-    evaluation. Under `torchrun` every rank calls `train` with the same arguments, and a rank that does not answer for
-    `rank_timeout` seconds is lost.
-    Raises UsageError for wrong settings or a folder with another run, DataError for the data, CheckpointError for
-    damage, NumericsError for a loss or gradient that is not finite, ResourceError for memory, disk and a run in use,
-    RankError for a rank that was lost, Stopped after saving."""
+    config: a run, or a flat table of settings, see `config_for_data`. A run with `from` begins with
+    those weights at step 0, and does not need them when it is continued. device: by default cuda if
+    available. stop: requests a save and an end, see `StopSignal.listening`. on_step and
+    on_micro_batch: see `Callbacks`. progress counts the tokens of the final evaluation. Under
+    `torchrun` every rank calls `train` with the same arguments, and is lost if it does not answer
+    for `rank_timeout` seconds.
+
+    Raises UsageError for wrong settings or a folder with another run, DataError for the data,
+    CheckpointError for damage, NumericsError for a loss or gradient that is not finite,
+    ResourceError for memory, disk and a run in use, RankError for a lost rank, Stopped after
+    saving."""
     settings, stop = config if isinstance(config, RunConfig) else config_for_data(config), stop or StopSignal()
-    # What decides the numbers is stored with the run: the hashes of the text, the tokenizer, and the first weights.
+    # What decides the numbers is stored with the run: hashes of the text, the tokenizer and the
+    # first weights.
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = tokenizer_of(data), read_manifests(data)
     of_weights, first = weights_to_begin(settings)
@@ -80,8 +83,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
         objective = kind(settings, open_data(data, "train"), open_data(data, "validation"), ranks)
         return Setup(new_model(settings), objective, tokenizer_files(tokenizer), first)
 
-    # The run itself. Of one that was complete before, nothing is trained or scored.
-    score = partial(finish, stop=stop, progress=progress)
+    # The run itself. If it was complete before, nothing is trained or scored.
+    score = partial(score_and_sample, stop=stop, progress=progress)
     callbacks = Callbacks(stop, on_step, on_micro_batch)
     result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
     if launched().is_first and not (already and (out / PLOT_FILE).exists()):  # a kill may have come before the picture
@@ -92,8 +95,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
 
 def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:
-    """What a run stores of the weights that it begins with, and a function that reads them. Without `from` there is
-    neither, and a run that is continued needs no function. Raises UsageError, CheckpointError and DataError."""
+    """What a run stores of the weights that it begins with, and a function that reads them, which a
+    run that is continued does not need. Raises UsageError, CheckpointError and DataError."""
     source, there = config.source, saved_run(Path(config.out))
     if source is None:
         return {}, None
@@ -105,9 +108,10 @@ def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:
 
 
 def new_model(config: RunConfig) -> LanguageModel:
-    """The run's model, initialised from its seed, or on the meta device if it is to be sharded. Raises ResourceError if
-    its training cannot fit into memory."""
-    # Refused before memory is asked for: a system without enough of it may kill the process without a word.
+    """The run's model, initialised from its seed, or on the meta device if it is to be sharded.
+    Raises ResourceError if its training cannot fit into memory."""
+    # Refused before memory is asked for: a system without enough of it may kill the process without
+    # a word.
     on_cpu = 12 if config.train.optimizer == "muon" else 16  # the weight, its gradient, and one moment or two
     per_parameter = 4 if torch.cuda.is_available() else on_cpu
     needed, available = per_parameter * number_of_parameters(config.model), available_bytes()
@@ -121,11 +125,11 @@ def new_model(config: RunConfig) -> LanguageModel:
         return LanguageModel(config.model)
 
 
-def finish(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
-           progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split (at most `TrainConfig.last_eval_tokens` of it) and, if the model is causal and not
-    sharded, write a sample; returns the result file's content. Its "peak_mib" is the largest peak memory of a process
-    in training; if the run was resumed, earlier processes do not count."""
+def score_and_sample(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
+                     progress: Progress | None) -> dict[str, Any]:
+    """Score the held-out split (at most `TrainConfig.last_eval_tokens` of it), and write a sample
+    if the model decodes and is not sharded; returns the result file's content. Its "peak_mib" is
+    the largest peak memory of a process in training since the last resume."""
     # The peak is read before the scores, which need other memory than training.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(config.data, "validation")
@@ -134,18 +138,17 @@ def finish(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
         model, held_out, context=config.model.context, precision=config.train.precision,
         batch_rows=config.micro_batch_rows, ranks=ranks, max_tokens=None if n_scored == held_out.n_tokens else n_scored,
         progress=stop.watch(SAVED, progress, "evaluating", n_scored, ranks))
-    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict(),
-                              **({"by_source": {name: each.to_dict() for name, each in by_source.items()}}
-                                 if by_source else {}),
-                              "peak_mib": float(gather(torch.tensor(peak_mib), ranks).max())}
-    # Of a sharded model all weights would be gathered for every token.
-    if not ranks.is_first or run.is_sharded or not config.model.decodes:
-        return result
-    stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
-    tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
-    length = min(200, (config.model.max_len or 201) - 1)
-    ids = generate(model, [[stream.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
-                   seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
-    stop.check(SAVED)
-    write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")
+    result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
+    if by_source:
+        result["by_source"] = {name: each.to_dict() for name, each in by_source.items()}
+    result["peak_mib"] = float(gather(torch.tensor(peak_mib), ranks).max())
+    # All weights of a sharded model would be gathered for every token.
+    if ranks.is_first and not run.is_sharded and config.model.decodes:
+        stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
+        tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
+        length = min(200, (config.model.max_len or 201) - 1)
+        ids = generate(model, [[stream.end_of_document]], max_new_tokens=length, temperature=0.8, top_p=0.95,
+                       seed=config.train.seed, stop=lambda row, new: stop.number is not None)[0]
+        stop.check(SAVED)
+        write_atomically(run.out / SAMPLE_FILE, tokenizer.decode(ids) + "\n")
     return result

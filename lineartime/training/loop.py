@@ -1,4 +1,5 @@
-"""The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer state and a step."""
+"""The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer
+state and a step."""
 
 import logging
 import time
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 SAVED = "the last step is saved; the same command evaluates"
 
 First = Callable[[Wanted], dict[str, Tensor]]
-"""Gives the weights that a run begins with, as far as this rank holds them."""
+"""Gives the weights with which a run begins, as far as this rank holds them."""
 
 
 class Setup(NamedTuple):
@@ -55,7 +56,7 @@ class Setup(NamedTuple):
     extra_files: dict[str, str]
     """Texts that are saved with every checkpoint, by file name."""
     first: First | None = None
-    """Gives the weights to begin with, see `Run.resume`; None: those of `model`."""
+    """Gives the weights to begin with, see `Run.resume`; None: the model's own."""
     score_last: bool = True
     """Whether the last step is scored too, if it is a multiple of `eval_every`."""
 
@@ -66,23 +67,25 @@ class Callbacks:
 
     stop: StopSignal = field(default_factory=StopSignal)
     on_step: Callable[[dict[str, Any]], None] | None = None
-    """Called with each line of the metrics, to which the number of all steps is added as "steps"."""
+    """Called with each line of the metrics and the number of all steps, "steps"."""
     on_micro_batch: Callable[[int, int], None] | None = None
-    """Called before each micro-batch of this rank, with the steps done and its number in the step, from 0."""
+    """Called before each micro-batch of this rank with the steps done and its number, from 0."""
 
 
 def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> LanguageModel:
-    """Train a model to the last step, from the newest checkpoint if there is one; returns it in evaluation mode.
+    """Train a model to the last step, from the newest checkpoint if there is one; returns it in
+    evaluation mode.
 
-    Each of several ranks computes a share of every step's micro-batches, see `distributed.ordered`, and with
-    `context_parallel` its part of their rows, see `distributed.context`; all stop at the same step. Every `eval_every`
-    steps `Objective.evaluate` scores the model. Raises Stopped after saving, NumericsError for what is not finite,
-    ResourceError for the disk and, in a step, for memory or a failed compilation, and as `Run.resume` does."""
+    Each of several ranks computes a share of every step's micro-batches, see `training.ordered`,
+    and with `context_parallel` its part of their rows, see `ops.context`; all stop at the same
+    step. Raises Stopped after saving, NumericsError for what is not finite, ResourceError for the
+    disk and, in a step, for memory or a failed compilation, and as `Run.resume` does."""
     config, loop = run.config.train, Loop(run, setup, device, callbacks)
     for step in range(loop.saved, config.steps + 1):  # so many steps are done
         is_last, is_due = step == config.steps, step > 0 and step % config.eval_every == 0
         loop.stop_if_asked(step)
-        # Once in a while: score the model. A stop or a kill meanwhile loses no step, and a resume scores again.
+        # Once in a while: score the model. A stop or a kill loses no step, and a resume scores
+        # again.
         if is_due and (setup.score_last or not is_last):
             loop.score(step)
         if is_last:
@@ -101,14 +104,14 @@ class Loop:
         """Place the model and load the newest checkpoint."""
         self.run, self.setup, self.device, self.callbacks = run, setup, device, callbacks
         self.config, self.ranks, self.model = run.config.train, run.ranks, setup.model
-        # Layers are compiled before they are sharded, so that what gathers their weights stays outside compiled code.
+        # Layers are compiled before they are sharded: what gathers their weights is not compiled.
         self.model.activation_checkpointing = self.config.activation_checkpointing
         if self.config.compile:
             self.model.compile_layers()
         self.division = divide(self.model, self.config, self.ranks, device)
         self.optimizer = make_optimizer(self.division.parts, self.config)
         self.muon = Muon(self.model, self.division.parts, self.config, self.optimizer.state)
-        # Of a sharded model the optimizer's parameters are loaded, some of which are copies: see `write_back`.
+        # A sharded model gets what was loaded from the optimizer's copies, see `write_back`.
         self.saved = run.resume(self.model, self.division.parts, self.optimizer, setup.first)
         if self.config.shard:
             self.division.share_updates()
@@ -127,8 +130,7 @@ class Loop:
             group["lr"] = rate * (config.muon_learning_rate or config.learning_rate) / config.learning_rate
         with self.errors_explained(step):
             loss, norm = compute_gradient(self.model, self.setup.objective, batch, self.run.config.micro_batch_rows,
-                                          config, division=self.division,
-                                          between=partial(self.begin_micro_batch, step))
+                                          config, division=self.division, between=partial(self.begin_micro_batch, step))
             self.optimizer.step()
             self.muon.update()
             self.division.share_updates()
@@ -163,19 +165,20 @@ class Loop:
                                       else "before step 1")
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of the step, unless it is there. Raises NumericsError for weights or moments that are
-        not finite."""
+        """Write the checkpoint of the step, unless it is there. Raises NumericsError for weights or
+        moments that are not finite."""
         if step == self.saved:
             return
         parts, state = self.division.parts, self.optimizer.state
-        is_finite = all(t.isfinite().all() for part in parts for t in (part.updated, *state[part.updated].values()))
+        is_finite = all(tensor.isfinite().all() for part in parts
+                        for tensor in (part.updated, *state[part.updated].values()))
         if not gather(torch.tensor(is_finite), self.ranks).all():
             raise NumericsError("the weights are not finite", f"step {step}", self.advice())
         self.run.save(step, self.model, parts, self.optimizer, self.setup.extra_files)
         self.saved = step
 
     def advice(self) -> str:
-        """Advice for an error of numerics: the last good checkpoint, and a setting to change."""
+        """What to do about wrong numbers: go back to the last good checkpoint, change a setting."""
         kept = f"the checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
         return f"{kept}; try a lower learning_rate (now {self.config.learning_rate:g})"
 
@@ -198,7 +201,7 @@ class Loop:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an exception means that memory ran out; PyTorch's CPU allocator, CUDA and Triton raise RuntimeErrors."""
+    """Whether memory ran out; PyTorch's CPU allocator, CUDA and Triton raise RuntimeErrors."""
     texts = ("not enough memory", "can't allocate memory", "bad_alloc", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
@@ -206,12 +209,13 @@ def out_of_memory(error: Exception) -> bool:
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None,
              begin: Callable[[Ranks], Setup], score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]],
              callbacks: Callbacks, rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
-    """Run or resume `fit` in the run's folder, then write the scores into the result file. Returns the content of the
-    result file, and whether it was complete before; if so, nothing is trained.
+    """Run or resume `fit` in the run's folder, then write the result file. Returns its content, and
+    whether it was complete before; if so, nothing is trained.
 
-    All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: see `Run`.
-    begin returns what is trained; score the content of the result file but for "run". Raises as `pick_device`,
-    `in_rows`, `connected`, `require_same`, `require_fitting`, `Run`, `checkpoint.lock` and `fit` do."""
+    All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: see `Run`. begin
+    returns what is trained; score the content of the result file but for "run". Raises as
+    `pick_device`, `connected`, `require_same`, `require_fitting`, `Run`, `checkpoint.lock` and
+    `fit` do."""
     out, stop = Path(config.out), callbacks.stop
     picked = pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel

@@ -1,7 +1,8 @@
 """Masked language modelling: the masks of a row.
 
-Row r of a stream is its tokens [r context, (r + 1) context); the last row may be shorter. Rows do not overlap, because
-every token can be a target in its own row. Masks are a pure function of (seed, epoch, row)."""
+Row r of a stream is its tokens [r context, (r + 1) context); the last row may be shorter. Rows do
+not overlap, as every token can be a target in its own row. Masks are a pure function of (seed,
+epoch, row)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,24 +11,23 @@ import numpy as np
 from lineartime.data.tokens import Mixture, TokenStream, require_mask, rows_of_step
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
-"""15% of the tokens are targets. Of the targets 80% become [MASK], 10% a random token, and 10% stay."""
+"""15% of the tokens are targets. 80% of these become [MASK], 10% a random token, and 10% stay."""
 NO_TARGET = -1
 
 
 def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int,
                 row: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and the targets of a row, int64 `[T]` each.
+    """The inputs and the targets of a row, int64 `[T]` each. A row may have no target.
 
-    Each token that is not special is chosen with probability 0.15, independently of the others. A chosen token's target
-    is its id; every other target is -1. A chosen token becomes [MASK] with probability 0.8, a token drawn uniformly
-    from those that are not special with probability 0.1, and stays otherwise. The masks of a row's first tokens do not
-    depend on its length. A row may have no target."""
-    # numpy promises that raw numbers stay the same. The order of rows has this key too, but counter 0.
+    Each token that is not special is chosen with probability 0.15, independently of the others. A
+    chosen token's target is its id; every other target is -1. A chosen token becomes [MASK] with
+    probability 0.8, a token drawn uniformly from those that are not special with 0.1, and stays
+    otherwise. The masks of a row's first tokens do not depend on its length."""
+    # numpy promises the same raw numbers for ever. The order of rows has this key, but counter 0.
     philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64),
                               counter=np.array([0, 0, row, 1], np.uint64))
     assert stream.mask is not None
-    # Two numbers of 64 bits for each token: the first says whether it is a target and what becomes of it, the second
-    # which token it becomes.
+    # Two numbers of 64 bits for each token: what becomes of it, and which token it may become.
     choice_T, other_T = philox.random_raw(2 * len(ids_T)).reshape(-1, 2).T
     asked_T = choice_T < cutoff(CHOSEN)
     asked_T &= ~np.isin(ids_T, stream.special)
@@ -44,8 +44,8 @@ def cutoff(probability: float) -> np.uint64:
 
 def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                  chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of the rows `chosen`: a
-    pure function of its arguments. An epoch takes every full row once; each epoch has its own order and its own masks.
+    """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of the
+    rows `chosen`. An epoch takes every full row once, in its own order and with its own masks.
 
     Raises UsageError for data without [MASK], DataError for data that does not fill one row."""
     rows = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=0)
@@ -57,8 +57,8 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 
 
 def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The inputs and targets of all rows in order, with the masks of evaluation: seed 0, epoch 0. The last row may be
-    shorter. Raises UsageError for data without [MASK]."""
+    """The inputs and targets of all rows in order, with the masks of evaluation: seed 0, epoch 0.
+    Raises UsageError for data without [MASK]."""
     require_mask(stream.mask, stream.name)
     for row, start in enumerate(range(0, len(stream), context)):
         ids_T = stream.read(start, min(start + context, len(stream)))

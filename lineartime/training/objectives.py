@@ -18,24 +18,24 @@ Data = TokenStream | Mixture
 
 
 class Objective(Protocol):
-    """The four methods that `training.fit` calls. A batch is a tuple of arrays whose first axis is the row; a
-    micro-batch is a slice along it."""
+    """The four methods that `loop.fit` calls. A batch is a tuple of arrays whose first axis is the
+    row."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """This rank's rows of one training step, each whole: a pure function of the seed, the step and the rank."""
+        """This rank's rows of a step, each whole: a pure function of seed, step and rank."""
         ...
 
     def n_targets(self, *batch: Tensor) -> int:
-        """The number of targets in these rows, each of which has a loss. It weighs a micro-batch in the mean."""
+        """The targets in these rows, each of which has a loss: the weight of a micro-batch."""
         ...
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
-        """One loss in nats per target, of any shape, float32 at least; where `ranks` share the rows, those of this
-        rank's part."""
+        """A loss in nats for each target, of any shape, float32 at least; where `ranks` share the
+        rows, for this rank's part."""
         ...
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The held-out scores during training, by name; "loss" is one of them. progress is called with the number of
+        """The held-out scores by name, among them "loss". progress is called with the number of
         tokens or questions scored so far, and may raise."""
         ...
 
@@ -78,7 +78,8 @@ class NextToken:
 
 
 class MaskedTokens(NextToken):
-    """Masked language modelling, for models that are not causal: predict a row's masked tokens from all its tokens."""
+    """Masked language modelling, for models that are not causal: predict a row's masked tokens from
+    all its tokens."""
 
     scores = ("loss",)  # masked tokens are no text, so they have no bits per byte
 

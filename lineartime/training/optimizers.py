@@ -1,4 +1,4 @@
-"""What updates the weights: AdamW, or Muon for the matrices of layers, and their learning rate at each step."""
+"""What updates the weights: AdamW, or Muon for the matrices of layers; and the learning rate."""
 
 import math
 from collections.abc import MutableMapping, Sequence
@@ -13,8 +13,8 @@ from lineartime.training.ordered import ParameterPart, is_matrix
 
 
 def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW as in Tables 6-7 for the parts of the parameters that this process updates and that are not Muon's.
-    Matrices and embeddings decay; biases, norms, scales and position biases do not."""
+    """AdamW as in Tables 6-7 for what this process updates and is not Muon's. Matrices and
+    embeddings decay; biases, norms, scales and position biases do not."""
     parts = [part for part in parts if not part.by_muon]
     decayed = [part.updated for part in parts if is_matrix(part.name, part.parameter)]
     others = [part.updated for part in parts if not is_matrix(part.name, part.parameter)]
@@ -26,12 +26,13 @@ def make_optimizer(parts: Sequence[ParameterPart], config: TrainConfig) -> torch
 class Muon(torch.optim.Muon):
     """PyTorch's Muon for the matrices of layers that this process updates.
 
-    An update is as large as AdamW's, so that rates and decay fit both. Each matrix of a layer is updated by itself,
-    also those that share a parameter because one matmul applies them (`LanguageModel.in_sizes`)."""
+    An update is as large as AdamW's, so that rates and decay fit both. Each matrix is updated by
+    itself, also those that share a parameter for one matmul (`LanguageModel.in_sizes`)."""
 
     def __init__(self, model: LanguageModel, parts: Sequence[ParameterPart], config: TrainConfig,
                  state: MutableMapping[Tensor, Any]):
-        """state: AdamW's; the "momentum_buffer" of each parameter is kept in it too, so that one state is saved."""
+        """state: AdamW's, in which each "momentum_buffer" is kept too, so that one state is
+        saved."""
         sizes = model.in_sizes()
         own = [part for part in parts if part.by_muon and part.start < part.stop]
         self.kept = state
@@ -42,7 +43,7 @@ class Muon(torch.optim.Muon):
                          lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
 
     def update(self) -> None:
-        """Update the matrices by the `.grad` of their parameters; the momentum is kept in AdamW's state."""
+        """Update the matrices by the `.grad` of their parameters."""
         for parameter, matrices in self.matrices.items():
             assert parameter.grad is not None
             kept = self.kept[parameter]
@@ -59,7 +60,7 @@ class Muon(torch.optim.Muon):
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`; it ends above 0."""
+    """The learning rate of update `step` (from 0): linear warm-up to the peak, then `schedule`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     left, after_warmup = config.steps - step, max(config.steps - config.warmup_steps, 1)

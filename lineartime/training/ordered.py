@@ -1,16 +1,16 @@
-"""The sum of a step's gradients in one order, whatever the number of ranks: the same bits on 1, 2, 4, ... processes.
+"""The sum of a step's gradients in one order: the same bits on 1, 2, 4, ... processes.
 
-The gradients of micro-batches are added as a complete binary tree in their order: ((g0 + g1) + (g2 + g3)) + ...
+The gradients of micro-batches are added as a complete binary tree: ((g0 + g1) + (g2 + g3)) + ...
 
-1. A rank has a consecutive block of 2^k micro-batches. That is a subtree, which it adds alone (`add_in_order`,
-   `merge_all`).
-2. One all-to-all gives every rank its own part of all blocks' sums. It adds these as the tree's upper levels
-   (`exchange`), so it has that part of the step's gradient.
-3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one all-gather brings
-   the new parameters to all (`gather_parts`).
+1. A rank has a consecutive block of 2^k micro-batches. That is a subtree, which it adds alone
+   (`add_in_order`, `merge_all`).
+2. One all-to-all gives every rank its own part of all blocks' sums. It adds these as the tree's
+   upper levels (`exchange`), so it has that part of the step's gradient.
+3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one
+   all-gather brings the new parameters to all (`gather_parts`).
 
-This sends as many bytes as a reduce-scatter and an all-gather. Where ranks share each row (`Ranks.in_row`), they first
-add the gradients of their parts of the row (`sum_over_row`), and go on as if each had computed the whole row."""
+This sends as many bytes as a reduce-scatter and an all-gather. Ranks that share each row
+(`Ranks.in_row`) first add the gradients of their parts of it (`sum_over_row`)."""
 
 import math
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ from lineartime.base.ranks import ALONE, Ranks, gather, gather_rows, process_gro
 from lineartime.base.settings import require
 
 VECTOR = 64
-"""Elements that fill whole vector registers. The optimizer rounds the last elements of a tensor, which do not fill one,
-in another way; so tensors are cut at multiples of it, or padded."""
+"""Elements that fill whole vector registers. The optimizer rounds what is left at a tensor's end in
+another way, so tensors are cut at multiples of it, or padded."""
 
 
 class ParameterPart(NamedTuple):
@@ -38,10 +38,15 @@ class ParameterPart(NamedTuple):
     start: int
     stop: int
     updated: nn.Parameter
-    """What the optimizer updates: `parameter` itself, a part of its storage, `[stop - start]`, or a copy that is padded
-    to a multiple of `VECTOR`."""
+    """What the optimizer updates: `parameter` itself, a part of its storage, `[stop - start]`, or a
+    copy that is padded to a multiple of `VECTOR`."""
     by_muon: bool = False
-    """Whether Muon updates it, which takes whole matrices: one rank has all of it, the others nothing."""
+    """Whether Muon updates it: one rank has the whole matrix, the others nothing."""
+
+    @property
+    def place(self) -> tuple[torch.Size, int, int]:
+        """The parameter's shape, start and stop."""
+        return self.parameter.shape, self.start, self.stop
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -49,13 +54,13 @@ class ParameterPart(NamedTuple):
         return ("momentum_buffer",) if self.by_muon else ("exp_avg", "exp_avg_sq")
 
     def uncut(self, x: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as `cut` takes it: a matrix of Muon's is one row, which is not cut."""
+        """A tensor of the parameter's shape for `cut_for_ranks`, which never cuts a single row."""
         return x.reshape(1, -1) if self.by_muon else x
 
 
 def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
-    """Raise UsageError, with the numbers of ranks that fit, unless each rank's block of a step's `n` micro-batches is a
-    complete subtree. Of a sharded model the micro-batches that all ranks compute at once must be one."""
+    """Raise UsageError, with the numbers of ranks that fit, unless each rank's block of a step's
+    `n` micro-batches is a complete subtree; if sharded, those that all ranks compute at once."""
     in_row = ranks.in_row.size
     fitting = [size * in_row for size in range(1, n + 1)
                if n % size == 0 and (size in (1, n) or (size if shard else n // size).bit_count() == 1)]
@@ -66,8 +71,8 @@ def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
 
 
 def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> list[int]:
-    """The rows of a step that this rank reads: a consecutive block of micro-batches, or if sharded every W-th. Ranks
-    that share rows read the same."""
+    """The rows of a step that this rank reads: consecutive micro-batches, or if sharded every
+    W-th."""
     rows, column = range(n_rows), ranks.in_column
     if not shard:
         return list(rows[column.share(n_rows)])
@@ -76,12 +81,12 @@ def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> l
 
 
 Sums = list[tuple[int, list[Tensor]]]
-"""An unfinished sum: the height and the sum of each complete subtree, from the highest to the lowest."""
+"""The height and the sum of each complete subtree so far, from the highest to the lowest."""
 
 
 def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
-    """The sum of lists of tensors by a complete binary tree in their order; a term without a partner goes up alone.
-    Tensors of the terms are overwritten."""
+    """The sum of lists of tensors by a complete binary tree in their order; a term without a
+    partner goes up alone. Tensors of the terms are overwritten."""
     sums: Sums = []
     for term in terms:
         add_in_order(sums, term)
@@ -89,7 +94,7 @@ def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def add_in_order(sums: Sums, term: list[Tensor]) -> None:
-    """Add the next term of `tree_sum`. At most one list a level is kept: log2 of the number of terms."""
+    """Add the next term of `tree_sum`. At most one list a level is kept."""
     sums.append((0, term))
     while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
         merge(sums)
@@ -110,8 +115,8 @@ def merge(sums: Sums) -> None:
 
 
 def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
-    """The part of each of the model's parameters that this rank updates, which may be empty; in a process on its own
-    all of it. muon: whether the matrices of layers are Muon's."""
+    """What this rank updates of each of the model's parameters; a process on its own updates all.
+    muon: whether the matrices of layers are Muon's."""
     wholes = []
     for name, p in model.named_parameters():
         by_muon = muon and "layers." in name and is_matrix(name, p) and p.dim() < 3
@@ -121,7 +126,7 @@ def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) 
         return wholes
     # A part shares the memory of its parameter, so that the optimizer's update is the model's.
     parts = []
-    own = cut(tuple(each.uncut(each.parameter).shape for each in wholes), ranks.size)[ranks.rank]
+    own = cut_for_ranks(tuple(each.uncut(each.parameter).shape for each in wholes), ranks.size)[ranks.rank]
     for each, (start, stop) in zip(wholes, own, strict=True):
         flat = each.parameter.detach().view(-1)[start:stop]
         shape = each.parameter.shape if each.by_muon and start < stop else flat.shape
@@ -130,18 +135,19 @@ def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) 
 
 
 def is_matrix(name: str, p: Tensor) -> bool:
-    """Whether a parameter is a matrix or a table of embeddings, and no bias, norm, scale or position bias."""
+    """Whether it is a matrix or a table of embeddings: no bias, norm, scale or position bias."""
     return name.endswith("weight") and p.dim() >= 2
 
 
 @cache
-def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
-    """The elements [start, stop) of each of several flattened tensors that each rank has, consecutive and about equally
-    many. A tensor is cut between rows, its slices along the first axis, and at multiples of `VECTOR`."""
+def cut_for_ranks(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
+    """The elements [start, stop) of each of several flattened tensors that each rank has,
+    consecutive and about equally many: whole slices along the first axis, and multiples of
+    `VECTOR`."""
     total, shares = sum(map(math.prod, shapes)), []
     for rank in range(n_ranks):
-        # Of all elements, one tensor after the other, the rank has about [begin, end). In each tensor both are rounded
-        # up to the next place where it may be cut, so that what one rank leaves out the next one has.
+        # The rank has about [begin, end) of all elements. In each tensor both are rounded up to the
+        # next place where it may be cut: what one rank leaves out the next one has.
         begin, end, before, share = total * rank // n_ranks, total * (rank + 1) // n_ranks, 0, []
         for shape in shapes:
             size, unit = math.prod(shape), math.lcm(math.prod(shape[1:]), VECTOR)
@@ -153,15 +159,13 @@ def cut(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, in
 
 
 def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """This rank's parts of the sum over all ranks of a list of tensors, flattened, as `parameter_parts` has them.
-
-    total: the sum over the rank's own micro-batches, the same on all ranks of `in_row`; a process on its own gets it
-    back."""
+    """This rank's parts of the sum over all ranks of a list of tensors, flattened. total: the sum
+    over the rank's own micro-batches, the same on all ranks of `in_row`."""
     if ranks.size == 1:
         return total
-    # The ranks of a row have the same total. Each deals with the parts of its own column, so that none is sent twice.
+    # The ranks of a row have the same total. Each exchanges its own column's parts: none twice.
     column = ranks.in_column
-    shares = cut(tuple(t.shape for t in total), ranks.size)[ranks.in_row.rank :: ranks.in_row.size]
+    shares = cut_for_ranks(tuple(t.shape for t in total), ranks.size)[ranks.in_row.rank :: ranks.in_row.size]
     lengths = [sum(stop - start for start, stop in share) for share in shares]
     own = lengths[column.rank]
     sent = torch.cat([t.reshape(-1)[start:stop] for share in shares
@@ -176,11 +180,12 @@ def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
-    """Replace the gradient of this rank's part of some rows by that of the rows. ranks: those that share them."""
+    """Replace the gradient of this rank's part of some rows by the rows'. ranks: who shares
+    them."""
     if ranks.size == 1:
         return
     # Each rank adds its own parts in the order of the row, and gives them to the others.
-    shares = cut(tuple(g.shape for g in gradient), ranks.size)[ranks.rank]
+    shares = cut_for_ranks(tuple(g.shape for g in gradient), ranks.size)[ranks.rank]
     for g, (start, stop), own in zip(gradient, shares, exchange(gradient, ranks), strict=True):
         g.view(-1)[start:stop] = own
     gather_parts(gradient, ranks)
@@ -188,10 +193,10 @@ def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
 
 @torch.no_grad()
 def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
-    """Copy the parts that the other ranks have of each tensor, see `cut`, into this rank's."""
+    """Copy what the other ranks have of each tensor, see `cut_for_ranks`, into this rank's."""
     if ranks.size == 1:
         return
-    shares = cut(tuple(t.shape for t in tensors), ranks.size)
+    shares = cut_for_ranks(tuple(t.shape for t in tensors), ranks.size)
     flat = [t.view(-1) for t in tensors]
     # One message has a rank's parts of all tensors.
     sent = torch.cat([t[start:stop] for t, (start, stop) in zip(flat, shares[ranks.rank], strict=True)])
@@ -203,11 +208,11 @@ def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
 
 
 def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) -> Tensor:
-    """The norm of the gradients of all parts of all ranks, `[]` on the CPU: the same bits for any number of ranks.
-
+    """The norm of all ranks' gradients, `[]` on the CPU: the same bits for any number of ranks.
     gradient: of each part, of any shape."""
-    # A part is whole rows of its parameter. A row's squares are added by one rank, always in the same order, and the
-    # sums of rows by all ranks, as one process would: by parameter, and in each from the first row to the last.
+    # A part is whole rows of its parameter. One rank adds a row's squares, always in the same
+    # order, and all ranks add the rows as one process would: by parameter, from the first to the
+    # last.
     squares = [row_squares(g.reshape(-1, math.prod(part.parameter.shape[1:])))
                for g, part in zip(gradient, parts, strict=True)]
     n_rows = gather(torch.tensor([len(square) for square in squares]), ranks).tolist()
@@ -216,8 +221,8 @@ def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) ->
 
 
 def row_squares(x_RN: Tensor) -> Tensor:
-    """The sum of each row's squares: `[R]`. Halves of a row are added element by element, because the order of a
-    library's sum depends on the number of rows."""
+    """The sum of each row's squares: `[R]`. Halves of a row are added element by element, because
+    the order of a library's sum depends on the number of rows."""
     n = x_RN.shape[1]
     square = nn.functional.pad(x_RN, (0, (1 << (n - 1).bit_length()) - n)).square()  # zeros up to a power of 2
     while square.shape[1] > 1:

@@ -43,10 +43,8 @@ class Curves(NamedTuple):
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """A run's metrics, and its result if there is one.
-
-    Raises UsageError where nothing has been trained, CheckpointError where what the run wrote is
-    damaged."""
+    """A run's metrics, and its result if there is one. Raises UsageError where nothing has been
+    trained, CheckpointError where what the run wrote is damaged."""
     run, lines = read_run(run_dir), read_metrics(run_dir)
     training = [line for line in lines if "held_out" not in line]
     if not training:
@@ -68,16 +66,15 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw a run as `plot_side_by_side` does, into its folder, and return the picture's path.
-    Raises as it does."""
+    """Draw a run into its folder; returns the picture's path. Raises as `plot_side_by_side`
+    does."""
     return plot_side_by_side({read_curves(run_dir).title: run_dir}, run_dir / PLOT_FILE)
 
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     """Draw the losses and the learning rates of runs over tokens; returns the picture's path.
-
-    run_dirs: label to run. Losses compare where the tokenizer is the same. Raises UsageError where
-    nothing has been trained, CheckpointError for a damaged run, ResourceError."""
+    run_dirs: label to run. Losses compare where the tokenizer is the same. Raises as `read_curves`
+    does, and ResourceError."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -92,7 +89,7 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
         for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
             # A label that begins with "_" would be left out, and "$" would begin a formula.
             draw_losses(losses, curves, (" " * label.startswith("_") + label).replace("$", r"\$"), colour)
-            rates.plot(curves.tokens, curves.learning_rate, color=colour, marker=dot(curves.tokens))
+            rates.plot(curves.tokens, curves.learning_rate, color=colour, marker=marker_of(curves.tokens))
         figure.legend(loc="outside lower center", ncols=2)
         with replaced(out_png) as file:
             figure.savefig(file, format="png", facecolor="white")
@@ -104,20 +101,19 @@ def draw_losses(axes: "Axes", curves: Curves, label: str, colour: str) -> None:
     points."""
     start = len(curves.loss) // 30  # the loss falls so fast there that the rest would be pressed flat
     tokens = curves.tokens[start:]
-    axes.plot(tokens, smoothed(curves.loss)[start:], color=colour, marker=dot(tokens), linewidth=1.2,
+    axes.plot(tokens, smoothed(curves.loss)[start:], color=colour, marker=marker_of(tokens), linewidth=1.2,
               label=None if curves.held_out else label, alpha=0.45 if curves.held_out else 1)
     if curves.held_out:
         axes.plot(*zip(*curves.held_out, strict=True), color=colour, marker="o", label=label)
 
 
-def dot(values: np.ndarray) -> str:
+def marker_of(values: np.ndarray) -> str:
     """The marker of a line: a single point is a dot, or nobody would see it."""
     return "o" if len(values) == 1 else ""
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Mean over a window around each entry, a fiftieth of the run wide; narrower at the start,
-    where the loss falls."""
+    """Mean over a window around each entry, a fiftieth of the run wide; narrower at the start."""
     index = np.arange(len(values))
     reach = np.minimum(index, len(values) // 100)
     first, stop = index - reach, np.minimum(index + reach + 1, len(values))

@@ -1,4 +1,5 @@
-"""A run's folder: its description, metrics and checkpoints. It stays valid if the process is killed at any moment."""
+"""A run's folder: description, metrics, checkpoints. It stays valid if the process dies at any
+moment."""
 
 import json
 import logging
@@ -33,22 +34,23 @@ from lineartime.training.run_config import RunConfig
 from lineartime.weights import checkpoint
 
 Wanted = dict[str, tuple[Sequence[int], int, int]]
-"""Elements of tensors by name: the whole tensor's shape, and where they begin and end in it flattened."""
+"""Elements of tensors by name: the whole tensor's shape, and where they begin and end in it
+flattened."""
 
 logger = logging.getLogger(__name__)
 
 
 class Run:
-    """A run's folder: its description (`run.json`), its metrics, its checkpoints.
-
-    Each of several ranks has a `Run`. Rank 0 alone writes the description and the metrics; every rank writes a part of
-    a checkpoint."""
+    """A run's folder: its description (`run.json`), its metrics, its checkpoints. Each of several
+    ranks has a `Run`. Rank 0 alone writes description and metrics; every rank writes a part of a
+    checkpoint."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
-        """Open or create the folder. facts: what the numbers depend on beside the settings, such as the data's hash.
+        """Open or create the folder. facts: what the numbers depend on beside the settings, such as
+        the data's hash.
 
-        A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the folder holds another
-        run; CheckpointError if the run there has lost its description."""
+        A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the
+        folder holds another run; CheckpointError if the run there has lost its description."""
         self.out, self.config, self.ranks = out, config, ranks
         self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
 
@@ -58,7 +60,8 @@ class Run:
         return self.config.train.shard and self.ranks.size > 1
 
     def describe(self, facts: dict[str, Any]) -> str:
-        """Write the description, or compare it with the one that is there; returns the run's id. Raises as `Run`."""
+        """Write the description, or compare it with the one there; returns the run's id. Raises as
+        `Run`."""
         out, config = self.out, self.config
         # What a run is: its settings, and the facts that its numbers depend on.
         description = {"preset": config.preset, "task": config.task, "data": config.data,
@@ -72,23 +75,23 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = read_run(out)
-        # The data are compared by hash, not by folder, and the first weights by name and hash, not by their model.
-        same_anyway = {"id": stored["id"], "data": config.data, "from_model": stored.get("from_model")}
+        # The data are compared by hash, not by folder, and the first weights by name and hash
+        # alone.
+        description |= {name: stored.get(name) for name in ("id", "data", "from_model")}
         # A run that differs in nothing but more steps goes on to these.
         old, new = stored["train"]["steps"], config.train.steps
         longer = stored | {"train": stored["train"] | {"steps": new}}
-        if new > old and not different({**longer, **same_anyway}, {**description, **same_anyway}):
+        if new > old and not different(longer, description):
             self.lengthen(TrainConfig(**stored["train"]), new)
-            stored = longer
-        changed = different({**stored, **same_anyway}, {**description, **same_anyway})
-        if changed:
-            todo = f"{'; '.join(changed)}. Give another --out, or the same settings"
-            raise UsageError("another run is here", out, todo)
+        elif changed := different(stored, description):
+            raise UsageError("another run is here", out,
+                             f"{'; '.join(changed)}. Give another --out, or the same settings")
         return stored["id"]
 
     def lengthen(self, train: TrainConfig, steps: int) -> None:
-        """Give the run more steps, if a run of the new length would have made the same steps so far. The result of its
-        old end is removed. Raises UsageError if the learning rate has fallen already, and without a checkpoint."""
+        """Give the run more steps, if a run of that length would have made the same steps so far,
+        and remove the result of its old end. Raises UsageError if the learning rate has fallen
+        already, and without a checkpoint."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
         last_at_peak = {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps)
@@ -105,58 +108,55 @@ class Run:
 
     def resume(self, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
                first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> int:
-        """Load the newest valid checkpoint, with a warning if a newer one is damaged. Returns the number of steps done,
-        0 without a checkpoint; then `first` gives the weights to begin with, or the model keeps its own. Raises
-        CheckpointError, and DataError for damaged metrics.
-
-        parts: what the rank updates; it reads no other moments, whatever number of ranks has written them."""
-        # The weights that this rank holds: all of them, or of a sharded model its parts.
+        """Load the newest valid checkpoint, with a warning if a newer one is damaged; returns the
+        number of steps done. Without a checkpoint `first` gives the weights to begin with, or the
+        model keeps its own. parts: what the rank updates; it reads no other moments, whatever
+        number of ranks has written them. Raises CheckpointError, and DataError for damaged
+        metrics."""
+        # The weights that this rank holds: all of them, or its parts of a sharded model.
         newest = checkpoint.newest(self.out, self.ranks)
         held = parts if self.config.train.shard else parameter_parts(model)
-        wanted: Wanted = {part.name: (part.parameter.shape, part.start, part.stop) for part in held}
-
-        def put(weights: dict[str, Tensor]) -> None:
-            with torch.no_grad():
-                for part in held:
-                    part.updated.view(-1)[: part.stop - part.start] = weights[part.name].to(part.updated.device)
-
-        if newest is None:
-            if first is not None:
-                put(first(wanted))
-            if self.ranks.is_first:
-                self.truncate_metrics(0)
-            return 0
-        if newest.run != self.id:
+        wanted: Wanted = {part.name: part.place for part in held}
+        if newest is not None and newest.run != self.id:
             raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
-        put(checkpoint.read_parts(newest.path, WEIGHTS, wanted))
-        # AdamW's state, in the form that its first step makes. Muon's momentum is there too; its "step" is not used.
-        moments = checkpoint.read_parts(newest.path, OPTIMIZER, {
-            f"{kind}.{part.name}": (part.parameter.shape, part.start, part.stop)
-            for part in parts for kind in part.moments})
+        if newest is not None:
+            put(checkpoint.read_parts(newest.path, WEIGHTS, wanted), held)
+            self.load_moments(newest, parts, optimizer)
+        elif first is not None:
+            put(first(wanted), held)
+        step = 0 if newest is None else newest.step
+        if self.ranks.is_first:
+            self.truncate_metrics(step)
+        if newest is not None and newest.damaged:
+            logger.warning(f"going back to step {step}, newer checkpoints are damaged ({newest.reasons()})")
+        return step
+
+    def load_moments(self, saved: checkpoint.Checkpoint, parts: Sequence[ParameterPart],
+                     optimizer: torch.optim.AdamW) -> None:
+        """Give the optimizer its state in the form that its first step makes; Muon uses no
+        "step"."""
+        moments = checkpoint.read_parts(saved.path, OPTIMIZER, {
+            f"{kind}.{part.name}": part.place for part in parts for kind in part.moments})
         with torch.no_grad():
             for part in parts:
-                state = {kind: torch.zeros_like(part.updated) for kind in part.moments}
+                state = {"step": torch.tensor(float(saved.step), device=part.updated.device)}
                 for kind in part.moments:
+                    state[kind] = torch.zeros_like(part.updated)
                     state[kind].view(-1)[: part.stop - part.start] = moments[f"{kind}.{part.name}"]
-                n_done = torch.tensor(float(newest.step), device=part.updated.device)
-                optimizer.state[part.updated] = {"step": n_done, **state}
-        if self.ranks.is_first:
-            self.truncate_metrics(newest.step)
-        if newest.damaged:
-            logger.warning(f"going back to step {newest.step}, newer checkpoints are damaged ({newest.reasons()})")
-        return newest.step
+                optimizer.state[part.updated] = state
 
     def save(self, step: int, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
-        """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the texts `extra_files`
-        by file name. Every rank calls it, and writes its parts of the moments and, if sharded, of the weights."""
+        """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the
+        texts `extra_files` by file name. Every rank writes its parts of the moments and, if
+        sharded, the weights."""
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
         tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.updated][kind])
                                for part in own for kind in part.moments}}
         if self.is_sharded:
             tensors[WEIGHTS] = {part.name: held_by(part, part.updated.detach()) for part in own}
-        # Of several ranks each writes a file, and an index says which elements each file has.
+        # Each of several ranks writes a file, and an index says which elements each file has.
         if ranks.size > 1:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
             for stem in tuple(tensors):
@@ -172,7 +172,8 @@ class Run:
                         keep=self.config.train.keep, ranks=ranks)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises ResourceError."""
+        """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises
+        ResourceError."""
         if not self.ranks.is_first:
             return
         try:
@@ -183,8 +184,8 @@ class Run:
                                 "free some space; the same command goes on from the newest checkpoint") from e
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a partial line. Raises
-        DataError, and changes nothing, if another line is damaged."""
+        """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a
+        partial line. Raises DataError, and changes nothing, if another line is damaged."""
         path = self.out / METRICS_FILE
         if path.exists():
             kept = [record for record in (read_metrics(self.out) if step else [])
@@ -192,8 +193,16 @@ class Run:
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
+def put(weights: dict[str, Tensor], parts: Sequence[ParameterPart]) -> None:
+    """Copy stored weights into the parts of a model."""
+    with torch.no_grad():
+        for part in parts:
+            part.updated.view(-1)[: part.stop - part.start] = weights[part.name].to(part.updated.device)
+
+
 def held_by(part: ParameterPart, x: Tensor) -> Tensor:
-    """A part's weights or moments as a checkpoint has them: in the parameter's shape if it is whole, else flat."""
+    """A part's weights or moments as a checkpoint has them: the parameter's shape if whole, else
+    flat."""
     n = part.stop - part.start
     if n == part.parameter.numel():
         return x.view(-1)[:n].view(part.parameter.shape)
@@ -206,15 +215,14 @@ def file_of(stem: str, rank: int, n_ranks: int) -> str:
 
 
 def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
-    """The index of a checkpoint in several files: of each tensor its shape, and which elements each file has.
-
-    places: of each rank, the first element and the end of its part of each parameter, by name."""
+    """The index of a checkpoint in several files: each tensor's shape, and which elements each file
+    has. places: where each rank's part of each parameter begins and ends, by name."""
     index = {}
-    for name, whole, moments in ((part.name, part.parameter, part.moments) for part in parts):
-        for tensor in [name] if stem == WEIGHTS else [f"{kind}.{name}" for kind in moments]:
-            files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[name]]
-                     for rank, at in enumerate(places) if name in at]
-            index[tensor] = {"shape": list(whole.shape), "parts": files}
+    for part in parts:
+        files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[part.name]]
+                 for rank, at in enumerate(places) if part.name in at]
+        for name in [part.name] if stem == WEIGHTS else [f"{kind}.{part.name}" for kind in part.moments]:
+            index[name] = {"shape": list(part.parameter.shape), "parts": files}
     return index
 
 

@@ -1,4 +1,4 @@
-"""Process settings that affect speed (device, float32 precision, the C allocator), and memory use."""
+"""Settings of the process that affect speed (device, precision, C allocator), and memory use."""
 
 import ctypes
 import os
@@ -18,10 +18,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of ma
 
 
 def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[str, str]:
-    """Set float32 precision and, on a CPU, the allocator; returns both settings in words, for logs and measured rows.
-
-    float32 matmuls stay float32: "high" would allow TF32 or sums of bfloat16. On a CPU see `choose_allocator`, also for
-    give_back."""
+    """Set float32 precision and, on a CPU, the allocator (see `choose_allocator`); returns both
+    settings in words. float32 matmuls stay float32: "high" would allow TF32 or sums of bfloat16."""
     torch.set_float32_matmul_precision("highest")
     chosen = {"float32_matmul": "highest"}
     if device.type == "cpu":
@@ -30,9 +28,9 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
 
 
 def pick_device(device: torch.device | str | None = None, *, give_back: bool = False) -> torch.device:
-    """The device `device` ("cpu" or "cuda"), by default cuda if available. The process is set up for it, see
-    `choose_settings`, which takes give_back. Each process that `torchrun` starts on a machine has its own GPU. Raises
-    UsageError for an unknown or missing device, and for more processes than GPUs."""
+    """The device `device` ("cpu" or "cuda"), by default cuda if available, with `choose_settings`
+    done. Each process that `torchrun` starts on a machine has its own GPU. Raises UsageError for an
+    unknown or missing device, and for more processes than GPUs."""
     name = device.type if isinstance(device, torch.device) else device
     require(name in (None, "cpu", "cuda"), "unknown device", str(name), "one of cpu, cuda")
     require(name != "cuda" or torch.cuda.is_available(), "no such device here", "cuda", "use --device cpu")
@@ -48,12 +46,14 @@ def pick_device(device: torch.device | str | None = None, *, give_back: bool = F
 
 
 def choose_allocator(give_back: bool = False) -> str:
-    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum, in the heap; returns the choice in words.
+    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum, in the heap; returns the
+    choice in words.
 
-    By default malloc returns such tensors to the system, which then clears and maps their pages anew at every step.
-    Larger tensors always go back, because holes between them would waste more of the heap. With `give_back` every
-    tensor from 1 MiB on goes back, and all threads share one heap: steps take longer, and holes waste nothing. This is
-    also chosen under `ulimit -v`, where holes and the 64 MiB of addresses per thread heap count against the limit."""
+    By default malloc returns them to the system, which then clears and maps their pages anew at
+    every step. Larger tensors always go back: holes between them would waste more of the heap. With
+    `give_back` every tensor from 1 MiB on goes back, and all threads share one heap: steps take
+    longer, and holes waste nothing. This is also chosen under `ulimit -v`, where holes and the 64
+    MiB of addresses per thread heap count against the limit."""
     libc = ctypes.CDLL(None)
     if not sys.platform.startswith("linux") or not hasattr(libc, "gnu_get_libc_version"):
         return "as it is"
@@ -65,9 +65,9 @@ def choose_allocator(give_back: bool = False) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can have without swapping, at most the limit of this process and that of its container
-    (cgroup v2). None on other systems than Linux."""
-    free = bytes_of("/proc/meminfo", "MemAvailable")
+    """Memory that processes can have without swapping, at most the limit of this process and of its
+    container (cgroup v2). None on other systems than Linux."""
+    free = system_bytes("/proc/meminfo", "MemAvailable")
     if free is None:
         return None
     limits = [free, resource.getrlimit(resource.RLIMIT_AS)[0]]
@@ -78,19 +78,19 @@ def available_bytes() -> int | None:
 
 def peak_rss_bytes() -> int:
     """The peak memory of this process. On Linux not `ru_maxrss`, which starts at the parent's."""
-    peak = bytes_of("/proc/self/status", "VmHWM")
+    peak = system_bytes("/proc/self/status", "VmHWM")
     if peak is not None:
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def bytes_of(path: str, name: str) -> int | None:
-    """The number N of a line `name: N kB` in a file of the system, in bytes; None if the file or line is missing."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-    except (OSError, StopIteration):
-        return None
+def system_bytes(path: str, name: str) -> int | None:
+    """N of a line `name: N kB` in a file of the system, in bytes; None without the file or line."""
+    with suppress(OSError):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def peak_bytes(device: torch.device) -> int:

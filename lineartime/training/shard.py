@@ -1,9 +1,11 @@
-"""Models that one process cannot hold: parameters, gradients and moments are sharded over the ranks by FSDP2.
+"""Models that one process cannot hold: FSDP2 shards parameters, gradients and moments over the
+ranks.
 
-Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and then freed; so are
-those of the embedding, the last norm and the head together. Parameters stay in float32 and autocast is inside, because
-a policy of bfloat16 would round the angles of positions too. Every rank takes every W-th micro-batch, and the gradients
-of W consecutive ones are the lower levels of `ordered`'s tree: any number of ranks ends in the same bits."""
+Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and
+then freed; so are those of the embedding, the last norm and the head together. Parameters stay in
+float32 and autocast is inside, because a policy of bfloat16 would round the angles of positions
+too. Every rank takes every W-th micro-batch, and the gradients of W consecutive ones are the lower
+levels of the tree in `ordered`: any number of ranks ends in the same bits."""
 
 import gc
 import hashlib
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class OrderedReduceScatter:
-    """What FSDP2 calls with a unit's gradients: this rank's part of their sum, each times its rank's `share`, as a tree
-    in rank order."""
+    """What FSDP2 calls with a unit's gradients: this rank's part of their sum, each times its
+    rank's `share`, as a tree in rank order."""
 
     share = 1.0
     """The share of the step's targets that this rank's micro-batch has."""
@@ -39,7 +41,8 @@ class OrderedReduceScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object,
                  async_op: bool = False) -> None:
-        """input_tensor: `[W N]`, the gradients by the rank they go to; output_tensor: `[N]`. op is a sum."""
+        """input_tensor: `[W N]`, the gradients by the rank they go to; output_tensor: `[N]`. op is
+        a sum."""
         # Not PyTorch's reduce-scatter, which adds in an order that depends on the number of ranks.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor * self.share, group=group)
@@ -48,11 +51,12 @@ class OrderedReduceScatter:
 
 
 def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
-    """Give a model on the meta device its initial values and shard it in place, a layer at a time; returns what adds
-    its gradients. In a process on its own nothing is sharded.
+    """Give a model on the meta device its initial values and shard it in place, a layer at a time;
+    returns what adds its gradients. A process on its own shards nothing.
 
-    The values of a layer are drawn from (seed, place), so they do not depend on the number of ranks. A model that is
-    never sharded draws all of them from one generator, and starts from others."""
+    The values of a layer are drawn from (seed, place), so they do not depend on the number of
+    ranks. A model that is never sharded draws all of them from one generator, and starts from
+    others."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
     reduce_scatter = OrderedReduceScatter()
     mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
@@ -65,7 +69,8 @@ def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.d
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
-    # A layer is given memory, its values, and then its share, so that no process ever has the whole model.
+    # A layer is given memory, its values, and then its share, so that no process ever has the whole
+    # model.
     for place, layer in enumerate(model.residual_layers()):
         layer.to_empty(device=device)
         torch.manual_seed(seed_of(seed, f"layers.{place}"))
@@ -89,25 +94,25 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def sharded_parts(model: nn.Module, ranks: Ranks) -> list[ParameterPart]:
-    """The part of each parameter that this rank of a sharded model holds: consecutive rows, as FSDP2 has them."""
+    """What this rank of a sharded model holds of each parameter: consecutive rows, as in FSDP2."""
     parts = []
     for name, p in model.named_parameters():
         # FSDP2 gives each rank equally many rows, rounded up; the last ranks may have none.
         per_rank = -(-p.shape[0] // ranks.size) * math.prod(p.shape[1:])
         start, stop = (min(rank * per_rank, p.numel()) for rank in (ranks.rank, ranks.rank + 1))
-        parts.append(ParameterPart(name, p, start, stop, nn.Parameter(padded(local(p)))))
+        parts.append(ParameterPart(name, p, start, stop, nn.Parameter(padded_to_vector(local(p)))))
     return parts
 
 
 def forget_shards() -> None:
-    """Drop what PyTorch keeps of sharded models that are no longer used. It has their process group, whose threads
-    would go on while Python ends; now and then that aborted a process whose work was done."""
+    """Drop what PyTorch keeps of sharded models. It has their process group, whose threads would go
+    on while Python ends; now and then that aborted a process whose work was done."""
     _clear_sharding_prop_cache()
     gc.collect()  # FSDP2 and the model refer to each other
 
 
-def padded(x: Tensor) -> Tensor:
-    """A tensor, flattened. If its size is no multiple of `VECTOR`, a copy that zeros fill up to a multiple."""
+def padded_to_vector(x: Tensor) -> Tensor:
+    """A tensor, flattened; a copy with zeros at its end if its size is no multiple of `VECTOR`."""
     flat = x.reshape(-1)
     return torch.cat([flat, flat.new_zeros(-len(flat) % VECTOR)]) if len(flat) % VECTOR else flat
 

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import torch
@@ -16,7 +16,8 @@ Progress = Callable[[str, int, int | None], None]
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT requests a stop at the next safe moment; the second ends the process at once."""
+    """The first SIGTERM or SIGINT requests a stop at the next safe moment; the second ends the
+    process at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -28,8 +29,8 @@ class StopSignal:
             raise Stopped(f"stopped by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}", note, self.number)
 
     def agree(self, ranks: Ranks) -> bool:
-        """Whether a stop was requested of any rank: one answer for all, so that they stop at the same place. A signal
-        that comes while they ask counts the next time."""
+        """Whether a stop was requested of any rank: one answer for all, so that they stop at the
+        same place. A signal that comes while they ask counts the next time."""
         # The largest number of a signal is the same on all ranks, and 0 if no rank was asked.
         number = int(gather(torch.tensor(self.number or 0), ranks).max())
         self.number = number or self.number
@@ -37,8 +38,8 @@ class StopSignal:
 
     def watch(self, note: str, progress: Progress | None, what: str, total: int | None,
               ranks: Ranks = ALONE) -> Callable[[int], None]:
-        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was requested. All
-        ranks call it equally often."""
+        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was
+        requested. All ranks call it equally often."""
         def counted(done: int) -> None:
             if progress is not None:
                 progress(what, done, total)
@@ -49,19 +50,18 @@ class StopSignal:
 
     @contextmanager
     def listening(self, tell: Callable[[str], None] = lambda name: None) -> Iterator["StopSignal"]:
-        """Handle the signals inside the block. tell is called with the name of the first, in the signal's handler."""
+        """Handle the signals inside the block. tell is called with the name of the first, in its
+        handler."""
         def asked(number: int, frame: FrameType | None) -> None:
             if self.number is not None:
                 return
             self.number = number
             tell(signal.Signals(number).name)
             time.sleep(0.1)  # programs such as `timeout` send the same signal twice
-            for each in before:
+            for each in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(each, signal.SIG_DFL)
 
-        before = {each: signal.signal(each, asked) for each in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        with ExitStack() as at_end:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                at_end.callback(signal.signal, each, signal.signal(each, asked))
             yield self
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)

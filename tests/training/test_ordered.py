@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import Ranks
-from lineartime.training.ordered import VECTOR, cut, own_rows, require_fitting, tree_sum
+from lineartime.training.ordered import VECTOR, cut_for_ranks, own_rows, require_fitting, tree_sum
 
 
 def terms(n, seed=0):
@@ -58,7 +58,7 @@ def test_the_rows_of_a_step_are_shared_out(shard):
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 40)), min_size=1, max_size=8), st.integers(1, 9))
 def test_every_element_has_one_rank(shapes, n_ranks):
-    shares = cut(tuple(shapes), n_ranks)
+    shares = cut_for_ranks(tuple(shapes), n_ranks)
     n_elements = [sum(stop - start for start, stop in share) for share in shares]
     assert max(n_elements) - min(n_elements) <= 2 * VECTOR * max(row for _, row in shapes)
     for i, (n_rows, row) in enumerate(shapes):

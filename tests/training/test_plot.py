@@ -23,7 +23,8 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
     (folder / "run.json").write_text(json.dumps(described))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, n_steps + 1):
-            file.write(json.dumps({"step": step, "loss": 4 + 3 / step, "learning_rate": 1 / step, "clock": CLOCK}) + "\n")
+            record = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1 / step, "clock": CLOCK}
+            file.write(json.dumps(record) + "\n")
             if held_out and step % 20 == 0 and (last or step < n_steps):
                 file.write(json.dumps({"step": step, "held_out": {"loss": 4.2 + 3 / step}, "clock": CLOCK}) + "\n")
     if result:
