@@ -17,7 +17,7 @@ import torch
 from lineartime.base.errors import DataError, NumericsError
 from lineartime.base.files import write_atomically
 from lineartime.base.settings import PRECISIONS, require
-from lineartime.cli.exits import exit_code
+from lineartime.cli.terminal import exit_code
 from lineartime.data.tokens import TokenStream
 from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel

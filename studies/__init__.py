@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import ROOT, Row
 from benchmarks.append import rows_in
 from benchmarks.pages import fill_place
-from lineartime.cli.exits import exit_code
+from lineartime.cli.terminal import exit_code
 
 
 def rows_of(name: str) -> Path:

@@ -19,8 +19,7 @@ from benchmarks.peers import build_peer, state_size
 from benchmarks.provenance import installed_version
 from lineartime.base.files import write_atomically
 from lineartime.base.ranks import Ranks
-from lineartime.cli.exits import exit_code
-from lineartime.cli.terminal import Terminal, say_stopping
+from lineartime.cli.terminal import Terminal, exit_code, say_stopping
 from lineartime.data.tokens import open_data, open_split, read_manifests, sha256_of
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import evaluate_data

@@ -1,22 +1,31 @@
-"""`lineartime evaluate`: scores of a split of prepared text or of answers to questions."""
+"""What a run is worth and what becomes of it: `lineartime evaluate`, `score`, `plot` and `export`."""
 
 import json
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import DataError, UsageError
 from lineartime.base.files import check_place, write_atomically, write_json
 from lineartime.base.ranks import connected, launched
 from lineartime.base.settings import require
-from lineartime.base.stores import require_there
+from lineartime.base.stores import file_blocks, joined, require_there, stdin_blocks
 from lineartime.cli.options import Device, Precision
-from lineartime.cli.terminal import Terminal, say, summary
-from lineartime.folders import named_folder
+from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping, summary
+from lineartime.data.read_text import PIECE
+from lineartime.folders import named_folder, require_run
 from lineartime.tasks.qa.finetune_config import Evidence, MaxAnswerTokens, Stride
+
+if TYPE_CHECKING:
+    from lineartime.use.scoring import Row, ScoringState
 
 FOR_QUESTIONS = ("evidence", "stride", "max_answer_tokens", "predictions")
 """Options that need --questions."""
+SAVE_SECONDS = 30.0
+"""Between two saves of the state."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +37,10 @@ class EvaluateOptions:
     split: Annotated[str, "Which part of the text: train, validation or test."] = "validation"
     context: Annotated[int | None, "Tokens in a row; by default as in training."] = None
     out: Annotated[Path | None, "JSON file for the scores."] = None
-    batch_rows: Annotated[int | None, "Rows scored at once; changes only rounding, speed and memory. By default 8, and "
-                          "fewer in rows of more than 8K tokens."] = None
+    batch_rows: Annotated[int | None, "Rows scored at once, by default up to 8; changes only rounding."] = None
     precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
-    questions: Annotated[tuple[str, ...], "Score answers to these questions instead: TriviaQA's JSON or parquet, or "
-                         "hub:mandarjoshi/trivia_qa:rc.wikipedia/train; may be given again."] = ()
+    questions: Annotated[tuple[str, ...], "Score answers instead: TriviaQA's questions, as finetune takes them."] = ()
     evidence: Evidence = None
     stride: Stride = None
     max_answer_tokens: MaxAnswerTokens = 30
@@ -82,7 +89,7 @@ def evaluate(options: EvaluateOptions) -> None:
         model.to(picked)
         result = evaluate(model, stream, context=options.context, batch_rows=options.batch_rows,
                           precision=options.precision, ranks=ranks,
-                          progress=terminal.counting("evaluating", stream.n_tokens))
+                          progress=lambda n: terminal.count("evaluating", n, stream.n_tokens))
         facts["context"], scores = options.context or model.config.context, result.to_dict()
         unit = "nats per token" if result.n_read is None else "nats per masked token"
         lines = [summary(options.split, scores),
@@ -118,7 +125,7 @@ def evaluate_answers(run: Path, options: EvaluateOptions) -> None:
         scores, answers = evaluate_questions(
             model.to(pick_device(options.device)), tokenizer, asked, context=options.context, stride=options.stride,
             max_answer_tokens=options.max_answer_tokens, batch_rows=options.batch_rows or 8,
-            precision=options.precision, progress=terminal.counting("answering", len(asked)))
+            precision=options.precision, progress=lambda n: terminal.count("answering", n, len(asked)))
     lines = []
     if "f1" in scores:
         without = scores["questions_without_document"]
@@ -128,3 +135,123 @@ def evaluate_answers(run: Path, options: EvaluateOptions) -> None:
         write_json(predictions, answers, ascii_only=False)
         lines.append(f"answers  {predictions}")
     show_or_print(facts | scores, lines, options.out, options.as_json)
+
+
+
+def score(
+    model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "MODEL"],
+    file: Annotated[str, "A file of text or its address, which may be packed, or `-` for stdin.", "FILE"],
+    *,
+    per: Annotated[Literal["line", "token", "document"], "What a row scores; a document is the whole text."] = "line",
+    state: Annotated[Path | None, "File for the state; the same command goes on after what it has read."] = None,
+    as_json: Annotated[bool, "Print rows of JSON.", "--json"] = False,
+    precision: Precision = "float32",
+    device: Device = None,
+) -> None:
+    """Score a text as it comes, in bits. Every line is scored given all before it; what is
+    unexpected has many bits. A row has a number, the bits, the bytes, the bits per byte, and how
+    the line begins. FLASH reads an endless stream in constant memory."""
+    if state is not None:
+        check_place(state)
+    require_there([file])
+    folder = named_folder(model)
+    from lineartime.training.runtime import pick_device
+    from lineartime.training.stop import StopSignal
+    from lineartime.use.scoring import open_state
+    from lineartime.use.scoring import score as rows_of
+    from lineartime.weights.load import load_model
+
+    loaded, tokenizer, _ = load_model(folder)
+    loaded.to(pick_device(device))
+    now = open_state(loaded, tokenizer, state)
+    begun = saved = time.monotonic()
+    n_before = now.n_tokens
+
+    def blocks() -> Iterator[bytes]:
+        """The next text. It is asked for when the rows of all before it are printed, and the state
+        is whole."""
+        nonlocal saved
+        for block in stdin_blocks(PIECE, ticks=True) if file == "-" else file_blocks(file, now.n_read):
+            yield block
+            sys.stdout.flush()
+            if state is not None and time.monotonic() - saved >= SAVE_SECONDS:
+                now.save(state)
+                saved = time.monotonic()
+            if stop.number is not None:
+                return
+
+    with StopSignal().listening(say_stopping) as stop:
+        rows = rows_of(loaded, tokenizer, blocks(), per=per, precision=precision, state=now, keep=state is not None,
+                       name="stdin" if file == "-" else file)
+        try:
+            for row in rows:
+                print(line_of(row, per, as_json))
+        except DataError:
+            if state is not None and file == "-":  # what came before the wrong byte does not come again
+                now.save(state)
+            raise
+        sys.stdout.flush()
+        if state is not None:
+            now.save(state)
+        note_scored(now, now.n_tokens - n_before, time.monotonic() - begun, state)
+        stop.check("nothing is kept" if state is None else f"the same command goes on with {state}")
+
+
+def line_of(row: "Row", per: str, as_json: bool) -> str:
+    """What is printed of a row."""
+    per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
+    if as_json:
+        return json.dumps({"number": row.number, "bits": round(row.bits, 4), "bytes": row.n_bytes,
+                           "bits_per_byte": round(per_byte, 4), "text": row.text})
+    return f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}"
+
+
+def note_scored(now: "ScoringState", n_new: int, seconds: float, state: Path | None) -> None:
+    """Print what is scored so far, and how fast, to stderr. n_new: tokens of this call."""
+    per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / max(now.n_tokens, 1))
+    note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
+         f"byte, perplexity {perplexity:.1f} per token; {n_new / max(seconds, 1e-9):,.0f} tokens/s")
+    if now.shown:
+        note(f"the last line has no end yet; what came of it waits in {state}")
+
+
+def export(
+    run: Annotated[str, "A run of `lineartime train`.", "RUN"],
+    out: Annotated[str, "New folder for the model, or its address in a store."],
+    data: Annotated[str | None, "Prepared text for the card's scores; by default what the run was trained on."] = None,
+    about: Annotated[str | None, "Markdown file with which the model card begins, or its address."] = None,
+    device: Device = None,
+) -> None:
+    """Export a run to a folder for sharing.
+    It holds weights in bfloat16 and a model card with held-out scores."""
+    results_are_files()
+    folder = named_folder(run)
+    from lineartime.data.read_text import read_small
+    from lineartime.training.runtime import pick_device
+    from lineartime.use.export import export
+
+    text = read_small(about) if about is not None else ""
+    with Terminal() as terminal:
+        scores, n_bytes = export(folder, out, data=data, about=text, device=pick_device(device),
+                                 progress=terminal.count)
+    for split, evaluation in scores.items():
+        say(summary(split, evaluation.to_dict()))
+    say(f"weights  {joined(out, 'model.safetensors')} ({n_bytes / 1e6:.1f} MB; open with lineartime.load_model or "
+        "transformers)")
+    say(f"card     {joined(out, 'README.md')}")
+
+
+def plot(
+    runs: Annotated[tuple[str, ...], "A run; or LABEL=RUN several times, to draw runs side by side.", "RUNS"],
+    out: Annotated[Path | None, "PNG file to write; needed for several runs."] = None,
+) -> None:
+    """Draw the curves of runs."""
+    split = [(text, "", text) if Path(text).is_dir() else text.partition("=") for text in runs]
+    named = {label: Path(path or label) for label, _, path in split}  # the label of a run without one is its path
+    require(out is not None or len(runs) < 2, "the picture needs a file", "plot", "give --out a .png")
+    require(len(named) == len(runs), "two runs have the same label", ", ".join(runs), "name each as LABEL=RUN")
+    for run in named.values():
+        require_run(run)
+    from lineartime.training.plot import plot_run, plot_side_by_side
+
+    say(str(plot_run(*named.values()) if out is None else plot_side_by_side(named, out)))

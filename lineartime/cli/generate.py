@@ -26,8 +26,7 @@ LONG_PROMPT = 20_000
 
 def generate(
     model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "MODEL"],
-    prompts: Annotated[tuple[str, ...], "Texts to continue; `-` reads one from stdin. Without any, a new document "
-                       "begins.", "PROMPTS"] = (),
+    prompts: Annotated[tuple[str, ...], "Texts to continue, by default a new document; `-` is stdin.", "PROMPTS"] = (),
     *,
     prompt_file: Annotated[tuple[str, ...], "File with a prompt, or its address; may be given again."] = (),
     state: Annotated[Path | None, "Go on from the text that `lineartime read` read: each prompt follows it."] = None,
@@ -109,11 +108,6 @@ def read(
     from lineartime.weights.generation.generate import read as read_text
 
     loaded, tokenizer = load_writer(folder, device, precision)
-    empty = loaded.decoding_state(1)
-    constant, grows = empty.n_bytes, any(cache.growing for cache in empty.caches)
-    empty.reserve(1)
-    note(f"state    {constant / 1e6:.1f} MB, " + ("whatever the length of the text" if not grows else
-                                                  f"and {empty.n_bytes - constant:,} bytes or more for each token"))
     n_file_bytes = None if book == "-" or packing_of(book) else size_of(book)
     begun = time.monotonic()
     with Terminal() as terminal:

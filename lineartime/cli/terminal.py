@@ -1,19 +1,19 @@
-"""Terminal output: lines, progress bars, and streamed text."""
+"""What a command prints: lines, progress, streamed text; and how it ends: an error is one line and an exit code."""
 
 import io
 import logging
 import os
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
-from lineartime.base.errors import escaped
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from lineartime.base.errors import LineartimeError, Stopped, escaped
+from lineartime.base.ranks import launched, speaks_first
 
 
 class Screen:
@@ -38,18 +38,28 @@ class Screen:
             self.stream.flush()
 
     def isatty(self) -> bool:
-        """False, so that no library styles text: its escape sequences would be written as text
-        too."""
+        """False, so that no library styles text: its escape sequences would be written as text."""
         return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
+class Lines(logging.Handler):
+    """Prints the library's log, a line per record: information on stdout, warnings on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING:
+            say(record.getMessage())
+        else:  # a kernel that does not run is a note
+            kind = "note" if record.name.startswith("lineartime.ops") else "warning"
+            note(f"{kind}: {record.getMessage()}")
+
+
 @contextmanager
 def screens() -> Iterator[None]:
-    """Inside the block, sys.stdout and sys.stderr are `Screen`s. Closed streams are opened on
-    /dev/null first, so that no file of ours takes their numbers."""
+    """Inside the block, sys.stdout and sys.stderr are `Screen`s, which show the library's log too.
+    Closed streams are opened on /dev/null first, so that no file of ours takes their numbers."""
     # The lowest free number is taken, so this ends when 0, 1 and 2 are all open.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -59,9 +69,13 @@ def screens() -> Iterator[None]:
     out = Screen(sys.stdout or open(1, "w", encoding="utf-8"), lenient=False)
     err = Screen(sys.stderr or open(2, "w", encoding="utf-8"), lenient=True)
     sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
+    logger, lines = logging.getLogger("lineartime"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
+        logger.removeHandler(lines)
         for screen, number in ((out, 1), (err, 2)):
             try:
                 screen.stream.flush()
@@ -86,33 +100,9 @@ def note(line: str) -> None:
 
 
 def say_stopping(name: str) -> None:
-    """Say that a signal was heard; the `tell` of `StopSignal.listening`, which may be called at any
-    moment."""
+    """Say that a signal was heard. `StopSignal.listening` may call it at any moment."""
     with suppress(OSError):
         os.write(2, f"\n{name}: stops at the next safe moment and saves; another one ends it at once\n".encode())
-
-
-class Lines(logging.Handler):
-    """Prints the library's log, a line per record: information on stdout, warnings on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING:
-            say(record.getMessage())
-        else:  # a kernel that does not run is a note
-            kind = "note" if record.name.startswith("lineartime.ops") else "warning"
-            note(f"{kind}: {record.getMessage()}")
-
-
-@contextmanager
-def shown_log() -> Iterator[None]:
-    """Print the library's log inside the block."""
-    logger, lines = logging.getLogger("lineartime"), Lines()
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(lines)
 
 
 class Terminal:
@@ -121,10 +111,14 @@ class Terminal:
 
     def __init__(self) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        self.console = Console(file=getattr(sys.stderr, "stream", sys.stderr))
-        self.bar: Progress | None = None
-        self.what, self.last_line, self.words, self.held_out = "", time.time(), "", ""
+        console = Console(file=getattr(sys.stderr, "stream", sys.stderr))
+        self.bar = Progress(TextColumn("{task.fields[shown]}", markup=False), BarColumn(),
+                            TextColumn("{task.description}", markup=False), TimeElapsedColumn(), TextColumn("left"),
+                            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+                            get_time=time.time, speed_estimate_period=600)
+        self.what, self.words, self.held_out, self.last_line = "", "", "", time.time()
 
     def __enter__(self) -> "Terminal":
         return self
@@ -134,42 +128,26 @@ class Terminal:
 
     def close(self) -> None:
         """End the live bar."""
-        if self.bar is not None:
-            self.bar.stop()
-        self.bar, self.what = None, ""
+        self.bar.stop()
+        for number in self.bar.task_ids:
+            self.bar.remove_task(number)
+        self.what = ""
 
     def count(self, what: str, done: float, total: int | None, words: str = "") -> None:
-        """Show how much of some work is done, of `total` if that is known; it replaces what was
+        """Show how much of some work is done, of `total` if that is known. It replaces what was
         shown of other work."""
-        if self.bar is None or self.what != what:
-            self.close()
-            self.bar, self.what = self.new_bar(what, done, total), what
         shown = f"{what} {int(done):,}" + ("" if total is None else f"/{total:,}")
+        if self.what != what:
+            self.close()
+            self.what, self.bar.live.transient = what, what != "step"  # the bar of training stays when it is over
+            self.bar.add_task("", total=total, completed=int(done), shown=shown)  # they do not count in the speed
+            self.bar.start()
         self.bar.update(self.bar.task_ids[0], completed=done, description=words, shown=shown)
         # Off a terminal, as in a log file: a line now and then.
-        if not self.console.is_terminal and time.time() - self.last_line >= 10:
+        if self.bar.disable and time.time() - self.last_line >= 10:
             self.last_line = time.time()
             left = self.bar.tasks[0].time_remaining  # by the speed of the last minutes
             note("  ".join(filter(None, [shown, words, f"{timedelta(seconds=round(left))} left" if left else ""])))
-
-    def new_bar(self, what: str, done: float, total: int | None) -> "Progress":
-        """A live bar, which is shown on a terminal alone. That of training stays there when it is
-        over."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        left = [] if total is None else [TextColumn("left"), TimeRemainingColumn()]
-        bar = Progress(TextColumn("{task.fields[shown]}", markup=False), BarColumn(),
-                       TextColumn("{task.description}", markup=False), TimeElapsedColumn(), *left, console=self.console,
-                       transient=what != "step", disable=not self.console.is_terminal, get_time=time.time,
-                       speed_estimate_period=600)
-        task = bar.add_task("", total=total, shown=what)
-        bar.tasks[task].completed = done  # what was done before is not counted in the speed
-        bar.start()
-        return bar
-
-    def counting(self, what: str, total: int | None = None) -> Callable[[int], None]:
-        """The `progress` callback for a function that passes a count alone."""
-        return lambda done: self.count(what, done, total)
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a line of the metrics; the `on_step` callback of training."""
@@ -183,11 +161,6 @@ class Terminal:
         self.count("step", step, steps, self.words)
 
 
-def counted(n: int, what: str = "document") -> str:
-    """A number of things in words, such as "1 document"."""
-    return f"{n:,} {what}" + "s" * (n != 1)
-
-
 def summary(name: str, scores: dict[str, Any]) -> str:
     """A line of the scores of `Evaluation.to_dict`."""
     scores = {name: float("inf") if value is None else value for name, value in scores.items()}
@@ -197,3 +170,45 @@ def summary(name: str, scores: dict[str, Any]) -> str:
     return (f"{name:<8} {scores['bits_per_byte']:.3f} bits per byte, {scores['loss']:.3f} nats per token, perplexity "
             f"{scores['perplexity']:.1f} per token and {scores['word_perplexity']:.1f} per word "
             f"({scores['n_tokens']:,} tokens, {scores['n_words']:,} {scores['word_count']} words)")
+
+
+def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
+    """Call a function; returns what it returns, 0 for None, or the exit code of its error, which
+    is said in one line on stderr. debug: show a traceback with an error."""
+    try:
+        return call() or 0
+    except LineartimeError as e:
+        return fail(e, e.exit_code, debug)
+    except KeyboardInterrupt as e:
+        return fail(e, 130, debug, "interrupted")
+    except BrokenPipeError:  # the reader of stdout has what it wants
+        return 0
+    except OSError as e:
+        what = e.strerror or f"{type(e).__name__}: {e}"
+        return fail(e, 6, debug, f"{what}: {e.filename!r}" if e.filename is not None else what)
+    except Exception as e:
+        if isinstance(e, RuntimeError):
+            from lineartime.training.loop import out_of_memory  # with torch, which raised this or was imported anyway
+        if isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and out_of_memory(e)):
+            return fail(e, 6, debug, "out of memory")
+        refused = getattr(e, "format_message", None)  # what typer does not understand, such as an unknown option
+        text = str(e).partition("\nException raised from")[0]  # the rest is the stack of PyTorch's C++
+        what = refused() if refused else f"internal: {type(e).__name__}: {text}; run again with --debug and report it"
+        return fail(e, 2 if refused else 1, debug, what)
+
+
+def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
+    """Say an error, or which signal ended the command, in one line on the first rank that has one;
+    returns the code."""
+    if debug:
+        traceback.print_exception(error)
+    ranks = launched()
+    if not speaks_first(ranks, error):
+        return code
+    line = escaped(" ".join((message or str(error)).split()))
+    if ranks.size > 1 and code in (1, 3, 4, 6):  # what one rank can have alone
+        line += f" (rank {ranks.rank} on {socket.gethostname()})"
+    begin = "" if isinstance(error, Stopped | KeyboardInterrupt) else "error: "  # a stop that was asked for is none
+    with suppress(OSError):  # the code counts where stderr is full
+        print(begin + line, file=sys.stderr if ranks.is_first else sys.__stderr__)
+    return code

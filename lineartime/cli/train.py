@@ -2,6 +2,7 @@
 questions."""
 
 import importlib.util
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,9 @@ class RunOptions:
     """The settings of a run that have an option of their own. A file names them alike, but for
     `weights`: "from"."""
 
-    model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file of settings.", "MODEL|FILE", PRESETS
-                     ] = None
-    data: Annotated[str | None, "Folder made by `lineartime prepare`, or several with their shares: "
-                    "books:0.7,wiki:0.3."] = None
-    weights: Annotated[str | None, "Begin with the weights of a run, a checkpoint, an exported folder, or `small`.",
-                       "--from RUN"] = None
+    model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file.", "MODEL|FILE", PRESETS] = None
+    data: Annotated[str | None, "Prepared text, or several with their shares: books:0.7,wiki:0.3."] = None
+    weights: Annotated[str | None, "Begin with the weights of a run or an exported folder.", "--from RUN"] = None
     out: Annotated[str | None, "Folder for the run; an unfinished run there is continued."] = None
     size: Annotated[str | None, f"How large the model and its training are: {', '.join(SIZES)}. By default "
                     f"{DEFAULT_SIZE}; paper for a file that sets layers, width, batch and steps.", SIZES] = None
@@ -59,8 +57,7 @@ class RunOptions:
 def train(
     options: RunOptions,
     *,
-    log: Annotated[Literal["tensorboard"] | None, "Also write the metrics for TensorBoard, into the run's folder."
-                   ] = None,
+    log: Annotated[Literal["tensorboard"] | None, "Also write the metrics for TensorBoard."] = None,
     settings: Setting,
     device: Device = None,
     rank_timeout: RankTimeout = TIMEOUT_S,
@@ -78,25 +75,23 @@ def train(
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, given.get("size"))
-    steps, n_micro_batches = config.train.steps, config.rows_per_step // config.micro_batch_rows
-    per_step = max(n_micro_batches * config.train.context_parallel // launched().size, 1)
+    n_micro_batches = config.rows_per_step // config.micro_batch_rows * config.train.context_parallel
+    of_this_rank = max(n_micro_batches // launched().size, 1)
     is_logged = log is not None and launched().is_first
-    tracker = closing(Tracker(f"{config.out}/tensorboard")) if is_logged else nullcontext()
+    tracker = closing(Tracker(f"{config.out}/tensorboard")) if is_logged else nullcontext(lambda record: None)
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
         def on_step(record: dict[str, Any]) -> None:
             terminal.step(record)
-            if track is not None:
-                track(record)
+            track(record)
 
         def on_micro_batch(step: int, number: int) -> None:
-            terminal.count("step", step + number / per_step, steps, terminal.words)
+            terminal.count("step", step + number / of_this_rank, config.train.steps, terminal.words)
 
         done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
                      on_micro_batch=on_micro_batch, rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
-        say(f"another run: the same command with another --out, and --set seed={config.train.seed + 1} "
-            "or any other setting.")
+        say(f"another run: the same command with another --out and --set seed={config.train.seed + 1}")
         return
     say_trained(done, tokens_of(manifests, "validation"))
 
@@ -182,33 +177,30 @@ class Tracker:
     """An `on_step` of training that writes each line for TensorBoard. The files are opened at the
     first line, so that a run that is complete leaves no trace."""
 
+    writer: Any = None
+
     def __init__(self, folder: str):
         self.folder = folder
-        self.writer: Any = None
 
     def __call__(self, record: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         step = record["step"]
         if self.writer is None:
-            # A resume writes lines again, of its first step the score alone; purge_step hides them
-            # in older files.
+            # A resume writes lines again, of its first step the score alone; purge_step hides them in older files.
             self.writer = SummaryWriter(self.folder, purge_step=step + ("held_out" in record))
-        for name, value in numbers_of(record).items():
+        for name, value in numbers_of(record):
             self.writer.add_scalar(name, value, step, walltime=record["clock"]["time"])
 
     def close(self) -> None:
-        """Write what is still in memory."""
         if self.writer is not None:
             self.writer.close()
 
 
-def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line, those inside a table by a path such as "held_out/loss"."""
-    found: dict[str, float] = {}
+def numbers_of(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line by their names, inside a table by a path such as "held_out/loss"."""
     for name, value in record.items():
         if isinstance(value, dict):
-            found |= {f"{name}/{inner}": number for inner, number in numbers_of(value).items()}
+            yield from numbers_of(value, f"{prefix}{name}/")
         elif name not in ("step", "steps", "time"):
-            found[name] = value
-    return found
+            yield prefix + name, value

@@ -13,10 +13,9 @@ import typer
 from lineartime.base.errors import UsageError
 from lineartime.base.processors import share_processors
 from lineartime.base.ranks import WITH_RANKS, launched
-from lineartime.cli import describe, evaluate, generate, prepare, score, train
-from lineartime.cli.exits import exit_code
+from lineartime.cli import evaluate, generate, prepare, train
 from lineartime.cli.options import with_options
-from lineartime.cli.terminal import say, screens, shown_log
+from lineartime.cli.terminal import exit_code, say, screens
 
 VERBS: dict[Callable[..., None], list[str]] = {
     prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
@@ -27,20 +26,19 @@ VERBS: dict[Callable[..., None], list[str]] = {
                   "train flash --size paper --task pg19 --data data --out run"],
     train.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"],
     evaluate.evaluate: ["evaluate run --data data"],
+    evaluate.score: ["score small book.txt", "tail -f app.log | lineartime score run -",
+                     "score run app.log --state app.state --json"],
     generate.generate: ['generate run "Once upon a time" --temperature 0.8',
                         'generate small "It was a dark and stormy night, and"',
                         'echo "Reader, I" | lineartime generate run -',
                         'generate small --state book.state " Who was it?" " And then"'],
     generate.read: ["read book.txt --model small --out book.state",
-                "cat book.txt | lineartime read - --model run --out book.state"],
-    score.score: ["score small book.txt", "tail -f app.log | lineartime score run -",
-                  "score run app.log --state app.state --json"],
-    describe.export: ["export run --out folder"],
-    describe.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
-    describe.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
-    describe.info: ["info flash --set context=8192", "info data --verify"]}
-"""The verbs, with examples for the end of their --help; one that begins with another program names
-ours itself."""
+                    "cat book.txt | lineartime read - --model run --out book.state"],
+    evaluate.export: ["export run --out folder"],
+    evaluate.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
+    prepare.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
+    prepare.info: ["info flash --set context=8192", "info data --verify"]}
+"""The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
 
 
 def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str]) -> None:
@@ -91,9 +89,8 @@ def main(app: typer.Typer = app, program: str = "lineartime") -> None:
 def run_verb(app: typer.Typer, program: str, arguments: list[str]) -> int | None:
     """The exit code of a command line that ended well."""
     try:
-        with shown_log():
-            code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
-            sys.stdout.flush()
+        code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
     except SystemExit:  # rich makes it of a BrokenPipeError
         return 0
     if code == 130:

@@ -14,7 +14,7 @@ import pytest
 import lineartime
 from command_line import Call, assert_refused
 from lineartime.base.errors import UsageError
-from lineartime.cli.exits import exit_code
+from lineartime.cli.terminal import exit_code
 from lineartime.cli.generate import before_stop
 from tiny_runs import SETTINGS
 
@@ -237,7 +237,7 @@ def test_a_full_stderr_changes_no_exit_code(
 
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("lineartime.cli.exits.speaks_first", lambda ranks, error: True)
+    monkeypatch.setattr("lineartime.cli.terminal.speaks_first", lambda ranks, error: True)
     assert exit_code(lambda: 1 // 0) == 1
     assert f"(rank {rank} on " in str(capfd.readouterr())  # such an error need not be that of other ranks
     monkeypatch.setattr(sys, "stderr", Full())

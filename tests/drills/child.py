@@ -275,7 +275,7 @@ def verb(arguments: list[str]) -> Callable[[], None]:
 def as_verb(function: Callable[[], object]) -> Callable[[], None]:
     """A function as a verb: its errors end the process as they end the command line."""
     def call() -> None:
-        from lineartime.cli.exits import exit_code
+        from lineartime.cli.terminal import exit_code
 
         sys.exit(exit_code(lambda: function() and None))
 

@@ -147,7 +147,7 @@ def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
 def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a process that is killed."""
     saved: list[int] = []
-    monkeypatch.setattr("lineartime.cli.score.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("lineartime.cli.evaluate.SAVE_SECONDS", 0.0)
     monkeypatch.setattr(ScoringState, "save", lambda self, path: saved.append(self.n_read))
     write_model(model := tmp_path / "model")
     (book := tmp_path / "book").write_bytes(b"a line\n" * 10_000)
