@@ -79,11 +79,14 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(parameter: Parameter) -> list[Parameter]:
-    """A parameter that is an option; for a dataclass those of its fields that are."""
+    """A parameter that is an option; for a dataclass those of its fields that are. One that may be
+    given again can be left out: the dataclass checks if it is needed."""
     if not dataclasses.is_dataclass(parameter.annotation):
         return [parameter]
     fields = inspect.signature(typing.cast("type", parameter.annotation), eval_str=True).parameters.values()
-    return [field for field in fields if typing.get_origin(field.annotation) is Annotated]
+    options = [field for field in fields if typing.get_origin(field.annotation) is Annotated]
+    return [each.replace(default=()) if typing.get_origin(each.annotation.__origin__) is tuple
+            and each.default is Parameter.empty else each for each in options]
 
 
 def typer_parameter(option: Parameter) -> Parameter:
@@ -96,7 +99,7 @@ def typer_parameter(option: Parameter) -> Parameter:
     shown = (typer.Option(first, metavar=metavar or None, help=text, autocompletion=complete)
              if first.startswith("--") else typer.Argument(metavar=spelled, help=text, autocompletion=complete))
     form, default = FORMS[kind][0] if kind in FORMS else kind, option.default
-    if form == AGAIN:
+    if form == AGAIN and (option.default is not Parameter.empty or kind == dict[str, Any]):
         default = None
     elif isinstance(default, tuple):  # of numbers
         default = ",".join(map(str, default)) or None

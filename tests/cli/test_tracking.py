@@ -34,7 +34,7 @@ def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     for line in read_metrics(run):
-        for name, value in numbers_of(line).items():
+        for name, value in numbers_of(line):
             wanted.setdefault(name, []).append((line["step"], pytest.approx(value)))
     assert {"loss", "held_out/loss", "clock/tokens_per_s"} <= {*wanted}
     assert {name: [(each.step, each.value) for each in events.Scalars(name)] for name in wanted} == wanted
