@@ -33,10 +33,32 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 allows it."""
 
 EXACT_MASK = 'set document_mask = "exact"'
+IN_CHUNKS = ("mixed_chunk", "rowmajor_axial")
 OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
-OF_LINEAR_HALF = ("linear_rope", "linear_gate")  # fields of these two alone
+OF_LINEAR_HALF = ("linear_rope", "linear_gate")
 TOEPLITZ_BELOW = 512
 """The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
+
+ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ...] = (
+    (("chunk_size",), "attention in chunks", lambda c: c.attn_type in IN_CHUNKS, "attn_type", "leave it out"),
+    (OF_MIXED_CHUNK, "mixed chunk attention", lambda c: c.attn_type == "mixed_chunk", "{} attn_type", "leave it out"),
+    (OF_LINEAR_HALF, "the linear half of mixed chunk attention", lambda c: c.has_linear_half, "attn_type chunk_parts",
+     "leave it out"),
+    (("full_attention_interval",), "GAUs in chunks", lambda c: c.ffn == "gau" and c.attn_type == "mixed_chunk"
+     and c.document_mask == "exact" and not (c.first_to_all or c.cls_softmax), "ffn attn_type", "leave it out"),
+    (("prefix_sum",), "linear attention", lambda c: c.attn_type == "linear", "{} attn_type", "leave it out"),
+    (("rope_base",), "models with RoPE", lambda c: c.rel_pos == "rope", "{} rel_pos", "leave it out"),
+    (("local_key_conv",), "the local half of mixed chunk attention, with key_conv", lambda c: c.key_conv > 0
+     and c.attn_type == "mixed_chunk" and c.chunk_parts != "global", "key_conv attn_type chunk_parts",
+     "set key_conv = 3"),
+    (("key_conv",), "quadratic attention and for the linear half of mixed chunk attention",
+     lambda c: c.attn_type == "quadratic" or c.has_linear_half or c.local_key_conv, "attn_type chunk_parts",
+     "leave it out"),
+    (("qk_norm",), "a Transformer's softmax attention without chunks",
+     lambda c: c.ffn != "gau" and c.attn_type == "quadratic" and not c.has_bias, "ffn attn_type attn_kernel",
+     "leave it out"))
+"""Options for some models alone: the options, the models, whether a configuration is one, the fields
+that say so ({} is the option), and what to do."""
 
 
 @dataclass(frozen=True)
@@ -113,105 +135,79 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_bounds(self)
-        for rules in (self._chunk_rules, self._kernel_rules, self._memory_rules, self._other_rules):
+        for rules in (self._use_rules, self._chunk_rules, self._layer_rules):
             check_rules(self, rules())
 
+    def _use_rules(self) -> Iterator[Rule]:
+        """Options that are for some models alone."""
+        for names, models, is_one, where, todo in ONLY_FOR:
+            for name in names:
+                is_set = getattr(self, name) != getattr(ModelConfig, name)
+                yield is_set and not is_one(self), f"{name} is for {models}", where.format(name), todo
+
     def _chunk_rules(self) -> Iterator[Rule]:
-        """What must hold for fields about chunks."""
-        if self.attn_type in ("mixed_chunk", "rowmajor_axial"):
-            yield (self.chunk_size is not None and self.chunk_size >= 1, "this attention needs a chunk size",
-                   "attn_type chunk_size", "try chunk_size = 256")
-        else:
-            yield self.chunk_size is None, "chunk_size is for attention in chunks", "attn_type", "leave it out"
-        if self.attn_type != "mixed_chunk":
-            for name in OF_MIXED_CHUNK:
-                yield (getattr(self, name) == getattr(ModelConfig, name), f"{name} is for mixed chunk attention",
-                       f"{name} attn_type", "leave it out")
-        if self.document_mask == "paper":
-            yield (self.chunk_pooling == "mean", "the paper's document mask goes with chunk_pooling = mean alone",
-                   "chunk_pooling", EXACT_MASK)
-            yield not self.overlap, "the paper's document mask does not go with overlap", "document_mask", EXACT_MASK
-        yield (not self.overlap or self.chunk_parts != "global", "there is no local part to overlap", "chunk_parts",
-               "leave overlap out")
-        if self.full_attention_interval:
-            yield (self.ffn == "gau" and self.attn_type == "mixed_chunk" and self.document_mask == "exact"
-                   and not (self.first_to_all or self.cls_softmax),
-                   "full_attention_interval is for GAUs in chunks", "ffn attn_type", "leave it out")
-            yield (2 <= self.full_attention_interval <= self.n_layers,
-                   "full_attention_interval is 0, or 2 to n_layers", "full_attention_interval n_layers", None)
-            yield (self.document_grid == "row" or self.kept_scale["attn_scale_len"] >= TOEPLITZ_BELOW,
-                   "n of layers over the whole row is too small for document_grid = own", "attn_scale_len context",
-                   f"set attn_scale_len = {TOEPLITZ_BELOW}")
-        if self.chunk_pooling == "attention":
-            yield (self.ffn == "gau" and self.n_heads == 1 and self.chunk_parts != "local",
-                   "learned chunk weights are for GAU layers with one head and a linear part",
-                   "ffn n_heads chunk_parts", None)
-            yield (self.end_of_document is None, "learned chunk weights are for unpacked rows", "end_of_document",
-                   "set end_of_document = none: a row is one document")
-
-    def _kernel_rules(self) -> Iterator[Rule]:
-        """What must hold for attention type, kernel and heads."""
-        kernels = {"rowmajor_axial": ("softmax",), "linear": ("relu",)}.get(self.attn_type, ("softmax", "relu2"))
-        yield (self.attn_kernel in kernels, f"{self.attn_type} attention does not take this kernel", "attn_kernel",
-               f"set attn_kernel = {' or '.join(kernels)}")
-        is_linear = self.attn_type == "linear"
-        yield ((self.prefix_sum is not None) == is_linear, "prefix_sum is for linear attention", "prefix_sum attn_type",
-               "set it to scan" if is_linear else "leave it out")
-        if self.ffn == "gau":
-            yield (self.attn_type in ("quadratic", "mixed_chunk"), "a GAU's attention is quadratic or mixed_chunk",
-                   "attn_type", None)
-            yield self.rel_pos == "rope", "a GAU needs rel_pos = rope", "rel_pos", None
-            for name, width in (("query_key_dim", self.query_key_dim), ("the inner width", self.d_inner)):
-                yield (width % self.n_heads == 0, f"{name} must be a multiple of n_heads",
-                       f"{width}, n_heads = {self.n_heads}", None)
-        else:
-            yield self.d_model % self.n_heads == 0, "d_model must be a multiple of n_heads", "d_model n_heads", None
-        yield (self.rel_pos is None or self.qk_width % 2 == 0, "RoPE needs an even width",
-               f"queries and keys are {self.qk_width} wide", None)
-
-    def _memory_rules(self) -> Iterator[Rule]:
-        """What must hold for options beyond the paper, so that the model has a place for them."""
-        yield (self.rope_base == ModelConfig.rope_base or self.rel_pos == "rope", "there is no RoPE to set a base of",
-               "rope_base rel_pos", "leave it out")
-        for name in OF_LINEAR_HALF:
-            yield (getattr(self, name) == getattr(ModelConfig, name) or self.has_linear_half,
-                   f"{name} is for the linear half of mixed chunk attention", "attn_type chunk_parts", "leave it out")
-        yield (self.linear_rope or self.rel_pos == "rope", "there is no RoPE to leave out", "rel_pos",
-               "leave linear_rope out")
-        yield (self.chunk_pooling != "written" or self.linear_gate, 'chunk_pooling "written" needs gates',
-               "linear_gate", "set linear_gate = true")
-        has_local_half = self.attn_type == "mixed_chunk" and self.chunk_parts != "global"
-        yield (not self.local_key_conv or (self.key_conv > 0 and has_local_half),
-               "local_key_conv is for the local half of mixed chunk attention, with key_conv",
-               "key_conv attn_type chunk_parts", "set key_conv = 3")
-        yield (not self.qk_norm or (self.ffn != "gau" and self.attn_type == "quadratic" and not self.has_bias),
-               "qk_norm is for a Transformer's softmax attention without chunks", "ffn attn_type attn_kernel",
-               "leave it out")
-        if self.key_conv:
-            yield self.key_conv >= 2, "key_conv is 0 or at least 2", "key_conv", "set key_conv = 3"
-            yield (self.attn_type == "quadratic" or self.has_linear_half or self.local_key_conv,
-                   "key_conv is for quadratic attention and for the linear half of mixed chunk attention",
-                   "attn_type chunk_parts", "leave it out")
-            yield (self.causal or self.key_conv % 2 == 1, "key_conv must be odd in a bidirectional model",
-                   "key_conv causal", f"set key_conv = {self.key_conv + 1}")
-        yield (self.document_mask == "exact" or not (self.key_conv or self.linear_gate or self.document_grid == "own"),
+        """What is wrong with chunks, masks of documents, and layers over the whole row."""
+        yield (self.attn_type in IN_CHUNKS and (self.chunk_size or 0) < 1, "this attention needs a chunk size",
+               "attn_type chunk_size", "try chunk_size = 256")
+        has_paper_mask, is_learned = self.document_mask == "paper", self.chunk_pooling == "attention"
+        yield (has_paper_mask and self.chunk_pooling != "mean",
+               "the paper's document mask goes with chunk_pooling = mean alone", "chunk_pooling", EXACT_MASK)
+        yield (has_paper_mask and self.overlap, "the paper's document mask does not go with overlap", "document_mask",
+               EXACT_MASK)
+        yield (has_paper_mask and (self.key_conv > 0 or self.linear_gate or self.document_grid == "own"),
                "the paper's document mask takes no options beyond the paper", "document_mask", EXACT_MASK)
-        yield (self.document_grid == "row" or not (self.cls_softmax or self.chunk_pooling == "attention"),
+        yield (self.overlap and self.chunk_parts == "global", "there is no local part to overlap", "chunk_parts",
+               "leave overlap out")
+        yield (is_learned and not (self.ffn == "gau" and self.n_heads == 1 and self.chunk_parts != "local"),
+               "learned chunk weights are for GAU layers with one head and a linear part", "ffn n_heads chunk_parts",
+               None)
+        yield (is_learned and self.end_of_document is not None, "learned chunk weights are for unpacked rows",
+               "end_of_document", "set end_of_document = none: a row is one document")
+        yield (self.chunk_pooling == "written" and not self.linear_gate, 'chunk_pooling "written" needs gates',
+               "linear_gate", "set linear_gate = true")
+        yield (self.document_grid == "own" and (self.cls_softmax or is_learned),
                "cls_softmax and learned chunk weights are for unpacked rows", "document_grid = own",
                "leave document_grid out")
+        if self.full_attention_interval:
+            yield (not 2 <= self.full_attention_interval <= self.n_layers,
+                   "full_attention_interval is 0, or 2 to n_layers", "full_attention_interval n_layers", None)
+            yield (self.document_grid == "own" and self.kept_scale["attn_scale_len"] < TOEPLITZ_BELOW,
+                   "n of layers over the whole row is too small for document_grid = own", "attn_scale_len context",
+                   f"set attn_scale_len = {TOEPLITZ_BELOW}")
 
-    def _other_rules(self) -> Iterator[Rule]:
-        """What must hold for the first tokens, the width and the end of a document."""
-        if self.first_to_all or self.cls_softmax:
-            yield (not self.causal and self.ffn == "gau" and self.n_heads == 1,
-                   "first_to_all and cls_softmax are for bidirectional GAU layers with one head", "causal ffn n_heads",
-                   "set causal = false")
-            yield (not self.cls_softmax or self.attn_kernel == "relu2", "cls_softmax takes the place of relu2",
-                   "attn_kernel", "set attn_kernel = relu2")
-        yield (self.abs_pos != "scaled_sin" or self.d_model % 2 == 0, "ScaledSin needs an even width", "d_model", None)
-        if self.end_of_document is not None:
-            yield (0 <= self.end_of_document < self.vocab_size, "end_of_document is outside the vocabulary",
-                   f"{self.end_of_document} of {self.vocab_size}", "take a token of the vocabulary, or leave it out")
+    def _layer_rules(self) -> Iterator[Rule]:
+        """What is wrong with kernels, heads, widths and positions."""
+        kernels = {"rowmajor_axial": ("softmax",), "linear": ("relu",)}.get(self.attn_type, ("softmax", "relu2"))
+        yield (self.attn_kernel not in kernels, f"{self.attn_type} attention does not take this kernel",
+               "attn_kernel", f"set attn_kernel = {' or '.join(kernels)}")
+        yield (self.attn_type == "linear" and self.prefix_sum is None, "prefix_sum is for linear attention",
+               "prefix_sum attn_type", "set it to scan")
+        is_gau = self.ffn == "gau"
+        yield (is_gau and self.attn_type not in ("quadratic", "mixed_chunk"),
+               "a GAU's attention is quadratic or mixed_chunk", "attn_type", None)
+        yield is_gau and self.rel_pos != "rope", "a GAU needs rel_pos = rope", "rel_pos", None
+        for name, width in (("query_key_dim", self.query_key_dim), ("the inner width", self.d_inner)):
+            yield (is_gau and width % self.n_heads > 0, f"{name} must be a multiple of n_heads",
+                   f"{width}, n_heads = {self.n_heads}", None)
+        yield (not is_gau and self.d_model % self.n_heads > 0, "d_model must be a multiple of n_heads",
+               "d_model n_heads", None)
+        yield (self.rel_pos == "rope" and self.qk_width % 2 > 0, "RoPE needs an even width",
+               f"queries and keys are {self.qk_width} wide", None)
+        yield (self.abs_pos == "scaled_sin" and self.d_model % 2 > 0, "ScaledSin needs an even width", "d_model", None)
+        yield (self.rel_pos is None and not self.linear_rope, "there is no RoPE to leave out", "rel_pos",
+               "leave linear_rope out")
+        yield self.key_conv < 2 and self.key_conv != 0, "key_conv is 0 or at least 2", "key_conv", "set key_conv = 3"
+        yield (not self.causal and self.key_conv % 2 == 0 and self.key_conv > 0,
+               "key_conv must be odd in a bidirectional model", "key_conv causal",
+               f"set key_conv = {self.key_conv + 1}")
+        yield ((self.first_to_all or self.cls_softmax) and not (not self.causal and is_gau and self.n_heads == 1),
+               "first_to_all and cls_softmax are for bidirectional GAU layers with one head", "causal ffn n_heads",
+               "set causal = false")
+        yield (self.cls_softmax and self.attn_kernel != "relu2", "cls_softmax takes the place of relu2",
+               "attn_kernel", "set attn_kernel = relu2")
+        yield (self.end_of_document is not None and not 0 <= self.end_of_document < self.vocab_size,
+               "end_of_document is outside the vocabulary", f"{self.end_of_document} of {self.vocab_size}",
+               "take a token of the vocabulary, or leave it out")
 
     def layer(self, i: int) -> "ModelConfig":
         """The configuration of block i: this one, or by `full_attention_interval` that of FLASH-Quad at this width."""
@@ -284,17 +280,17 @@ class ModelConfig:
                 or self.key_conv > 0 or not self.linear_rope or self.linear_gate)
 
     def decoding_rules(self) -> Iterator[Rule]:
-        """What must hold of a layer or model that decodes."""
-        yield self.causal, "only a causal model decodes", "causal", "train one with causal = true"
-        yield (self.document_mask == "exact" or self.end_of_document is None,
-               "only a model that keeps documents apart decodes", "document_mask", 'set document_mask = "exact"')
-        yield (self.chunk_pooling != "attention", "a model with learned chunk weights does not decode",
+        """What keeps a layer or model from decoding."""
+        yield not self.causal, "only a causal model decodes", "causal", "train one with causal = true"
+        yield (self.document_mask == "paper" and self.end_of_document is not None,
+               "only a model that keeps documents apart decodes", "document_mask", EXACT_MASK)
+        yield (self.chunk_pooling == "attention", "a model with learned chunk weights does not decode",
                "chunk_pooling", 'it trains and is evaluated; to generate, train with chunk_pooling = "mean"')
 
     @property
     def decodes(self) -> bool:
         """Whether text can be generated token by token."""
-        return all(holds for holds, *_ in self.decoding_rules())
+        return not any(is_wrong for is_wrong, *_ in self.decoding_rules())
 
     @property
     def by_document(self) -> bool:
@@ -441,25 +437,27 @@ class TrainConfig:
         check_rules(self, self._rules())
 
     def _rules(self) -> Iterator[Rule]:
-        """What must hold for fields that go together."""
-        yield (self.warmup_steps <= self.steps, "warm-up is longer than the run", "warmup_steps steps",
+        """What is wrong with fields that go together."""
+        is_wsd = self.schedule == "wsd"
+        yield (self.warmup_steps > self.steps, "warm-up is longer than the run", "warmup_steps steps",
                "lower warmup_steps")
-        yield (self.schedule == "wsd" or self.decay_share == TrainConfig.decay_share,
-               'decay_share is for schedule "wsd"', "schedule", "leave it out")
-        yield (0 < self.decay_share <= 1, "decay_share is a share of the steps", "decay_share",
+        yield (self.decay_share != TrainConfig.decay_share and not is_wsd, 'decay_share is for schedule "wsd"',
+               "schedule", "leave it out")
+        yield (not 0 < self.decay_share <= 1, "decay_share is a share of the steps", "decay_share",
                "it lies above 0, up to 1")
-        yield (self.schedule != "wsd" or self.warmup_steps <= self.decay_from, "the warm-up reaches into the decay",
+        yield (is_wsd and self.warmup_steps > self.decay_from, "the warm-up reaches into the decay",
                f"warmup_steps = {self.warmup_steps}, the decay begins at step {self.decay_from}",
                "lower warmup_steps or decay_share")
-        yield (self.muon_learning_rate is None or self.optimizer == "muon", "muon_learning_rate is for Muon",
-               "optimizer", 'set optimizer = muon, or leave it out')
-        if self.shard:
-            yield (self.optimizer == "adamw", "Muon needs whole matrices", "shard optimizer", "set optimizer = adamw")
-            yield (self.clip is None or self.clip_scope == "global",
-                   "a sharded gradient cannot be clipped by micro-batch", "shard clip_scope", "set clip_scope = global")
-            yield (self.context_parallel.bit_count() == 1, "1, 2, 4, ... ranks can share a row of a sharded model",
-                   "context_parallel", "choose a power of 2, or set shard = false")
-        yield (self.tokens_per_step % self.micro_batch_tokens == 0,
+        yield (self.muon_learning_rate is not None and self.optimizer != "muon", "muon_learning_rate is for Muon",
+               "optimizer", "set optimizer = muon, or leave it out")
+        yield (self.shard and self.optimizer == "muon", "Muon needs whole matrices", "shard optimizer",
+               "set optimizer = adamw")
+        yield (self.shard and self.clip is not None and self.clip_scope == "local",
+               "a sharded gradient cannot be clipped by micro-batch", "shard clip_scope", "set clip_scope = global")
+        yield (self.shard and self.context_parallel.bit_count() != 1,
+               "1, 2, 4, ... ranks can share a row of a sharded model", "context_parallel",
+               "choose a power of 2, or set shard = false")
+        yield (self.tokens_per_step % self.micro_batch_tokens > 0,
                "tokens_per_step must be a multiple of micro_batch_tokens",
                f"{self.tokens_per_step} and {self.micro_batch_tokens}", None)
 

@@ -133,7 +133,7 @@ REFUSED = [
     ({"cls_softmax": True, "causal": False, "n_heads": 2}, "first_to_all and cls_softmax are for bidirectional GAU "),
     ({"cls_softmax": True, "causal": False, "attn_kernel": "softmax"}, "cls_softmax takes the place of relu2: attn_"),
     ({"rope_base": 1}, "rope_base must be above 1: rope_base = 1"),
-    ({"model": "transformer", "rope_base": 500}, "there is no RoPE to set a base of: rope_base = 500.0, rel_pos"),
+    ({"model": "transformer", "rope_base": 500}, "rope_base is for models with RoPE: rope_base = 500.0, rel_pos = none; le"),
     ({"key_conv": 1}, "key_conv is 0 or at least 2: key_conv = 1"),
     ({"key_conv": 257}, "key_conv is too large: key_conv = 257; the largest is 256"),
     ({"key_conv": 4, "causal": False}, "key_conv must be odd in a bidirectional model: key_conv = 4, causal = false"),

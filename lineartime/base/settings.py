@@ -39,14 +39,14 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 Rule = tuple[bool, str, str, str | None]
-"""Whether a rule holds, and what the error says if not: what is wrong, where, and what to do. where: names of fields,
-which the error gives with their values, or any other text."""
+"""Whether something is wrong, and what the error then says: what, where, and what to do. where: names
+of fields, which the error gives with their values, or any other text."""
 
 
 def check_rules(config: Any, rules: Iterable[Rule]) -> None:
-    """Raise UsageError for the first rule that the fields of a configuration break."""
-    for holds, what, where, todo in rules:
-        if not holds:
+    """Raise UsageError for the first thing that is wrong in a configuration."""
+    for is_wrong, what, where, todo in rules:
+        if is_wrong:
             names = where.split()
             if all(hasattr(config, name) for name in names):
                 where = ", ".join(f"{name} = {field_text(getattr(config, name))}" for name in names)
