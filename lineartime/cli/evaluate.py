@@ -20,7 +20,7 @@ from lineartime.folders import named_folder, require_run
 from lineartime.tasks.qa.finetune_config import Evidence, MaxAnswerTokens, Stride
 
 if TYPE_CHECKING:
-    from lineartime.use.scoring import Row, ScoringState
+    from lineartime.use.scoring import Score, ScoringState
 
 FOR_QUESTIONS = ("evidence", "stride", "max_answer_tokens", "predictions")
 """Options that need --questions."""
@@ -197,7 +197,7 @@ def score(
         stop.check("nothing is kept" if state is None else f"the same command goes on with {state}")
 
 
-def line_of(row: "Row", per: str, as_json: bool) -> str:
+def line_of(row: "Score", per: str, as_json: bool) -> str:
     """What is printed of a row."""
     per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
     if as_json:

@@ -1,10 +1,11 @@
-"""The bits of a text as it comes: of each line, of each token or of the whole. A model whose decoding state has a
-constant size reads an endless text in constant memory.
+"""The bits of a text as it comes: of each line, of each token or of the whole. A model whose
+decoding state has a constant size reads an endless text in constant memory.
 
-All is one document, and every token is scored given all before it. The text is tokenised in parts, each from the end
-of one line's last word to that of the next, so that a line is scored as soon as its end has come. Byte-level tokenizers
-cut there too (`Tokenizer.reads_pieces`), so the tokens are those of the whole text; others tokenise each part alone.
-Line ends and other white space before a line's first word count to that line, and a blank line has 0 bits."""
+All is one document, and every token is scored given all before it. The text is tokenised in parts,
+each from the end of one line's last word to the end of the next line's, so that a line is scored as
+soon as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_pieces`), so the
+tokens are those of the whole text; others tokenise each part alone. Line ends and other white space
+before a line's first word count to that line, and a blank line has 0 bits."""
 
 import dataclasses
 import itertools
@@ -24,11 +25,13 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState, load_state, model_sha256, save_state
 from lineartime.model.language_model import LanguageModel
 
-SHOWN, WINDOW = 80, 2048
-"""A row shows at most so many characters of its line; the model reads about so many tokens at once, in whole chunks."""
+SHOWN_CHARACTERS = 80
+"""A score has at most so many characters of its line."""
+WINDOW_TOKENS = 2048
+"""The model reads about so many tokens at once, in whole chunks."""
 
 
-class Row(NamedTuple):
+class Score(NamedTuple):
     """The number of a line or token, from 1, its bits and bytes, and its first characters."""
 
     number: int
@@ -60,7 +63,8 @@ class ScoringState:
     bits: float = 0.0
     """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
     of_model: str = ""
-    """The hash of the model, from the first save on: computing it takes seconds for a large model."""
+    """The hash of the model, from the first save on: computing it takes seconds for a large
+    model."""
 
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
@@ -75,8 +79,9 @@ def saved_names(state: ScoringState) -> list[str]:
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
-    """The state in a file, or without one the state before the first token. Raises UsageError for a model that cannot
-    score a text as it comes, CheckpointError for a file that is damaged or of another model or tokenizer."""
+    """The state in a file, or without one the state before the first token. Raises UsageError for a
+    model that cannot score a text as it comes, CheckpointError for a file that is damaged or of
+    another model or tokenizer."""
     require(type(model) is LanguageModel and model.config.causal, "only a causal language model scores a text as it "
             "comes", "score", "see evaluate for masked models")
     require(tokenizer.vocab_size <= model.config.vocab_size, "this tokenizer is another model's", tokenizer.name)
@@ -90,33 +95,41 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
     return dataclasses.replace(state, decoding=decoding, **facts)
 
 
-def parts_of(state: ScoringState, new: str, is_end: bool) -> Iterator[tuple[str, tuple[int, str] | None]]:
-    """The next parts of a text to tokenise, as far as they are known, each with the number and the first characters of
-    the line that it ends, if it ends one. Moves the state on."""
+class Part(NamedTuple):
+    """Part of a text that is tokenised at once, and the number and first characters of the line
+    that it ends, if it ends one."""
+
+    text: str
+    line: tuple[int, str] | None = None
+
+
+def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[Part]:
+    """The next parts of a text, as far as they are known. Moves the state on."""
     *lines, rest = new.split("\n")
     for line, ended in [*((line, True) for line in lines), (rest, False)]:
-        state.shown = (state.shown + line)[:SHOWN]
+        state.shown = (state.shown + line)[:SHOWN_CHARACTERS]
         # Where a long line is cut does not depend on the blocks in which it comes.
         *pieces, (state.text, _) = cut([state.text + line + "\n" * ended])
-        yield from ((piece.text, None) for piece in pieces)
+        yield from (Part(piece.text) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)
             if ended or state.text.isspace():  # up to its last word; in blank lines the search would be slow
                 found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
                 end = found.end() if found else 0
             state.n_lines += 1
-            yield state.text[:end], (state.n_lines, state.shown)
+            yield Part(state.text[:end], (state.n_lines, state.shown))
             state.text, state.shown = state.text[end:], ""
     if is_end:  # white space behind the last line
-        yield state.text, None
+        yield Part(state.text)
         state.text = ""
 
 
 @torch.inference_mode()
-def read_next(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, precision: str) -> np.ndarray:
-    """The bits of the next tokens, float64 `[N]`. Raises NumericsError for bits that are not finite."""
+def next_bits(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, precision: str) -> np.ndarray:
+    """The bits of the next tokens, float64 `[N]`. Raises NumericsError for bits that are not
+    finite."""
     device, chunk = model.embed.weight.device, model.config.chunk_size or 1
-    window, bits = max(WINDOW // chunk, 1) * chunk, [np.empty(0)]
+    window, bits = max(WINDOW_TOKENS // chunk, 1) * chunk, [np.empty(0)]
     while len(ids_N):
         next_N, ids_N = np.split(ids_N, [window - state.n_tokens % window])
         read_N = np.concatenate([[state.last], next_N[:-1]])
@@ -132,46 +145,51 @@ def read_next(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, prec
 
 def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | bytes], *,
           per: Literal["line", "token", "document"] = "line", precision: str = "float32",
-          state: ScoringState | None = None, keep: bool = False, name: Name = "the text") -> Iterator[Row]:
-    """The rows of a text in UTF-8 that comes in blocks of any length. A block is asked for when the rows before it are
-    taken, and its whole lines are scored at once; larger blocks are faster, and change only rounding.
+          state: ScoringState | None = None, keep: bool = False, name: Name = "the text") -> Iterator[Score]:
+    """The scores of a text in UTF-8 that comes in blocks of any length. A block is asked for when
+    the scores before it are taken, and its whole lines are scored at once; larger blocks are
+    faster, and change only rounding.
 
-    per: "document" gives one row at the end. state: goes on from there, and is moved on; it may be saved whenever a
-    block is asked for. keep: leave a last line without its end in the state, for more to come; else it is scored.
-    name: for messages. Raises DataError for text that is not UTF-8, after the rows before it, NumericsError for bits
-    that are not finite, UsageError for another `per`, and as `open_state` does."""
+    per: "document" gives one score at the end. state: goes on from there, and is moved on; it may
+    be saved whenever a block is asked for. keep: leave a last line without its end in the state,
+    for more to come; else it is scored. name: for messages. Raises DataError for text that is not
+    UTF-8, after the scores before it, NumericsError for bits that are not finite, UsageError for
+    another `per`, and as `open_state` does."""
     require_name("precision", precision, PRECISIONS)
     require_name("row", per, ("line", "token", "document"))
     state = open_state(model, tokenizer) if state is None else state
-
-    def encode(text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text and, for rows of tokens, their places in it."""
-        if per == "token":
-            return tokenizer.encode_with_offsets(text)
-        return np.frombuffer(tokenizer.pack(text), tokenizer.dtype), np.empty((0, 2), np.int64)
-
     for block in itertools.chain(blocks, () if keep else (None,)):
         data = block.encode("utf-8", "surrogatepass") if isinstance(block, str) else block
         text, state.tail, error = decode_next(data, state.tail, state.n_read, name)
         state.n_read += len(data or b"")
-        parts, number = list(parts_of(state, text, block is None)), state.n_tokens
-        encoded = [encode(text) for text, _ in parts]
-        ids_N = np.concatenate([np.empty(0, np.int64), *(own for own, _ in encoded)])
-        bits_N = read_next(model, ids_N, state, precision)
-        for (text, line), (own, places) in zip(parts, encoded, strict=True):
-            own_N, bits_N = np.split(bits_N, [len(own)])
-            bits, n_bytes = float(own_N.sum()), len(text.encode())
-            state.bits, state.n_bytes = state.bits + bits, state.n_bytes + n_bytes
-            state.line_bits, state.line_bytes = state.line_bits + bits, state.line_bytes + n_bytes
-            begins = [0, *places[1:, 0].tolist(), len(text)]  # a token's text goes on to where the next one begins
-            for each, begin, end in zip(own_N[: len(places)].tolist(), begins, begins[1:], strict=False):
-                number += 1
-                yield Row(number, each, len(text[begin:end].encode()), text[begin:end])
-            if line is not None:
-                if per == "line":
-                    yield Row(line[0], state.line_bits, state.line_bytes, line[1].rstrip())
-                state.line_bits, state.line_bytes = 0.0, 0
+        yield from score_parts(model, tokenizer, [*next_parts(state, text, block is None)], state, per, precision)
         if error is not None:
             raise error
     if per == "document":
-        yield Row(1, state.bits, state.n_bytes, str(name))
+        yield Score(1, state.bits, state.n_bytes, str(name))
+
+
+def score_parts(model: LanguageModel, tokenizer: Tokenizer, parts: list[Part], state: ScoringState, per: str,
+                precision: str) -> Iterator[Score]:
+    """The scores of the tokens of some parts, or of the lines that end in them. Moves the state
+    on."""
+    number, encoded = state.n_tokens, []
+    for part in parts:
+        if per == "token":
+            encoded.append(tokenizer.encode_with_offsets(part.text))
+        else:
+            encoded.append((np.frombuffer(tokenizer.pack(part.text), tokenizer.dtype), np.empty((0, 2), np.int64)))
+    bits_N = next_bits(model, np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in encoded)]), state, precision)
+    for (text, line), (ids, places) in zip(parts, encoded, strict=True):
+        own_N, bits_N = np.split(bits_N, [len(ids)])
+        bits, n_bytes = float(own_N.sum()), len(text.encode())
+        state.bits, state.n_bytes = state.bits + bits, state.n_bytes + n_bytes
+        state.line_bits, state.line_bytes = state.line_bits + bits, state.line_bytes + n_bytes
+        begins = [0, *places[1:, 0].tolist(), len(text)]  # a token's text goes on to where the next one begins
+        for token_bits, begin, end in zip(own_N[: len(places)].tolist(), begins, begins[1:], strict=False):
+            number += 1
+            yield Score(number, token_bits, len(text[begin:end].encode()), text[begin:end])
+        if line is not None:
+            if per == "line":
+                yield Score(line[0], state.line_bits, state.line_bytes, line[1].rstrip())
+            state.line_bits, state.line_bytes = 0.0, 0

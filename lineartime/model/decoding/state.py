@@ -152,7 +152,8 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
     if {*facts} != {*names}:
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
     if of_model != model_sha256(model):
-        raise CheckpointError("the state of another model or precision", path, "name the model that has read it")
+        raise CheckpointError("the state of another model or precision", path, "name the model that has read it; if an "
+                              "earlier version saved it, read the text again")
     state = model.decoding_state(len(tensors["seq_lens_B"]))
     if tensors.keys() != state.tensors().keys():
         raise CheckpointError("the state of another version", path, "read the text again")
