@@ -24,8 +24,7 @@ from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.tasks.qa import finetune, spans
 from lineartime.tasks.qa.finetune import SpanObjective, span_config
 from lineartime.tasks.qa.finetune_config import FineTuning
-from lineartime.tasks.qa.metrics import score_answers
-from lineartime.tasks.qa.questions import read_questions
+from lineartime.tasks.qa.questions import read_questions, score_answers
 from lineartime.tasks.qa.spans import WindowConfig, training_windows
 from lineartime.training.plot import read_curves
 from lineartime.training.run_config import RunConfig

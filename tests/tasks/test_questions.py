@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 
 from fake_hub import Hub
 from lineartime.base.errors import DataError
-from lineartime.tasks.qa.metrics import exact_match, f1, normalize, occurrences, score_answers, words_of
-from lineartime.tasks.qa.questions import Document, Question, read_questions
+from lineartime.tasks.qa.questions import (
+    Document,
+    Question,
+    exact_match,
+    f1,
+    normalize,
+    occurrences,
+    read_questions,
+    score_answers,
+    words_of,
+)
 
 CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
 TEXT = "Ada Lovelace wrote the first program in 1843. It was for the Analytical Engine."

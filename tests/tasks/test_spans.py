@@ -90,7 +90,8 @@ def test_every_token_is_in_a_window_and_every_answer_is_whole_in_one(context, qu
 def test_windows_are_cls_question_sep_document_sep(tokenizer, text, other, question, context):
     windows = WindowConfig(context, max_answer_tokens=5)
     seen = {0: set(), 1: set()}
-    for window, passage in question_windows(tokenizer, asked(question, text, other), windows):
+    for window in question_windows(tokenizer, asked(question, text, other), windows):
+        passage = window.passage
         ids, n = window.ids.tolist(), len(window.ids)
         head = [tokenizer.end_of_document, *tokenizer.encode(question)[: context // 4], tokenizer.separator]
         part = passage.ids[window.first : window.stop].tolist()
@@ -112,10 +113,10 @@ def test_impossible_windows_are_refused():
 
 def target_texts(question, tokenizer):
     found = []
-    for window, passage in question_windows(tokenizer, question, WindowConfig(400)):
+    for window in question_windows(tokenizer, question, WindowConfig(400)):
         starts, ends = (np.flatnonzero(window.roles & role) - window.offset + window.first for role in (START, END))
-        found.append([passage.text[slice(*passage.characters(a, b))] for a, b in zip(starts, ends, strict=True)]
-                     if window.answered else None)
+        places = [window.passage.characters(a, b) for a, b in zip(starts, ends, strict=True)]
+        found.append([window.passage.text[a:b] for a, b in places] if window.answered else None)
     return found
 
 
@@ -227,11 +228,11 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
     windows, one = WindowConfig(24, max_answer_tokens=longest), asked(question, text)
     (found,) = predict(Model(1, 1), tokenizer, [one], windows, batch_rows=1)
     best = None
-    for number, (window, passage) in enumerate(question_windows(tokenizer, one, windows)):
+    for number, window in enumerate(question_windows(tokenizer, one, windows)):
         logits = logits_of[number]
         for i in range(window.first, window.stop):
             for j in range(i, min(i + longest, window.stop)):
-                (a, b), (c, d) = passage.offsets[i], passage.offsets[j]
+                (a, b), (c, d) = window.passage.offsets[i], window.passage.offsets[j]
                 if not text[a:b].strip() or not text[c:d].strip():
                     continue
                 value = (logits[i - window.first + window.offset, 0] + logits[j - window.first + window.offset, 1]

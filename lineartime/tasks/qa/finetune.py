@@ -33,8 +33,7 @@ from lineartime.folders import CONFIG_FILE, RESULT_FILE, RUN_FILE, WEIGHTS_FILE,
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.tasks.pooling import padded_rows
 from lineartime.tasks.qa.finetune_config import FineTuning
-from lineartime.tasks.qa.metrics import score_answers
-from lineartime.tasks.qa.questions import Question, read_questions
+from lineartime.tasks.qa.questions import Question, read_questions, score_answers
 from lineartime.tasks.qa.spans import (
     TrainingWindows,
     WindowConfig,
@@ -73,12 +72,10 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     (the best run's folder in `plan.out`), scores by learning rate, counts of the questions, and the
     settings; with "already" if the folder was complete before.
 
-    device: by default cuda if available. stop: requests a save and an end, see
-    `StopSignal.listening`. on_step is called with each line of the metrics and the number of
-    "steps". progress counts questions, documents and tokens. rank_timeout: see `train`. Raises
-    UsageError for a pretrained model without [SEP] or that is causal, wrong settings or a folder
-    with another fine-tuning, DataError for wrong data, Stopped after saving, and as `load_model`
-    and `fit_once` do."""
+    device: by default cuda if available. stop: requests a save and an end. on_step is called with
+    each line of the metrics and the number of "steps". progress counts questions and documents.
+    rank_timeout: see `train`. Raises UsageError for a folder with another fine-tuning, Stopped
+    after saving, and as `read_task`, `load_model` and `fit_once` do."""
     stop, out = stop or StopSignal(), plan.out
     require(bool(plan.data and plan.validation), "files are missing", "finetune", "give data and validation")
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")

@@ -1,5 +1,4 @@
-"""Answers as spans of tokens: windows over documents, the training loss, and the best span of all
-windows.
+"""Answers as spans of tokens: windows over documents, the loss, and the best span of all windows.
 
 A window is `[CLS] question [SEP] part of a document [SEP]`. [CLS] is the end-of-document token,
 which begins every text in training. Every token has two logits: one for the answer's first token,
@@ -22,13 +21,11 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.tasks.pooling import padded_rows
-from lineartime.tasks.qa.metrics import occurrences, score_answers, words_of
-from lineartime.tasks.qa.questions import Question
+from lineartime.tasks.qa.questions import Question, occurrences, score_answers, words_of
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
-"""Bits of a place in a row: no padding; [CLS] or a token of the document; the answer's first token;
-its last."""
+"""Bits of a place: no padding; [CLS] or a token of the document; the answer's first token; its last."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Passage:
 
 
 class Window(NamedTuple):
-    """One row for the model, and the place of its tokens in the document."""
+    """One row for the model, and the place of its tokens in a document."""
 
     ids: np.ndarray
     """int64 [T]"""
@@ -98,6 +95,8 @@ class Window(NamedTuple):
     """uint8 [T], bits of TOKEN, CANDIDATE, START and END."""
     document: int
     """Number of the document among the question's."""
+    passage: Passage
+    """The whole document."""
     first: int
     """The document's token at place `offset` of the row."""
     offset: int
@@ -106,11 +105,10 @@ class Window(NamedTuple):
     answered: bool
 
 
-def question_windows(tokenizer: Tokenizer, question: Question,
-                     windows: WindowConfig) -> Iterator[tuple[Window, Passage]]:
+def question_windows(tokenizer: Tokenizer, question: Question, windows: WindowConfig) -> Iterator[Window]:
     """All windows of a question, in the order of its documents. The question is cut to a quarter of
     the context. An answer counts only if the window holds all of it. Every place that
-    `metrics.occurrences` finds is an answer, widened to whole tokens."""
+    `occurrences` finds is an answer, widened to whole tokens."""
     separator = tokenizer.separator
     assert separator is not None, "the tokenizer has no [SEP]"
     asked = tokenizer.encode(question.text)[: windows.context // 4]
@@ -134,7 +132,7 @@ def question_windows(tokenizer: Tokenizer, question: Question,
                 inside = np.zeros((1, 2), np.int64)
             roles[inside[:, 0]] |= START
             roles[inside[:, 1]] |= END
-            yield Window(ids, roles, number, first, len(head), stop, answered), passage
+            yield Window(ids, roles, number, passage, first, len(head), stop, answered)
 
 
 COUNTS = ("questions", "unlabelled", "without_document", "answer_not_found", "windows", "windows_with_answer")
@@ -164,10 +162,8 @@ class TrainingWindows:
 def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
                      negatives: float, seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
     """The windows to train on: every window with an answer, and the share `negatives` of the
-    others.
-
-    The choice is a function of (seed, question id, document, place). progress is called with the
-    number of questions read."""
+    others, drawn by (seed, question id, document, place). progress is called with the number of
+    questions read."""
     rows = TrainingWindows()
     counts = rows.counts
     for question in questions:
@@ -178,7 +174,7 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
             counts["unlabelled"] += 1
             continue
         found, n_windows = False, 0
-        for window, _ in question_windows(tokenizer, question, windows):
+        for window in question_windows(tokenizer, question, windows):
             n_windows += 1
             found = found or window.answered
             # A hash in place of a generator: whether a window is taken depends on no other window.
@@ -245,48 +241,47 @@ class AnswerPrediction:
 def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
             batch_rows: int = 8, precision: str = "float32",
             progress: Callable[[int], None] | None = None) -> Iterator[AnswerPrediction]:
-    """The best span of each question over all its windows, in the order of the questions.
-
-    Among equal scores the earliest document wins, then the earliest window, the earliest start, the
+    """The best span of each question over all its windows, in the order of the questions. Among
+    equal scores the earliest document wins, then the earliest window, the earliest start, the
     shortest span. Windows are cut as needed and scored `batch_rows` at a time, which changes only
-    rounding. progress is called with the number of windows scored. The model must be in evaluation
-    mode."""
+    rounding. progress is called after each batch of windows with the number of questions answered.
+    The model must be in evaluation mode."""
     begun: collections.deque[AnswerPrediction] = collections.deque()
 
-    def rows() -> Iterator[tuple[AnswerPrediction, Window, Passage]]:
+    def rows() -> Iterator[tuple[AnswerPrediction, Window]]:
         for question in questions:
             begun.append(AnswerPrediction(question))
-            for window, passage in question_windows(tokenizer, question, windows):
-                yield begun[-1], window, passage
+            for window in question_windows(tokenizer, question, windows):
+                yield begun[-1], window
 
-    waiting, n_scored = rows(), 0
+    waiting, n_answered = rows(), 0
     while batch := list(itertools.islice(waiting, batch_rows)):
-        found = score_windows(model, [(window, passage) for _, window, passage in batch], windows, precision)
-        for (prediction, *_), (span, loss) in zip(batch, found, strict=True):
+        found = score_windows(model, [window for _, window in batch], windows, precision)
+        for (prediction, _), (span, loss) in zip(batch, found, strict=True):
             if span is not None and (prediction.span is None or span.score > prediction.span.score):
                 prediction.span = span
             prediction.loss += loss if prediction.question.answers else 0.0
             prediction.n_windows += 1
-        n_scored += len(batch)
         if progress is not None:
-            progress(n_scored)
+            progress(n_answered)
         while len(begun) > 1:  # the last question may have more windows
+            n_answered += 1
             yield begun.popleft()
     yield from begun
 
 
-def score_windows(model: nn.Module, rows: Sequence[tuple[Window, Passage]], windows: WindowConfig,
+def score_windows(model: nn.Module, rows: Sequence[Window], windows: WindowConfig,
                   precision: str) -> Iterator[tuple[Span | None, float]]:
     """The best span of each window, and its loss in nats: the mean for the first and the last
     token."""
     device = next(model.parameters()).device
-    ids_BT = torch.from_numpy(padded_rows([window.ids for window, _ in rows], fill=0)).to(device)
-    roles_BT = torch.from_numpy(padded_rows([window.roles for window, _ in rows], fill=0)).to(device)
+    ids_BT = torch.from_numpy(padded_rows([window.ids for window in rows], fill=0)).to(device)
+    roles_BT = torch.from_numpy(padded_rows([window.roles for window in rows], fill=0)).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         logits_BT2 = span_logits(model, ids_BT, roles_BT)
     losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
-    for (window, passage), logits_T2, loss in zip(rows, logits_BT2.double().cpu().numpy(), losses_B, strict=True):
-        yield best_span(logits_T2, window, passage, windows.max_answer_tokens), loss
+    for window, logits_T2, loss in zip(rows, logits_BT2.double().cpu().numpy(), losses_B, strict=True):
+        yield best_span(logits_T2, window, windows.max_answer_tokens), loss
 
 
 def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question],
@@ -296,17 +291,12 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
     """The answers by question id ("" without an answer), nats per window of the labelled questions,
     and the number of windows.
 
-    max_tokens: stop after the question whose windows reach this many. progress is called after each
-    batch of windows with the number of questions answered. The model must be in evaluation mode."""
+    max_tokens: stop after the question whose windows reach this many. progress: as `predict`. The
+    model must be in evaluation mode."""
     answers: dict[str, str] = {}
     loss, n_windows, n_labelled = 0.0, 0, 0
-
-    def read(_: int) -> None:
-        if progress is not None:
-            progress(len(answers))
-
     for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
-                              progress=read):
+                              progress=progress):
         answers[prediction.question.id] = prediction.answer
         loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
         n_labelled += prediction.n_windows if prediction.question.answers else 0
@@ -326,7 +316,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
     `WindowConfig`. batch_rows: windows read at once. precision: "float32" or "bfloat16". progress
     is called with the number of questions answered. The scores are "context", "windows", "loss"
     (nats per labelled window), "questions", "questions_without_document" and, if any question has
-    an accepted answer, what `metrics.score_answers` gives. Raises UsageError for wrong values and a
+    an accepted answer, what `score_answers` gives. Raises UsageError for wrong values and a
     context that is too long, DataError for documents that cannot be read."""
     require_name("precision", precision, PRECISIONS)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
@@ -338,18 +328,17 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
             "questions_without_document": sum(not each.documents for each in questions), **scores}, answers
 
 
-def best_span(logits_T2: np.ndarray, window: Window, passage: Passage, max_tokens: int) -> Span | None:
+def best_span(logits_T2: np.ndarray, window: Window, max_tokens: int) -> Span | None:
     """The best span of at most `max_tokens` tokens in one window; None for a window of white space.
     It neither begins nor ends with a token that is white space. Among equal scores the earliest
     start wins, then the shortest span."""
-    n = window.stop - window.first
+    n, passage = window.stop - window.first, window.passage
     is_blank_N = np.array([not passage.text[a:b].strip() for a, b in passage.offsets[window.first : window.stop]], bool)
     logits_N2 = np.where(is_blank_N[:, None], -np.inf, logits_T2[window.offset : window.offset + n])
     if n == 0 or not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)
-    # table[i, k] is the score of the span of the tokens i to i + k; argmax takes the first of equal
-    # ones.
+    # table[i, k] is the score of the tokens i to i + k as a span; argmax takes the first of equal ones.
     ends = np.concatenate([logits_N2[:, 1], np.full(width - 1, -np.inf)])
     table = logits_N2[:, :1] + np.lib.stride_tricks.sliding_window_view(ends, width)
     first, more = divmod(int(table.argmax()), width)
