@@ -4,6 +4,7 @@
 of every pair whether that number must be exactly zero or must not be: a model that sees nothing fails too.
 """
 
+import itertools
 import math
 import time
 from dataclasses import replace
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lineartime.base.errors import UsageError
-from lineartime.config import PRESETS, ModelConfig
+from lineartime.config import PRESETS, ModelConfig, model_config
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.ops import reference
@@ -410,6 +413,19 @@ def test_state_after_a_million_tokens() -> None:
     assert states[0].seq_lens_B.tolist() == [n_tokens]
     assert (kv32 - kv64).abs().max() / kv64.abs().max() < 5e-5
     assert worst < 1e-5
+
+
+def test_a_longer_context_costs_flash_nothing_per_token() -> None:
+    """FLOPs per token, as PyTorch counts those of matrix products; attention of FLASH-Quad has 2 T (s + e)."""
+    flops: dict[tuple[str, int], float] = {}
+    for preset, context in itertools.product(("flash", "flash-quad"), (512, 5120)):
+        with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+            model = LanguageModel(model_config(preset, context=context, n_layers=1))
+            model.set_impl("reference")
+            model(torch.zeros(1, context, dtype=torch.long))
+        flops[preset, context] = counter.get_total_flops() / context
+    assert flops["flash", 5120] == pytest.approx(flops["flash", 512], rel=0.01)
+    assert flops["flash-quad", 5120] - flops["flash-quad", 512] == pytest.approx(2 * (5120 - 512) * (128 + 1536))
 
 
 def cost_spread(config: ModelConfig, lengths: list[int], enough: float = 0.0, most: int = 3) -> float:
