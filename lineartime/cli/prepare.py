@@ -78,7 +78,7 @@ def info(
     verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,
 ) -> None:
     """Describe a model, a run or prepared text. Of a model: its specification, the parameters of
-    each part, training FLOPs per token and the size of its decoding state."""
+    each part, and the memory of its weights and decoding state."""
     is_folder = model not in PRESETS and (model in shipped_models() or is_address(model) or Path(model).is_dir())
     is_data = is_folder and exists(joined(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
