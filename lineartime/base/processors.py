@@ -1,19 +1,17 @@
-"""How this process shares the processors with others. It imports no torch: GOMP_SPINCOUNT is read
-when torch loads."""
+"""How this process shares the processors with others. Imports no torch, which reads
+GOMP_SPINCOUNT."""
 
 import ctypes
 import os
 import struct
 
 SPINS = "1000"
-"""How often a thread of PyTorch looks whether the others have come, before it sleeps; libgomp has
-300,000."""
+"""How often a thread of PyTorch looks for the others before it sleeps; libgomp has 300,000."""
 SLICE_NS = 100_000
-"""Nanoseconds that a thread asks to run at a time; Linux gives 1 to 3 ms. So it runs sooner, but
-not longer in all."""
+"""Nanoseconds for which a thread asks to run; Linux gives 1 to 3 ms. It runs sooner, not longer in
+all."""
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-"""The number of the system call sched_setattr(2), which has no function in C libraries before glibc
-2.41."""
+"""The number of the system call sched_setattr(2), for which glibc before 2.41 has no function."""
 
 
 def share_processors() -> None:
@@ -22,9 +20,8 @@ def share_processors() -> None:
 
     The threads of an op wait for the last of them. On a busy machine that one has often lost its
     processor, and threads that spin while they wait take the time that it needs. So waiting threads
-    soon sleep, unless GOMP_SPINCOUNT or OMP_WAIT_POLICY is set. With short time slices a thread
-    runs at once when it is woken. Its share of the time stays the same. Short slices need Linux
-    6.12. docs/speed.md says what all this gains."""
+    soon sleep, unless GOMP_SPINCOUNT or OMP_WAIT_POLICY is set; and with short time slices, which
+    need Linux 6.12, a thread runs at once when it is woken. docs/speed.md says what this gains."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     number = SCHED_SETATTR.get(os.uname().machine) if hasattr(os, "sched_getscheduler") else None

@@ -1,5 +1,4 @@
-"""The processes that `torchrun` starts for one task. A process on its own is rank 0 of 1, and
-communicates with nobody.
+"""The processes that `torchrun` starts for one task. A process on its own is rank 0 of 1.
 
 A rank that ends with an error says so in one line, and is the only one that speaks: the others lose
 their connection to it, and end without a word. The store of `torchrun` counts who has spoken."""
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lineartime.base.errors import LineartimeError, RankError, ResourceError, Stopped, UsageError
+from lineartime.base.errors import LineartimeError, RankError, ResourceError, Stopped, UsageError, raised_as
 from lineartime.base.settings import require
 
 if TYPE_CHECKING:
@@ -69,8 +68,7 @@ ALONE = Ranks()
 
 
 def launched() -> Ranks:
-    """The rank that `torchrun` gave this process by its environment; `ALONE` without one. Imports
-    no torch."""
+    """The rank that `torchrun` gave this process; `ALONE` without one. Imports no torch."""
     env = os.environ
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
         return ALONE
@@ -94,8 +92,8 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 
     if ranks.row is None or ranks.column is None:
         return ranks
-    # Rows are consecutive ranks, columns every n-th: with 4 ranks, 2 in a row, rows 01 23 and
-    # columns 02 13.
+    # Rows are consecutive ranks, columns every n-th: 4 ranks, 2 in a row, are rows 01 23, columns
+    # 02 13.
     n, named = ranks.row.size, []
     rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
     columns = [list(range(first, ranks.size, n)) for first in range(n)]
@@ -110,14 +108,13 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 @contextmanager
 def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1,
               between: Callable[[], None] = lambda: None) -> Iterator[Ranks]:
-    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too, for the block;
-    yields this rank.
+    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too; yields this
+    rank.
 
     n_in_row: ranks that share each row, see `in_rows`. between is called often until all are
-    connected, and may raise. Inside a block that is open already no connection is made, and in a
-    process on its own nothing happens. Raises UsageError for a wrong timeout and as `in_rows` does,
-    RankError when another rank ends or does not answer for `timeout_s` seconds, ResourceError for a
-    port that cannot be opened."""
+    connected, and may raise. A process on its own, and a block inside another, connects nothing.
+    Raises UsageError for a wrong timeout and as `in_rows` does, RankError when another rank ends or
+    does not answer for `timeout_s` seconds, ResourceError for a port that cannot be opened."""
     import torch.distributed as dist
 
     require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",
@@ -132,8 +129,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
         return
 
     def join() -> Ranks:
-        """In a thread of its own, see `within`: PyTorch may wait here for as long as others do not
-        come."""
+        """In a thread of its own, see `within`: PyTorch may wait here until others come."""
         own = open_store().clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
         own.set_timeout(timeout)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout, store=own,
@@ -180,19 +176,17 @@ def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] 
 
 @cache
 def open_store() -> "Store":
-    """The keys that all ranks reach: in the store of `torchrun`, or else in one that rank 0 holds.
-    A restart by `torchrun` has keys of its own. Returns when it answers. Raises ResourceError if
-    rank 0 cannot hold it."""
+    """The keys that all ranks reach, in the store of `torchrun` or else one that rank 0 holds; a
+    restart by `torchrun` has keys of its own. Raises ResourceError if rank 0 cannot hold it."""
     from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     # PyTorch's own wait is the longest there is: `within` bounds it, and tells what went wrong.
     ranks, env, patience = launched(), os.environ, datetime.timedelta(seconds=MOST_SECONDS)
     holds = ranks.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), ranks.size, holds, patience,
-                         wait_for_workers=False, multi_tenant=True)
-    except DistError as e:
-        raise ResourceError("the ranks cannot meet", f"MASTER_PORT = {env['MASTER_PORT']}", "choose a free port") from e
+    port, todo = env["MASTER_PORT"], "choose a free port"
+    with raised_as(ResourceError, "the ranks cannot meet", f"MASTER_PORT = {port}", DistError, todo=todo):
+        store = TCPStore(env["MASTER_ADDR"], int(port), ranks.size, holds, patience, wait_for_workers=False,
+                         multi_tenant=True)
     return PrefixStore(f"lineartime/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -204,9 +198,9 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def speaks_first(ranks: Ranks, error: BaseException) -> bool:
-    """Whether this rank is the first to speak of an error. Every rank asks once, before it does.
-    Where the store does not answer, every rank speaks of its own errors; of a lost rank or a stop
-    only ranks 0 and 1 and the first of each machine do."""
+    """Whether this rank is the first to speak of an error, for which it asks once. If the store
+    does not answer, every rank speaks of its own errors; of a lost rank or a stop only ranks 0 and
+    1 and the first of each machine do."""
     if ranks.size == 1:
         return True
     import torch.distributed  # noqa: F401  # before the seconds are counted
@@ -227,8 +221,8 @@ def process_group(ranks: Ranks) -> Any:
 
 
 def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
-    """The values of every rank, in rank order: `[W, ...]` on each. values: a tensor of one shape
-    and dtype on all."""
+    """The values of every rank, in rank order: `[W, ...]` on each. values: of one shape and dtype
+    on all."""
     import torch.distributed as dist
 
     if ranks.size == 1:
