@@ -1,6 +1,6 @@
-"""One training run: the settings of the command line and of files, resolved to a model, its
-hyperparameters and its folders; and what the data, the weights and the run that is in its folder
-already give to it. Nothing here imports torch, so that wrong settings are refused at once."""
+"""One training run: settings, resolved to a model, its hyperparameters and its folders; and what
+the data, the weights and the run in its folder already give to it. Nothing here imports torch, so
+that wrong settings are refused at once."""
 
 import typing
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,8 @@ RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A model, its hyperparameters and its folders: `lineartime train` resolves its arguments to
-    this and stores it.
-
-    Raises UsageError unless micro-batches hold whole rows, and ranks can share a row."""
+    """What `lineartime train` makes of its arguments, and stores. Raises UsageError unless
+    micro-batches hold whole rows, and ranks can share a row."""
 
     model: ModelConfig
     train: TrainConfig
@@ -83,10 +81,9 @@ DEFAULT_SIZE = "tiny"
 
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What a size sets for a preset beside the settings `given`; "paper" sets nothing.
-
-    A pair of attention and FFN counts as two GAUs and has the values of `PAIRS`. Raises UsageError
-    for an unknown size or model."""
+    """What a size sets for a preset beside the settings `given`; "paper" sets nothing. A pair of
+    attention and FFN counts as two GAUs and has the values of `PAIRS`. Raises UsageError for an
+    unknown size or model."""
     require_name("size", size, SIZES)
     require_name("model", model, PRESETS)
     preset, own = PRESETS[model], dict(SIZES[size])
@@ -116,9 +113,8 @@ def muon_factor(preset: ModelConfig) -> float:
 
 
 def fitted_settings(preset: ModelConfig, settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What follows from the context, batch, steps and width in `settings`, of which some are
-    `given`: whole rows in a micro-batch, whole micro-batches in a step, the warm-up, and the first
-    weights."""
+    """What follows from context, batch, steps and width, of which some are `given`: whole rows in a
+    micro-batch, whole micro-batches in a step, the warm-up, and the first weights."""
     numbers = [settings[name] for name in ("context", "micro_batch_tokens", "tokens_per_step", "steps", "d_model")]
     if not all(type(number) is int and number > 0 for number in numbers):
         return {}  # the configurations refuse them
@@ -144,18 +140,16 @@ def heads_of(width: int) -> int:
 
 
 def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
-    """The run described by a flat table of settings: `model` or `from`, `task`, `data`, `out`, any
-    field of `ModelConfig` and `TrainConfig`, and `size`, one of `SIZES` (by default "paper"), which
-    gives the fields that are not set. With `from` a size gives fields of training alone, and
-    neither optimizer nor learning rates.
+    """The run of a flat table of settings: `model` or `from`, `task`, `data`, `out`, fields of
+    `ModelConfig` and `TrainConfig`, and `size` (by default "paper"), which gives fields that are
+    not set: with `from` those of training alone, and neither optimizer nor learning rates.
 
     source: the model of the weights that `from` names; its fields stand for a preset's. Without
     chunks, n of relu(q k / n + b)^2 keeps its value, so that the weights give what they gave.
     Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong
     value."""
     check_names(settings)
-    # Where a field is given by more than one, the setting counts, then the weights' own model, then
-    # the size.
+    # If several give a field, the setting counts, then the weights' own model, then the size.
     if source is None:
         preset, task, weights = settings["model"], settings.get("task", "wiki40b"), None
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
@@ -164,8 +158,8 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         preset, task, weights = nearest_preset(source), "wiki40b", StartingWeights(settings["from"], source)
         config = replace_fields(source, source.kept_scale | named(settings, MODEL_FIELDS))
         sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
-        # A size's rates are for weights that are drawn: trained ones would first lose much of what
-        # they know.
+        # A size's rates are for drawn weights: trained ones would first lose much of what they
+        # know.
         for name in ("optimizer", "learning_rate", "muon_learning_rate"):
             sized.pop(name, None)
         settings = sized | settings
@@ -178,9 +172,8 @@ def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
 
 
 def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
-    """The hyperparameters among the settings of a run. Unless they say otherwise, the vanilla
-    Transformer is not clipped, as in its table, and a warm-up is at most a fifth of the steps.
-    Raises UsageError for wrong values."""
+    """The hyperparameters of a run. By default the vanilla Transformer is not clipped, as in its
+    table, and a warm-up is at most a fifth of the steps. Raises UsageError for wrong values."""
     defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
     steps = settings.get("steps", TrainConfig.steps)
     if isinstance(steps, int):
@@ -189,9 +182,8 @@ def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
 
 
 def check_names(settings: dict[str, Any]) -> None:
-    """Raise UsageError for an unknown name of a setting (with the nearest valid one), for settings
-    that name no model, data or folder, and for `from` together with `model` or `task`, as weights
-    have their own model."""
+    """Raise UsageError for an unknown setting (with the nearest valid name), for settings without
+    model, data or folder, and for `from` together with `model` or `task`."""
     for name in without_removed(settings):
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
@@ -219,9 +211,7 @@ def nearest_preset(config: ModelConfig) -> str:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Name and value of a setting `name=value` from the command line, the value in its field's
-    type; "none" is None.
-
+    """Name and value of a setting `name=value`, the value in its field's type; "none" is None.
     Raises UsageError for a missing "=", an unknown name or a wrong type."""
     name, equals, value = text.partition("=")
     require(bool(equals), "a setting is NAME=VALUE", repr(text), "such as steps=1000")
@@ -245,8 +235,7 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
 
     Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of
     several tokenizers or of another than the weights', and for data without [MASK] if the model is
-    not causal; CheckpointError as `read_source` does; UsageError and DataError as `read_manifest`
-    does."""
+    not causal; and as `read_source` and `read_manifest` do."""
     from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
 
     paths_as_text = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
@@ -278,12 +267,11 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def read_source(name: str) -> ModelConfig:
-    """The model of weights that a run can begin with, see `weights_folder`. Raises UsageError where
-    there are none, and for a model with another head; CheckpointError for files that cannot be
-    read."""
+    """The model of weights that a run can begin with. Raises UsageError where there are none, and
+    for a model with another head; CheckpointError for files that cannot be read."""
     config, text = read_config(weights_folder(name))
-    require(architecture_of(text) != QUESTION_ANSWERING, "this model answers questions", name,
-            "begin with a language model")
+    is_language_model = architecture_of(text) != QUESTION_ANSWERING
+    require(is_language_model, "this model answers questions", name, "begin with a language model")
     return config
 
 
