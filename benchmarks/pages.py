@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import pandas as pd
-
 from benchmarks.figures import Picture, draw, figures_of, recall_picture, speed_pictures
 from benchmarks.paper.report import table_section
 from benchmarks.paper.results import results_of
@@ -33,10 +31,8 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
     """Fill the places of a kind of every page and draw what they show; returns what was written.
 
     Nothing is written unless every page has its places. Raises as `filled`, and ResourceError."""
-    made, drawn = {}, dict[str, Picture]()
-    for page in pages:
-        made[page], pictures = filled(page, images, kind, rows)
-        drawn.update(pictures)
+    drawn = dict[str, Picture]()
+    made = {page: filled(page, images, kind, rows, drawn) for page in pages}
     for name, picture in drawn.items():
         draw(picture, images / name)
     for page, text in made.items():
@@ -44,17 +40,17 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
     return [*(images / name for name in drawn), *made]
 
 
-def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any]) -> tuple[str, dict[str, Picture]]:
-    """A page's text with its places of a kind filled, and the pictures they show by file name. images: where they will
+def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any], drawn: dict[str, Picture]) -> str:
+    """A page's text with its places of a kind filled. drawn: gets the pictures by file name. images: where they will
     be, for the links to them. Raises as `with_places`, and UsageError for what does not exist."""
-    drawn: dict[str, Picture] = {}
+    folder = Path(os.path.relpath(images, page.parent)).as_posix()
 
-    def made(names: list[str]) -> str:
-        text, pictures = shown(kind, rows, names, Path(os.path.relpath(images, page.parent)).as_posix())
+    def links(pictures: dict[str, Picture]) -> list[str]:
+        """Pictures in Markdown, each with its caption for who does not see it."""
         drawn.update(pictures)
-        return text
+        return [f"![{in_markdown(picture.caption)}]({folder}/{name})" for name, picture in pictures.items()]
 
-    return with_places(page, kind, made), drawn
+    return with_places(page, kind, lambda names: shown(kind, rows, names, links))
 
 
 def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
@@ -72,37 +68,26 @@ def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
     return with_tables
 
 
-def shown(kind: Kind, rows: Sequence[Any], names: list[str], images: str) -> tuple[str, dict[str, Picture]]:
-    """What a place shows, given the names in its mark, and its pictures by file name. images: their folder."""
-    drawn: dict[str, Picture] = {}
-    if kind == "speed":
-        def pictures_of(table: pd.DataFrame) -> list[str]:
-            own = dict([*speed_pictures(table).items()][: 1 if names else None])
-            drawn.update(own)
-            return links(own, images)
-
-        tables = tables_of(rows)
-        return speed_summary(tables, names, pictures_of) if names else speed_section(tables, pictures_of), drawn
+def shown(kind: Kind, rows: Sequence[Any], names: list[str],
+          links: Callable[[dict[str, Picture]], list[str]] = lambda pictures: []) -> str:
+    """What a place shows, given the names in its mark. links: makes the Markdown of its pictures by file name."""
     if kind == "laws":
         from benchmarks import laws  # transformers takes seconds to import
 
-        return f"{laws.table(rows)}\n", drawn
+        return f"{laws.table(rows)}\n"
+    if kind == "speed":
+        tables = tables_of(rows)
+        return (speed_summary(tables, names, lambda table: links(dict([*speed_pictures(table).items()][:1]))) if names
+                else speed_section(tables, lambda table: links(speed_pictures(table))))
     name, scale = [*names, "", ""][:2]
     if kind == "recall":
         require_name("task", name, STUDY["tasks"])
-        if learning(rows, name):
-            drawn = {f"recall-{name}.png": recall_picture(rows, name)}
-        return recall_section(rows, name, links(drawn, images)), drawn
+        pictures = {f"recall-{name}.png": recall_picture(rows, name)} if learning(rows, name) else {}
+        return recall_section(rows, name, links(pictures))
     require_name("table", name, TABLES)
     require_name("scale", scale, SCALE_NAMES)
     results = results_of(name, cast(ScaleName, scale), rows)
-    drawn = figures_of(results)
-    return "#" + table_section(results, links(drawn, images)), drawn  # one heading below the question it answers
-
-
-def links(pictures: dict[str, Picture], images: str) -> list[str]:
-    """Pictures in Markdown, each with its caption for who does not see it."""
-    return [f"![{in_markdown(picture.caption)}]({images}/{name})" for name, picture in pictures.items()]
+    return "#" + table_section(results, links(figures_of(results)))  # one heading below the question it answers
 
 
 def fill_place(page: Path, name: str, made: str) -> None:

@@ -27,8 +27,6 @@ TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]
 """Columns that tell the lines of a table apart."""
-SIZES = ("causal", "d_model", "query_key_dim", "expansion_factor", "chunk_size")
-"""Fields of a model that tell calls of one op apart; the table shows the first two."""
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama", "float32"), ("lfm2", "float32"),
            ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
 """The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most in float32."""
@@ -44,8 +42,8 @@ def side_name(side: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The measurements of a file, but for those of verbs that are gone. Raises DataError."""
-    rows = read_json_lines(path, lambda row: None if row["benchmark"] in ("read", "loss") else measurement(row),
+    """The measurements of whole models in a file. Raises DataError."""
+    rows = read_json_lines(path, lambda row: measurement(row) if row["benchmark"] in TITLES else None,
                            "a row of a measurement")
     return [row for row in rows if row is not None]
 
@@ -82,10 +80,10 @@ def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
     ours_first = cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
     cells["size"] = cells.run.map(ours_first.drop_duplicates("run").set_index("run").n_parameters)
-    order = {benchmark: i for i, benchmark in enumerate(TITLES)}
+    order = [*TITLES]
     tables = (table for _, table in cells.groupby(["benchmark", "name", "hardware", "threads", "size"], sort=False))
     return sorted(tables, key=lambda table: (
-        order.get(table.benchmark.iat[0], len(order)), table.device.iat[0] == "cpu", size_of(table),
+        order.index(table.benchmark.iat[0]), table.device.iat[0] == "cpu", size_of(table),
         table.name.iat[0], -table.n_tokens.max()))
 
 
@@ -136,14 +134,10 @@ def compare(table: pd.DataFrame, rival: str, *, by_type: bool, variant: str | No
 
 def speed_section(tables: Sequence[pd.DataFrame], pictures: Pictures = lambda table: ()) -> str:
     """The tables of `tables_of`."""
-    parts, parts_alone = [], []
+    parts: list[str] = []
     for table in tables:
-        if table.benchmark.iat[0] in TITLES:
-            parts += [f"### {in_markdown(title(table))}", *pictures(table), ratio_table(table),
-                      *value_tables(table), *sources(table)]
-        else:
-            parts_alone += [part_table(table), *sources(table)]
-    parts += ["### Parts alone", *parts_alone] if parts_alone else []
+        parts += [f"### {in_markdown(title(table))}", *pictures(table), ratio_table(table), *value_tables(table),
+                  *sources(table)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -157,7 +151,8 @@ def sources(table: pd.DataFrame) -> list[str]:
 
 def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
     """A picture and a table of a few lines: FLASH's speed over others in training steps, from the tables that have one
-    of the names, alone or with a hyphen behind it, on devices like that of the one with most contexts."""
+    of the names, alone or with a hyphen behind it, on devices like that of the one with most contexts; the picture has
+    those of its machine."""
     chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
@@ -165,13 +160,13 @@ def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures
     widest, same = max(chosen, key=lambda table: table.context.nunique()), ["device", "threads", "size"]
     cells = pd.concat([table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()],
                       ignore_index=True)
+    drawn = cells[cells.hardware == widest.hardware.iat[0]].assign(name="")
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
-    how = (f"{in_markdown(title(widest.assign(name='')))}, each model in its fastest variant, from Llama down eager. "
+    how = (f"{in_markdown(title(drawn))}, each model in its fastest variant, from Llama down eager. "
            "Bold: FLASH is slower.")
-    parts = [*pictures(widest), how,
-             ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]]), sources(cells)[0]]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    table = ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]])
+    return "\n\n".join([*pictures(drawn), how, table]) + "\n"
 
 
 def title(table: pd.DataFrame) -> str:
@@ -252,23 +247,6 @@ def value_tables(table: pd.DataFrame) -> list[str]:
             texts[row["context"]] = "failed" if row["failed"] else text(row)
         made.append(folded(heading, by_context(["model", "variant", "type"], contexts_of(table), [*lines.items()])))
     return made
-
-
-def part_table(table: pd.DataFrame) -> str:
-    """What is neither a step nor decoding: a line for each implementation, its time over the first's of its run."""
-    keys, lines = ["run", "side", "dtype", "context"], []
-    table = table.assign(sizes=[tuple(map((row.get("config") or {}).get, SIZES)) for row in table.row])
-    over = (table.ms / table.groupby(keys).ms.transform(lambda ms: ms.iat[0])).where(table.duplicated(keys))
-    shown = table.assign(over=over).drop_duplicates([*KIND, "sizes", "context", "n_tokens"], keep="last")
-    for row in shown.to_dict("records"):
-        causal, width, *_ = row["sizes"]
-        model = f"{'causal' if causal else 'not causal'}, width {width}"
-        lines.append([*map(in_markdown, (row["side"].replace("_", " "), model, row["variant"], row["dtype"])),
-                      f"{row['n_tokens']:,}", f"{row['context']:,}",
-                      "failed" if row["failed"] else f"{number(row['ms'])} ({number(row['q1'])}-{number(row['q3'])})",
-                      "-" if math.isnan(row["over"]) else number(row["over"])])
-    return markdown(["what", "in a model", "by", "type", "tokens", "in rows of", "ms, forward and backward",
-                     "time over the first's"], without_repeats(lines))
 
 
 def without_repeats(lines: Sequence[Sequence[str]]) -> list[list[str]]:

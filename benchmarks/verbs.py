@@ -108,10 +108,10 @@ def benchmark_step(
 
 def benchmark_op(how: How, name: Annotated[str, f"{', '.join(op.OPS)}.", "OP"], tokens: Tokens = 8192) -> None:
     """Forward and backward of one op: the reference, the same compiled and, on a GPU, the kernels, side by side."""
-    config = how.config(op.MODEL_OF.get(name, "flash"))
-    configs = [replace(config, context=n) for n in how.contexts or (2048,)]
-    for rows in op.benchmark_op(name, configs, how.setup, tokens=tokens, precisions=how.precisions):
-        how.show_and_keep(rows)
+    for precision in how.precisions:
+        for context in how.contexts or (2048,):
+            config = replace(how.config(op.OPS.get(name, "flash")), context=context)
+            how.show_and_keep(op.benchmark_op(name, config, how.setup, tokens=tokens, precision=precision))
 
 
 def benchmark_run(
@@ -259,7 +259,7 @@ def report(
     elif kind == "speed":
         print(speed_section(tables_of(measured)), end="")
     elif kind == "laws":
-        print(pages.shown(kind, measured, [], "")[0])
+        print(pages.shown(kind, measured, []))
     elif kind == "recall":
         print("\n\n".join(f"### {task}\n\n{recall_report.section(measured, task)}" for task in recall_report.ABOUT))
     else:

@@ -54,7 +54,7 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
                                  batch_rows=config.micro_batch_rows)
         if contexts:
             use = measure_context_use(model, held_out, contexts, document_tokens=document_tokens)
-            write_atomically(Path(config.out).with_name("context_use.json"), json.dumps(use.to_dict()))
+            write_atomically(Path(config.out).with_name("context_use.json"), json.dumps(use))
         return {"steps": config.train.steps, "held_out": found.to_dict(), "peak_mib": peak_mib, "peer": facts["peer"],
                 "n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model)}
 

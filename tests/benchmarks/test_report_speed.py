@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import ROOT
 from benchmarks.append import rows_in
-from benchmarks.speed import compare, part_table, ratio_table, read_rows, tables_of
+from benchmarks.speed import compare, ratio_table, read_rows, tables_of
 from lineartime.base.errors import DataError
 
 FLASH = next(row for row in rows_in(ROOT / "benchmarks/rows/speed.jsonl")
@@ -39,15 +39,6 @@ def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
                                 made("flash", 10, "a"), made("transformer++", 999, "a"),
                                 made("flash-pytorch", 70, "c", **new)))
     assert "1.30" in text and "99.9" not in text and "FLASH-pytorch" not in text
-
-
-def test_calls_of_an_op_in_other_models_have_lines_of_their_own(tmp_path):
-    op = {"benchmark": "op", "unit": "call", "label": None}
-    rows = [made("gated_chunk_attention", 10 + 10 * i, str(i)) | op | {"config": FLASH["config"] | config}
-            for i, config in enumerate([{}, {}, {"causal": False}, {"d_model": 96}, {"chunk_size": 8}])]
-    lines = part_table(table_of(tmp_path, *rows)).splitlines()[2:]
-    assert [line.split("|")[7].split()[0] for line in lines] == ["20.0", "30.0", "40.0", "50.0"]
-    assert "not causal" in lines[1] and "| causal, width 96 |" in lines[2]
 
 
 @pytest.mark.parametrize("wrong", [{"q1": 0}, {"q1": -1.0}, {"q3": 0.5}, {"median": 10**9}])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.op import MODEL_OF, OPS, gradients, outputs, typed
+from benchmarks.op import OPS, gated_inputs
 from context_ranks import Tokens
 from kernel_law import documents
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
@@ -153,7 +153,7 @@ ATTENTIONS = [("gated_chunk_attention", chunk) for chunk in (256, 128, 512)] + [
 def op_config(name: str, chunk: int | None, causal: bool, n_tokens: int) -> ModelConfig:
     """The paper's sizes: those of 110 M, and with chunks of 512 those of 500 M."""
     fields = {} if chunk is None else {"chunk_size": chunk}
-    return model_config(MODEL_OF.get(name, "flash"), d_model=1024 if chunk == 512 else 768, causal=causal,
+    return model_config(OPS[name], d_model=1024 if chunk == 512 else 768, causal=causal,
                         context=n_tokens, **fields)
 
 
@@ -170,23 +170,23 @@ def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) ->
     return [of(getattr(each, name)) for each in (module, reference)]
 
 
-def op_inputs(name: str, config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    return typed(OPS[name], OPS[name].inputs(config, n_rows), torch.device(DEVICE), dtype)
+def op_inputs(config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return gated_inputs(config, n_rows, torch.device(DEVICE), dtype)
 
 
-def value_and_gradients(function: Callable, inputs: dict[str, Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
-    outs = outputs(function, inputs)
-    found = {f"gradient of {key}": x for key, x in gradients(outs, inputs, cotangents).items()}
-    return {"output" if i == 0 else f"output {i + 1}": out.detach() for i, out in enumerate(outs)} | found
+def value_and_gradients(function: Callable, inputs: dict[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+    out, wanted = function(*inputs.values()), {key: x for key, x in inputs.items() if x.requires_grad}
+    found = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out.dtype))
+    return {"output": out.detach()} | {f"gradient of {key}": x for key, x in zip(wanted, found, strict=True)}
 
 
-def too_far(name: str, kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
+def too_far(kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
             dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """Outputs and gradients whose error is more than twice the reference's in the same dtype: both errors."""
-    exact_inputs = typed(OPS[name], inputs, torch.device(DEVICE), torch.float64)
-    cotangents = [torch.randn_like(x) for x in outputs(definition, inputs)]
-    exact = value_and_gradients(definition, exact_inputs, cotangents)
-    ours, theirs = (value_and_gradients(each, inputs, cotangents) for each in (kernel, definition))
+    exact_inputs = {key: x.detach().double().requires_grad_(x.requires_grad) for key, x in inputs.items()}
+    cotangent = torch.randn_like(definition(*inputs.values()))
+    exact = value_and_gradients(definition, exact_inputs, cotangent)
+    ours, theirs = (value_and_gradients(each, inputs, cotangent) for each in (kernel, definition))
     errors = {key: tuple(float((found[key].double() - x).norm()) for found in (ours, theirs))
               for key, x in exact.items()}
     assert all(ours[key].dtype == theirs[key].dtype for key in exact)
@@ -203,17 +203,17 @@ def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool,
     for n_tokens in (*LENGTHS, 2048):
         config = op_config(name, chunk, causal, n_tokens)
         ids_BT = None if n_tokens == 2048 else documents(3, n_tokens).to(DEVICE)
-        functions, inputs = attentions(name, config, ids_BT), op_inputs(name, config, 3, dtype)
-        assert too_far(name, *functions, inputs, dtype) == {}
+        functions, inputs = attentions(name, config, ids_BT), op_inputs(config, 3, dtype)
+        assert too_far(*functions, inputs, dtype) == {}
 
 
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> None:
     config = op_config(name, chunk, False, LENGTHS[0])
     kernel, _ = attentions(name, config, documents(2, LENGTHS[0]).to(DEVICE))
-    inputs = op_inputs(name, config, 2, torch.bfloat16)
-    cotangents = [torch.randn_like(x) for x in outputs(kernel, inputs)]
-    first, second = (value_and_gradients(kernel, inputs, cotangents) for _ in range(2))
+    inputs = op_inputs(config, 2, torch.bfloat16)
+    cotangent = torch.randn_like(kernel(*inputs.values()))
+    first, second = (value_and_gradients(kernel, inputs, cotangent) for _ in range(2))
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
