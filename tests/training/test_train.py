@@ -19,7 +19,7 @@ from command_line import assert_refused
 from disk import Died
 from lineartime.base.errors import CheckpointError, NumericsError, ResourceError, Stopped, UsageError
 from lineartime.base.files import _hidden
-from lineartime.config import PRESETS, TrainConfig, model_config
+from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config, stored_config
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
 from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel
@@ -31,14 +31,14 @@ from lineartime.training.objectives import NextToken
 from lineartime.training.optimizers import Muon, make_optimizer
 from lineartime.training.ordered import parameter_parts
 from lineartime.training.run import Run
-from lineartime.training.run_config import run_config
+from lineartime.training.run_config import RunConfig, run_config
 from lineartime.training.stop import StopSignal
 from lineartime.weights import checkpoint
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left
 
 CPU = torch.device("cpu")
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN, OLD = Path(__file__).parents[1] / "golden", Path(__file__).parent / "run_of_1ec0ebd4"
 
 
 def configuration(data, out, model="flash", **changes):
@@ -529,3 +529,21 @@ def test_ten_losses_are_those_on_record(model, data, tmp_path):
     recorded = [float(line) for line in (GOLDEN / f"{model}.txt").read_text().splitlines() if line[0] != "#"]
     run_fit(data, tmp_path / "run", model=model, steps=10, eval_every=100, n_layers=2, **GOLDEN_MODELS[model])
     assert [line["loss"] for line in train_lines(tmp_path / "run")] == pytest.approx(recorded, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flash+", "flash-quad"])  # with muon and scale_norm
+def test_a_run_of_1ec0ebd4_goes_on_to_the_losses_that_it_had_there(name, tmp_path, monkeypatch):
+    """That commit made the folders, stopped at step 4 of 8, and then went on; float32 on one thread of a CPU."""
+    monkeypatch.chdir(tmp_path)
+    prepare_text(tmp_path)
+    shutil.copytree(OLD / name, tmp_path / name)
+    expected = json.loads((tmp_path / name / "expected.json").read_text())
+    stored = json.loads((tmp_path / name / "run.json").read_text())
+    model, trained = stored_config(ModelConfig(), stored["model"]), stored_config(TrainConfig(), stored["train"])
+    config = RunConfig(model, trained, stored["preset"], stored["task"], stored["data"], name)
+    lineartime.train(config, device="cpu")
+    assert json.loads((tmp_path / name / "run.json").read_text()) == stored
+    found = [{name: value for name, value in line.items() if name != "clock"} for line in read_metrics(Path(name))]
+    for line, old in zip(found, expected["metrics"], strict=True):  # sums have another order, here and elsewhere
+        assert line.pop("held_out", {}) == pytest.approx(old.pop("held_out", {}), rel=1e-5)
+        assert line == pytest.approx(old, rel=1e-5)
