@@ -14,8 +14,8 @@ import pytest
 import lineartime
 from command_line import Call, assert_refused
 from lineartime.base.errors import UsageError
-from lineartime.cli.terminal import exit_code
 from lineartime.cli.generate import before_stop
+from lineartime.cli.terminal import exit_code
 from tiny_runs import SETTINGS
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60

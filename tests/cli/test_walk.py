@@ -1,15 +1,33 @@
-"""The commands of docs/guides/own-text.md, as they stand there, on a small text and at few steps."""
+"""Commands of the pages: those of docs/guides/own-text.md run as they stand there, on a small text and at few steps;
+every other one is what its verb takes."""
 
 import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 from command_line import Call, commands_of
+from lineartime.cli import verbs
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.training.run_config import SIZES
 
-COMMANDS = commands_of(Path(__file__).parents[2] / "docs" / "guides" / "own-text.md")
+ROOT = Path(__file__).parents[2]
+COMMANDS = commands_of(ROOT / "docs" / "guides" / "own-text.md")
+APP = typer.main.get_command(verbs.app)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_commands_that_there_are(page: Path) -> None:
+    """Verbs and options; values that need files or torch are not looked at."""
+    lines = "\n".join(commands_of(page)).replace("\\\n", " ").splitlines()
+    for line in (line for line in lines if "lineartime " in line and "docker " not in line):
+        words = shlex.split(line, comments=True)
+        name, *arguments = words[words.index("lineartime") + 1 :]
+        verb = APP.get_command(typer.Context(APP), name)  # type: ignore[attr-defined]
+        assert verb is not None, line
+        verb.make_context(name, arguments)
 
 
 def test_the_walk(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
