@@ -131,8 +131,9 @@ def named_folder(name: str | Path) -> Path:
     folder = MODELS / name if is_shipped else Path(name)
     if is_shipped and Path(name).is_dir():
         logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
-    require(folder.is_dir(), "no weights here", str(name),
-            f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
+    if not folder.is_dir():
+        raise UsageError("no weights here", name, "give a run, a checkpoint, an exported folder, or a shipped model: "
+                         f"{', '.join(shipped_models())}")
     return folder
 
 
@@ -155,7 +156,8 @@ def copied(address: str, endings: tuple[str, ...], needed: str = "config.json") 
     store.invalidate_cache()
     with reading(address):
         found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
-    require(needed in found, f"no {needed} here", address, "give the address of an exported folder")
+    if needed not in found:
+        raise UsageError(f"no {needed} here", address, "give the address of an exported folder")
     state = json.dumps([address, found], default=str, sort_keys=True)  # sizes, times, hashes: what the store says
     sizes = {name: each["size"] for name, each in found.items() if name.endswith(endings)}
     return cached(address, sizes, hashlib.sha256(state.encode()).hexdigest())

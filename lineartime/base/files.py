@@ -200,7 +200,8 @@ def system_errors(out: str) -> Iterator[None]:
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Write a folder that is complete or absent: yields an empty folder, which becomes `out` at the
-    end of the block. After an error nothing is left, nor of the parents that were made.
+    end of the block. Until then the block may put other folders beside it, which are removed. After
+    an error nothing is left, nor of the parents that were made.
 
     Raises ResourceError if another process is writing this folder, OSError if `out` is there and not
     an empty folder."""
@@ -209,8 +210,9 @@ def new_folder(out: Path) -> Iterator[Path]:
     hidden = _hidden(out, "unfinished")
     descriptor = _lock_folder(hidden, out)
     try:
+        for left in hidden.iterdir():  # by a killed process; the lock is no folder, and stays
+            shutil.rmtree(left, ignore_errors=True)
         folder = hidden / "done"
-        shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left one
         folder.mkdir()
         yield folder
         # Every byte is on the disk before the folder gets its name, and the name before this returns.
@@ -224,15 +226,6 @@ def new_folder(out: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         os.close(descriptor)
-
-
-def remove_leftovers(out: Path) -> None:
-    """Remove the hidden folder that a killed `new_folder` has left; that of a running process stays."""
-    if (hidden := _hidden(out, "unfinished")).exists():
-        with contextlib.suppress(OSError, ResourceError):
-            descriptor = _lock_folder(hidden, out)
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.close(descriptor)
 
 
 def _hidden(path: Path, ending: str) -> Path:

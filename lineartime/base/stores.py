@@ -14,17 +14,15 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lineartime.base.errors import DataError, LineartimeError, UsageError
-from lineartime.base.files import hashed_stream, open_regular, replaced
+from lineartime.base.files import open_regular, replaced
 
 Name = str | Path
 """A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
-LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
-"""A packed file may hold so many times its size, or so many bytes, whichever is more."""
 
 
 def is_address(name: Name) -> bool:
@@ -58,20 +56,22 @@ def reading(name: Name) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise DataError("cannot read", name, "no such file or folder") from None
-    except OSError as e:
-        raise DataError("cannot read", name, e.strerror or str(e) or type(e).__name__) from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+        if packing_of(name) and getattr(e, "errno", None) is None:
+            raise DataError(f"damaged {packing_of(name)} file", name, str(e)) from None
+        raise DataError("cannot read", name, getattr(e, "strerror", None) or str(e) or type(e).__name__) from None
     except Exception as e:
         if not is_address(name):
             raise
         raise DataError("cannot read", name, f"{type(e).__name__}: {e}") from None
 
 
-def opened(name: Name) -> IO[bytes]:
+def opened(name: Name) -> io.BufferedReader:
     """The bytes of a regular file. Raises OSError, and what the store's library raises."""
-    if not is_address(name):
-        return io.BufferedReader(open_regular(Path(name)), 1 << 20)
-    store, path = store_of(name)
-    return io.BufferedReader(store.open(path, "rb"), 1 << 20)
+    if is_address(name):
+        store, path = store_of(name)
+        return io.BufferedReader(store.open(path, "rb"), 1 << 20)
+    return io.BufferedReader(open_regular(Path(name)), 1 << 20)
 
 
 def packing_of(name: Name) -> str:
@@ -80,51 +80,23 @@ def packing_of(name: Name) -> str:
     return ending if ending in (".gz", ".bz2", ".xz", ".zst") else ""
 
 
-def unpacked(name: Name) -> IO[bytes]:
-    """The bytes of a file, unpacked. Reading raises DataError for damage, and for more than `most_bytes`."""
-    file, packing = opened(name), packing_of(name)
-    if packing == ".zst":
-        import pyarrow
+@contextlib.contextmanager
+def unpacked(name: Name) -> Iterator[Any]:
+    """A file's bytes, unpacked: it has `read`, `readline`, `peek` and `seek`. Inside the block, errors of reading are
+    DataErrors."""
+    with reading(name), opened(name) as file:
+        packing = packing_of(name) if file.peek(1) else ""  # nothing is packed in an empty file
+        if packing == ".zst":
+            import pyarrow
 
-        return io.BufferedReader(_Unpacked(name, file, pyarrow.CompressedInputStream(file, "zstd")), 1 << 20)
-    packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-    return io.BufferedReader(_Unpacked(name, file, packers[packing].open(file)), 1 << 20) if packing else file
-
-
-class _Unpacked(io.RawIOBase):
-    """The bytes of a packed file, which may have been made to exhaust its reader."""
-
-    def __init__(self, name: Name, packed: IO[bytes], file: Any):
-        self.name, self.packed, self.file, self.n_left = name, packed, file, most_bytes(name)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self.file.read(len(buffer))
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
-            raise DataError(f"damaged {packing_of(self.name)} file", self.name, str(e)) from None
-        self.n_left -= len(data)
-        if self.n_left < 0:
-            raise too_large(self.name)
-        buffer[:len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self.file.close()
-        self.packed.close()
-        super().close()
-
-
-def most_bytes(name: Name) -> int:
-    """The most bytes that the text of a file may have. Raises DataError as `size_of` does."""
-    return max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
-
-
-def too_large(name: Name) -> DataError:
-    """The error of a file with more than `most_bytes`."""
-    return DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
+            with io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20) as plain:
+                yield plain
+        elif packing:
+            packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+            with packers[packing].open(file) as plain:
+                yield plain
+        else:
+            yield file
 
 
 def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
@@ -132,7 +104,7 @@ def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
     if name == "-":
         yield from stdin_blocks()
         return
-    with reading(name), unpacked(name) as file:
+    with unpacked(name) as file:
         while n_read:
             if not (block := file.read(min(n_read, 1 << 20))):
                 raise DataError("the file is shorter than what was read of it", name)
@@ -154,21 +126,6 @@ def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]
             yield b""
 
 
-def opened_new(name: Name) -> Any:
-    """A file to write, which replaces another of its name. In a store it appears when it is closed."""
-    store, path = store_of(name)
-    return store.open(path, "wb")
-
-
-def write_text(name: Name, text: str) -> None:
-    """Replace a file by a text. A reader never sees half of it."""
-    aside = name if is_address(name) else f"{name}.{os.getpid()}"
-    with opened_new(aside) as file:
-        file.write(text.encode())
-    if aside != name:
-        os.replace(aside, name)
-
-
 def read_all(name: Name) -> bytes:
     """The bytes of a file. Raises DataError for one that cannot be read."""
     with reading(name), opened(name) as file:
@@ -180,13 +137,6 @@ def size_of(name: Name) -> int:
     store, path = store_of(name)
     with reading(name):
         return store.size(path) or 0
-
-
-def stamp_of(name: Name) -> str:
-    """A mark of a file's size and time, which changes when it is written again. Raises DataError if it is missing."""
-    store, path = store_of(name)
-    with reading(name):
-        return str(store.ukey(path))
 
 
 def exists(name: Name) -> bool:
@@ -211,24 +161,20 @@ def is_folder(name: Name) -> bool:
         return bool(store.isdir(path))
 
 
-def make_folder(name: Name) -> None:
-    """Make a folder and its parents, if the store has folders."""
-    store, path = store_of(name)
-    store.makedirs(path, exist_ok=True)
-
-
-def remove(name: Name) -> None:
-    """Remove a file, or a folder and all in it, if it is there."""
-    store, path = store_of(name)
-    with contextlib.suppress(FileNotFoundError):
-        store.rm(path, recursive=True)
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """An empty folder, as `files.new_folder` yields one, of which nothing stays."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, "done")
+        folder.mkdir()
+        yield folder
 
 
 @contextlib.contextmanager
 def uploaded(address: Name) -> Iterator[Path]:
     """A temporary folder, whose files are copied to an address at the end of the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
+    with temporary_folder() as folder:
+        yield folder
         store, path = store_of(address)
         store.put(f"{folder}/", path, recursive=True)
 
@@ -246,6 +192,19 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
             with reading(there), opened(there) as file, replaced(cache / name) as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
     return cache
+
+
+def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
+    """The files and folders that `expanded` gives: the path of each, whether it is a folder, and its files, or those
+    below it, by their relative names. Raises DataError for what is missing, and for no regular file."""
+    for path in expanded(name):
+        if is_folder(path):
+            yield path, True, {own: joined(path, own) for own in files_below(path)}
+            continue
+        size_of(path)  # which says what is missing
+        if not is_address(path) and not os.path.isfile(path):
+            raise DataError("not a regular file", path)
+        yield path, False, {path.rpartition("/")[2]: path}
 
 
 def expanded(name: Name) -> list[str]:
@@ -285,7 +244,7 @@ def files_below(folder: Name) -> list[str]:
 def hash_of(name: Name) -> dict[str, Any]:
     """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
     with reading(name), opened(name) as file:
-        digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it asks for more than it uses
+        digest = hashlib.file_digest(file, "sha256")
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
@@ -295,10 +254,3 @@ def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) ->
         same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
         return same_size and (not by_hash or hash_of(path) == expected)
     return False
-
-
-def hashed_file(folder: Name, name: str, files: dict[str, dict[str, Any]]
-                ) -> contextlib.AbstractContextManager[Callable[[bytes | memoryview], None]]:
-    """Write a file in a folder, see `base.files.hashed_stream`."""
-    path = joined(folder, name)
-    return hashed_stream(opened_new(path) if is_address(path) else open(path, "wb"), name, files)

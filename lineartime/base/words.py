@@ -1,9 +1,12 @@
-"""Text for people: numbers as they are shown, and Markdown that shows text from data as it is."""
+"""Text for people: progress, numbers as they are shown, and Markdown that shows text from data as it is."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lineartime.base.errors import escaped
+
+Progress = Callable[[str, int, int | None], None]
+"""Takes a description, the amount done, and the total (None if unknown)."""
 
 
 def millions(n: float) -> str:

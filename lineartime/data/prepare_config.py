@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lineartime.base.settings import require, require_name
-from lineartime.config import TASKS
-from lineartime.data.read_text import require_encoding
-from lineartime.data.rows import UTF8, is_utf8
+from lineartime.config import LARGEST, TASKS
 
 DEFAULT_VOCAB_SIZE = 32_000
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 """The book that ships with the package."""
+
+
+def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
+    """Raise UsageError for a vocabulary too small for 256 bytes and the special tokens: one, and two more for `mlm`."""
+    smallest = 256 + (3 if mlm else 1)
+    require(smallest <= vocab_size <= LARGEST["vocab_size"], "wrong value", f"vocab_size = {vocab_size}",
+            f"it takes {smallest} to {LARGEST['vocab_size']:,}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,6 @@ class PrepareSettings:
     validation: Annotated[tuple[str, ...], "Text for validation; may be given again."] = ()
     test: Annotated[tuple[str, ...], "Text for a test split; may be given again."] = ()
     field: Annotated[str, "Field or column that holds the text.", "--text-field"] = "text"
-    encoding: Annotated[str, "Encoding of the text, such as latin-1."] = UTF8
     task: Annotated[str | None, "Read the text as the paper's data set c4, wiki40b or pg19."] = None
     mlm: Annotated[bool, "For masked language modelling: add the tokens [MASK] and [SEP]. Always so with --task c4."
                    ] = False
@@ -52,13 +56,14 @@ class PrepareSettings:
         for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes"):
             value = getattr(self, name)
             require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
-        require_encoding(self.encoding)
         if self.task is not None:
             require_name("task", self.task, TASKS)
         require(self.sample != bool(self.inputs), "wrong inputs",
                 f"{len(self.inputs)} and the sample" if self.sample else "there are none",
                 "name files or folders, or ask for the sample")
         require([*self.inputs, *self.validation, *self.test].count("-") <= 1, "stdin is read once", "-", "name it once")
+        if self.tokenizer == "train":
+            require_vocab_size(self.vocab_size or DEFAULT_VOCAB_SIZE, mlm=self.is_masked)
         require(self.tokenizer == "train" or self.vocab_size is None, "this tokenizer has its own vocabulary",
                 f"--tokenizer {self.tokenizer} --vocab-size {self.vocab_size}", "leave out --vocab-size")
 
@@ -66,11 +71,6 @@ class PrepareSettings:
     def is_masked(self) -> bool:
         """Whether the tokenizer has [MASK] and [SEP]."""
         return self.mlm or self.task == "c4"
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """The named arguments of `read_pieces`."""
-        return {"field": self.field, "task": self.task, "encoding": self.encoding}
 
     @property
     def from_hub(self) -> list[str]:
@@ -83,15 +83,15 @@ class PrepareSettings:
         """Whether all text is on the hub, which is not read again to be compared."""
         return bool(self.inputs) and len(self.from_hub) == len(self.inputs + self.validation + self.test)
 
-    def for_manifest(self, tokenizer_sha256: str | None) -> dict[str, Any]:
-        """The settings that decide what is written, as the manifest has them. tokenizer_sha256: None if it is to be
-        trained."""
+    @property
+    def for_manifest(self) -> dict[str, Any]:
+        """The settings that decide what is written, as the manifest has them; the hash of a tokenizer that is there
+        takes the place of what says how one is trained."""
         settings: dict[str, Any] = {"held_out": self.held_out, "field": self.field, "shard_tokens": self.shard_tokens}
         settings |= {"mlm": True} if self.is_masked else {}
         settings |= {"task": self.task} if self.task is not None else {}
-        settings |= {} if is_utf8(self.encoding) else {"encoding": self.encoding}
         settings |= {"hub": " ".join(self.from_hub)} if self.from_hub else {}
-        if tokenizer_sha256 is not None:
-            return settings | {"tokenizer": tokenizer_sha256}
-        return settings | {"tokenizer": "train", "vocab_size": self.vocab_size or DEFAULT_VOCAB_SIZE,
-                           "train_characters": self.train_characters}
+        settings["tokenizer"] = self.tokenizer
+        if self.tokenizer == "train":
+            settings |= {"vocab_size": self.vocab_size or DEFAULT_VOCAB_SIZE, "train_characters": self.train_characters}
+        return settings

@@ -1,17 +1,16 @@
 """The one reader of text files, for every verb. It reads a piece at a time, so memory does not grow with a file or a
 document.
 
-    kind        documents
-    .txt .md    one
-    .csv .tsv   one in each row; the first row names the columns
-    .jsonl      one in each line, a JSON object
-    .json       the same, or one array of objects
-    .parquet    one in each row
+    kind            documents
+    .txt .md        one
+    .csv .tsv       one in each row; the first row names the columns
+    .jsonl .json    one in each line, a JSON object
+    .parquet        one in each row
 
-All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8, or in a named encoding; a byte order mark
-at its beginning and blank rows are left out. What is wrong is a DataError with the file and the line, row or byte.
+All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at its beginning and
+blank rows are left out. What is wrong is a DataError with the file and the line, row or byte.
 
-Several processes read one file by ranges of its bytes, see `ranges_of`. Each reads what begins in its own range: lines,
+Several processes read one file by ranges of its bytes, see `units.slices_of`. Each reads what begins in its own range: lines,
 groups of rows of parquet, or the words of a text. So every document is read once."""
 
 import codecs
@@ -20,35 +19,21 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, NamedTuple
 
-from lineartime.base.errors import DataError, UsageError
+from lineartime.base.errors import DataError
 from lineartime.base.files import MAX_BYTES
-from lineartime.base.stores import Name, file_blocks, files_below, packing_of, reading, size_of, unpacked
+from lineartime.base.stores import Name, file_blocks, size_of, unpacked
 from lineartime.data.corpora import wiki40b_document
-from lineartime.data.rows import (
-    UTF8,
-    Row,
-    array_rows,
-    codec_of,
-    is_array,
-    is_utf8,
-    json_lines,
-    not_in_encoding,
-    parquet_rows,
-    table_rows,
-    text_field,
-)
+from lineartime.data.rows import Record, json_lines, not_utf8, parquet_rows, table_rows, text_field
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
 PIECE = 1 << 16
 """Characters in a piece."""
-LONGEST_WHOLE = 1 << 22
-"""Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
-EXPANSION = 4
-"""How many times larger than its file a packed text, or one in parquet, is taken to be when work is shared."""
+LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
+"""The text of a file may have so many times the file's bytes, or so many characters, whichever is more."""
 BYTE_ORDER_MARK = "\ufeff"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
-"""In UTF-8, a space or line feed before what is no white space: byte-level tokenizers cut there, see `cut`."""
+"""In UTF-8, a space or line feed before what is no white space: byte-level tokenizers cut there, see `cut_pieces`."""
 LAST_WORD = re.compile(r"(?s:.*)[\S\x1c-\x1f](?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
 """All up to the last character that white space follows. Byte-level tokenizers cut between the two. Unlike Python they
 do not count \\x1c to \\x1f as white space."""
@@ -77,101 +62,80 @@ def is_token_file(name: Name) -> bool:
     return str(name).endswith((".ds", ".bin"))
 
 
-def text_files_below(folder: Name) -> tuple[list[str], list[str]]:
-    """The relative names of the files of text in a folder, and of all others. Beside other text a `.json` counts among
-    the others: it has settings more often than text. Raises DataError."""
-    names = files_below(folder)
-    readable = [name for name in names if ending_of(name)]
-    text = [name for name in readable if ending_of(name) != ".json"] or readable
-    return text, [name for name in names if name not in {*text}]
-
-
-def require_encoding(encoding: str) -> None:
-    """Raise UsageError for an encoding that Python does not know."""
-    try:
-        "".encode(encoding)
-    except (LookupError, ValueError):
-        raise UsageError("unknown encoding", encoding, "such as utf-8, latin-1 or cp1252") from None
-
-
-def ranges_of(name: Name, size: int, range_bytes: int, encoding: str = UTF8) -> list[tuple[int, int]]:
-    """The ranges of bytes in which a file of this size may be read apart; one if that is not possible. They depend on
-    nothing else, so any number of processes makes the same. range_bytes: of text, see `EXPANSION`."""
-    apart = (ending_of(name) in (".txt", ".md", ".jsonl", ".parquet") and is_utf8(encoding)) or is_token_file(name)
-    step = max(range_bytes // expansion_of(name), 1) if apart else max(size, 1)
-    return [(start, min(start + step, size)) for start in range(0, size, step)]
-
-
-def expansion_of(name: Name) -> int:
-    """About how many times its size the text of a file is."""
-    return EXPANSION if packing_of(name) or ending_of(name) == ".parquet" else 1
-
-
-def read_pieces(name: Name, *, field: str = "text", task: str | None = None, encoding: str = UTF8, start: int = 0,
-                stop: int | None = None) -> Iterator[Piece]:
+def read_pieces(name: Name, *, field: str = "text", task: str | None = None, start: int = 0, stop: int | None = None
+                ) -> Iterator[Piece]:
     """The documents of a file, in order, each as pieces of at most `PIECE` characters; a blank document is one empty
     piece, or in a file that is one document pieces of white space.
 
     field: the field or column that holds the text. task: "wiki40b" takes its markers out. start, stop: a range of
-    `ranges_of`; if its document goes on in the next range, no piece is marked as the last. An empty file has no
-    piece."""
-    if is_one_document(name):
-        yield from _pieces_of_text(name, encoding, start, stop)
-        return
-    for where, record in read_rows(name, [field], encoding=encoding, start=start, stop=stop):
-        text = text_field(record, field, where)
-        text = wiki40b_document(text, where) if task == "wiki40b" else text
-        yield from pieces_of("" if text.isspace() else text)
+    `slices_of`; if its document goes on in the next range, no piece is marked as the last. An empty file has no piece.
+    Raises DataError, also for a small file of much text, which may have been made to fill the disk."""
+    pieces = _pieces_of_text(name, start, stop) if is_one_document(name) else (
+        piece for text in _texts_of_rows(name, field, task, start, stop) for piece in pieces_of(text))
+    n_characters = 0
+    for piece in pieces:
+        n_characters += len(piece.text)
+        if n_characters > EXPANSION_FREE and n_characters > LARGEST_EXPANSION * size_of(name):
+            raise DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
+        yield piece
 
 
-def _pieces_of_text(name: Name, encoding: str, start: int, stop: int | None) -> Iterator[Piece]:
+def _pieces_of_text(name: Name, start: int, stop: int | None) -> Iterator[Piece]:
     """The pieces of a file that is one document, or of a range of it."""
-    size = size_of(name)
-    stop = size if stop is None else stop
-    with reading(name), unpacked(name) as file:
-        begin = _before_word(file, start, stop) if start else 0
-        if begin >= stop:  # no word begins here, so the range before has all of it; or the file is empty
+    with unpacked(name) as file:
+        begin = _before_word(file, start, stop) if start else 0 if file.peek(1) else None
+        if begin is None:  # no word begins here, so the range before has all of it; or the file is empty
             return
-        end = _before_word(file, stop, size) if stop < size else size
-        if start or stop < size:
+        end = None if stop is None else _before_word(file, stop, None)
+        if start or stop is not None:
             file.seek(begin)
-        blocks = _blocks_of(file, None if packing_of(name) else end - begin)
-        for text, last in cut(text_blocks(blocks, name, begin, encoding)):
-            yield Piece(text, last and end == size)
+        for text, last in cut_pieces(text_blocks(_blocks_of(file, None if end is None else end - begin), name, begin)):
+            yield Piece(text, last and end is None)
 
 
-def _before_word(file: IO[bytes], start: int, stop: int) -> int:
-    """The first place of `BEFORE_WORD` in [start, stop), else `stop`."""
+def _before_word(file: IO[bytes], start: int, stop: int | None) -> int | None:
+    """The first place of `BEFORE_WORD` in [start, stop), or in all that follows; None if there is none."""
     file.seek(start)
     at, block = start, b""
-    while at < stop and (more := file.read(min(PIECE, stop + 1 - at))):
+    while (stop is None or at < stop) and (more := file.read(PIECE if stop is None else min(PIECE, stop + 1 - at))):
         if found := BEFORE_WORD.search(block + more):
-            return min(at - len(block) + found.start(), stop)
+            begin = at - len(block) + found.start()
+            return begin if stop is None or begin < stop else None
         at, block = at + len(more), more[-1:]
-    return stop
+    return None
 
 
-def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), encoding: str = UTF8, start: int = 0,
-              stop: int | None = None) -> Iterator[Row]:
+def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
+    """The next bytes of an open file in blocks; None: to its end."""
+    while block := file.read(1 << 20 if n_bytes is None else min(1 << 20, n_bytes)):
+        n_bytes = None if n_bytes is None else n_bytes - len(block)
+        yield block
+
+
+def _texts_of_rows(name: Name, field: str, task: str | None, start: int, stop: int | None) -> Iterator[str]:
+    """The documents of a file of rows; a blank one is empty."""
+    for where, fields in read_rows(name, [field], start=start, stop=stop):
+        text = text_field(fields, field, where)
+        text = wiki40b_document(text, where) if task == "wiki40b" else text
+        yield "" if text.isspace() else text
+
+
+def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), start: int = 0,
+              stop: int | None = None) -> Iterator[Record]:
     """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the file must have, and
-    those of `optional` that it has, are read. start, stop: a range of `ranges_of`."""
-    kind, size = ending_of(name), size_of(name)
-    if not size:
-        return
+    those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
+    kind = ending_of(name)
     if kind == ".parquet":
-        yield from parquet_rows(name, names, optional, start, size if stop is None else stop)
+        yield from parquet_rows(name, names, optional, start, stop)
         return
-    with reading(name), unpacked(name) as file:
+    with unpacked(name) as file:
         if kind.startswith((".csv", ".tsv")):
-            yield from table_rows(file, name, "\t" if kind.startswith(".tsv") else ",", encoding)
-        elif not kind.startswith(".jsonl") and is_array(file):
-            yield from array_rows(file, name, encoding)
+            yield from table_rows(file, name, "\t" if kind.startswith(".tsv") else ",")
         else:
-            stop = None if packing_of(name) else stop  # a packed file has one range
-            yield from json_lines(file, str(name), encoding, start, stop)
+            yield from json_lines(file, name, start, stop)
 
 
-def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
+def cut_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     """Cut one document into pieces of at most `size` characters; the cuts depend on its text, not on its blocks.
 
     A piece ends before the last white space between two words. Byte-level BPE has a boundary there, so the tokens are
@@ -189,73 +153,40 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
 
 def pieces_of(text: str) -> Iterator[Piece]:
     """The pieces of a document that is in memory."""
-    return cut(text[i:i + PIECE] for i in range(0, len(text), PIECE))
+    return cut_pieces(text[i:i + PIECE] for i in range(0, len(text), PIECE))
 
 
-def read_whole(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Join pieces into whole documents. One of more than `LONGEST_WHOLE` characters is cut at the ends of lines."""
-    text = ""
-    for piece, last in pieces:
-        text += piece
-        if not last and len(text) >= LONGEST_WHOLE and (end := text.rfind("\n") + 1):
-            yield text[:end], False
-            text = text[end:]
-        if last:
-            yield text, True
-            text = ""
-    if text:  # of a slice that ends before its document
-        yield text, False
-
-
-def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
-    """The next bytes of an open file in blocks; None: to its end."""
-    while block := file.read(1 << 20 if n_bytes is None else min(1 << 20, n_bytes)):
-        n_bytes = None if n_bytes is None else n_bytes - len(block)
-        yield block
-
-
-def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0, encoding: str = UTF8) -> Iterator[str]:
+def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0) -> Iterator[str]:
     """The text of blocks of bytes that begin at byte `position` of a file, without a byte order mark at its beginning.
     name: for errors. Raises DataError, with the byte, for what is not text."""
-    decoder = codecs.getincrementaldecoder(encoding if position else codec_of(encoding))()
-    may_have_nul = codecs.lookup(encoding).name.startswith(("utf-16", "utf-32"))
+    decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     for block in itertools.chain(blocks, [b""]):
-        if b"\0" in block and not may_have_nul:
+        if b"\0" in block:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + block.index(0)}")
         position += len(block)
         try:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as e:  # e.object begins with the unfinished bytes of the previous block
-            raise not_in_encoding(f"{name}, byte {position - len(e.object) + e.start}", encoding) from None
-        except UnicodeError as e:  # UTF-16 without its byte order mark
-            raise DataError(str(e), name, "name its order: --encoding utf-16-le or utf-16-be") from None
+            raise not_utf8(name, f", byte {position - len(e.object) + e.start}") from None
 
 
-def text_of(name: Name, encoding: str = UTF8) -> Iterator[str]:
+def text_of(name: Name) -> Iterator[str]:
     """The text of a file of any name, which may be packed, or of stdin (`-`), in blocks."""
-    return text_blocks(file_blocks(name), "stdin" if name == "-" else name, encoding=encoding)
+    return text_blocks(file_blocks(name), "stdin" if name == "-" else name)
 
 
 def read_small(name: Name, most: int = MAX_BYTES) -> str:
-    """The text of UTF-8 that `small_bytes` reads, without its byte order mark. Raises DataError for other text, and as
-    that does."""
-    try:
-        return small_bytes(name, most).decode().removeprefix(BYTE_ORDER_MARK)
-    except UnicodeDecodeError as e:
-        where = f"{'stdin' if name == '-' else name}, byte {e.start}"
-        raise DataError("not valid UTF-8", where, "save it as UTF-8") from None
-
-
-def small_bytes(name: Name, most: int) -> bytes:
-    """The bytes of a file, unpacked, or of stdin (`-`). Raises DataError for more than `most`, and for a file that
-    cannot be read."""
-    content = bytearray()
+    """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark. Raises DataError for a
+    file that cannot be read, for more than `most` bytes, and for what is not UTF-8."""
+    content, where = bytearray(), "stdin" if name == "-" else name
     for block in file_blocks(name):
         content += block
         if len(content) > most:
-            where = "stdin" if name == "-" else name
             raise DataError("the text is too large", where, f"at most {most:,} bytes are read")
-    return bytes(content)
+    try:
+        return content.decode().removeprefix(BYTE_ORDER_MARK)
+    except UnicodeDecodeError as e:
+        raise not_utf8(where, f", byte {e.start}") from None
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
@@ -267,5 +198,5 @@ def decode_next(block: bytes | None, tail: str, position: int, name: object) -> 
         text, n = codecs.utf_8_decode(data, "strict", block is None)
     except UnicodeDecodeError as e:
         text, n = data[:e.start].decode(), len(data)
-        error = DataError("not valid UTF-8", f"{name}, byte {begin + e.start}", "save it as UTF-8")
+        error = DataError("not valid UTF-8", f"{name}, byte {begin + e.start}", f"convert it: iconv -f latin1 -t utf-8 {name}")
     return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error

@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def as_dataset(data: Name, split: str, context: int, **how: Any) -> Any:
     """The same rows as a `datasets.IterableDataset`. how: as of `Rows`. Raises UsageError if `datasets` is missing."""
-    from lineartime.data.streams import hub_library
+    from lineartime.data.sources import hub_library
 
     rows = Rows(data, split, context, **how)
 

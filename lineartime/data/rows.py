@@ -1,53 +1,38 @@
-"""Rows of an open file: lines or an array of JSON, a table, parquet. Each comes with its place, and what is wrong is a
-DataError with it."""
+"""Records of an open file: lines of JSON, a table, parquet. Each comes with its place, and what is wrong is a DataError
+with it."""
 
 import codecs
 import csv
 import functools
-import io
-import itertools
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from typing import IO, Any, NamedTuple
 
 from lineartime.base.errors import DataError
-from lineartime.base.stores import LARGEST_EXPANSION, Name, is_address, most_bytes, opened, size_of, too_large
+from lineartime.base.stores import Name, is_address, opened, size_of
 
-UTF8 = "utf-8"
 MAX_LINE_BYTES = 64 << 20
 """Longest line of JSON, and longest field of a table."""
-MAX_ARRAY_BYTES = 1 << 30
-"""Largest JSON array, which is read whole."""
 
 logger = logging.getLogger(__name__)
 
 
-def is_utf8(encoding: str) -> bool:
-    """Whether this is a name of UTF-8, such as utf8 and UTF-8."""
-    return codecs.lookup(encoding).name == UTF8
-
-
-def codec_of(encoding: str) -> str:
-    """The codec that takes a file's byte order mark away."""
-    return "utf-8-sig" if is_utf8(encoding) else encoding
-
-
-class Row(NamedTuple):
-    """A record with its place, for errors."""
+class Record(NamedTuple):
+    """What a row of a file says, with its place for errors."""
 
     where: str
     fields: Any
 
 
-def not_in_encoding(where: str, encoding: str = UTF8) -> DataError:
-    """The error of text that is not in the encoding in which it is read."""
-    return DataError(f"not valid {encoding.upper()}", where, "save it as UTF-8, or name its encoding, such as "
-                     "--encoding latin-1")
+def not_utf8(name: object, where: str) -> DataError:
+    """The error of text in another encoding."""
+    return DataError("not valid UTF-8", f"{name}{where}", f"convert it: iconv -f latin1 -t utf-8 {name}")
 
 
-def json_lines(file: IO[bytes], name: str, encoding: str = UTF8, start: int = 0, stop: int | None = None
-               ) -> Iterator[Row]:
+def json_lines(file: IO[bytes], name: Name, start: int = 0, stop: int | None = None) -> Iterator[Record]:
     """The records of JSON lines, or those whose lines begin in a range of bytes."""
     number, after = 0, f" after byte {start}" if start else ""
     if start:
@@ -60,31 +45,15 @@ def json_lines(file: IO[bytes], name: str, encoding: str = UTF8, start: int = 0,
         where = f"{name}:{number}{after}"
         if len(line) > MAX_LINE_BYTES:
             raise DataError("line is too long", where, f"the limit is {MAX_LINE_BYTES} bytes")
-        if line == b"\n" and isinstance(file, io.BufferedReader):  # a packed file may have a thousand million of them
-            block = file.peek()
-            more = len(file.read(len(block) - len(block.lstrip(b"\n"))))
-            number, at = number + more, at + more
-        elif line.removeprefix(codecs.BOM_UTF8).strip():
-            yield Row(where, _json_value(line, where, encoding))
+        line = line.removeprefix(codecs.BOM_UTF8).strip()
+        if line in (b"[", b"[{"):
+            raise DataError("an array of JSON", where, f"write each item on a line of its own: jq -c .[] {name}")
+        if line:
+            yield Record(where, _json_value(line, name, where.removeprefix(str(name))))
 
 
-def is_array(file: Any) -> bool:
-    """Whether a file begins with a bracket."""
-    return file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-
-
-def array_rows(file: IO[bytes], name: Name, encoding: str) -> Iterator[Row]:
-    """The items of a JSON array, which is read whole."""
-    most = min(MAX_ARRAY_BYTES, most_bytes(name))
-    content = file.read(most + 1)
-    if len(content) > most:
-        raise DataError("the array is too large", name, "write each item on a line of its own, as .jsonl")
-    for number, item in enumerate(_json_value(content, str(name), encoding), 1):
-        yield Row(f"{name}, item {number}", item)
-
-
-def _json_value(content: bytes, where: str, encoding: str) -> Any:
-    """What JSON says. A name that occurs twice in an object is refused."""
+def _json_value(content: bytes, name: Name, where: str) -> Any:
+    """What a line of JSON says. A name that occurs twice in an object is refused."""
 
     def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         record = dict(pairs)
@@ -93,10 +62,10 @@ def _json_value(content: bytes, where: str, encoding: str) -> Any:
         return record
 
     try:
-        text = content.decode(codec_of(encoding))
-    except UnicodeError as e:
-        raise not_in_encoding(f"{where}, byte {getattr(e, 'start', 0)}", encoding) from None
-    return parse_json(text, where, object_pairs_hook=as_dict)
+        text = content.decode()
+    except UnicodeDecodeError as e:
+        raise not_utf8(name, f"{where}, byte {e.start}") from None
+    return parse_json(text, f"{name}{where}", object_pairs_hook=as_dict)
 
 
 def parse_json(text: str, where: object, **hooks: Any) -> Any:
@@ -111,13 +80,12 @@ def parse_json(text: str, where: object, **hooks: Any) -> Any:
         raise DataError("not valid JSON", where, why) from None
 
 
-def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> Iterator[Row]:
+def table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]:
     """The rows of a table, each with the line on which it begins; every field is text."""
     csv.field_size_limit(MAX_LINE_BYTES)
     line = 1
     # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
-    errors = "surrogateescape" if is_utf8(encoding) else "strict"
-    with io.TextIOWrapper(file, codec_of(encoding), errors, newline="") as text:
+    with TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
         rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
         try:
             names = next((row for row in rows if row), [])
@@ -129,12 +97,10 @@ def table_rows(file: IO[bytes], name: Name, delimiter: str, encoding: str) -> It
                     raise DataError("a row of another length", f"{name}:{line}",
                                     f"it has {len(row)} fields; give it {len(names)}, as the first row has")
                 if row:
-                    yield Row(f"{name}:{line}", dict(zip(names, row, strict=True)))
+                    yield Record(f"{name}:{line}", dict(zip(names, row, strict=True)))
                 line = rows.line_num + 1
         except csv.Error as e:
             raise DataError("not valid CSV", f"{name}:{line}", str(e)) from None
-        except UnicodeError:
-            raise not_in_encoding(f"{name}, after line {line}", encoding) from None
 
 
 def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
@@ -144,7 +110,7 @@ def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
         if "\0" in line:
             raise DataError("a NUL byte: this is no text", f"{name}:{number}")
         if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
-            raise not_in_encoding(f"{name}:{number}")
+            raise not_utf8(name, f":{number}")
         yield line
     if line and not line.endswith(("\n", "\r")):
         warn_once(f"the last line has no end, so the file may be cut: {name}:{number}: {line!r:.80}")
@@ -156,12 +122,16 @@ def warn_once(line: str) -> None:
     logger.warning(line)
 
 
-def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], start: int, stop: int) -> Iterator[Row]:
-    """The rows of the groups of a parquet file that begin in a range of bytes."""
+def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str] = (), start: int = 0,
+                 stop: int | None = None) -> Iterator[Record]:
+    """The rows of the groups of a parquet file that begin in a range of bytes. Only the columns `names`, which the file
+    must have, and those of `optional` that it has are read."""
     import pyarrow
     from pyarrow import parquet
 
-    row, n_characters, most = 0, 0, most_bytes(name)
+    if not size_of(name):
+        return
+    row = 0
     try:
         source = opened(name) if is_address(name) else str(name)
         with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
@@ -169,35 +139,19 @@ def parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], star
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
                 first = group.column(0)
-                if not start <= max(first.dictionary_page_offset or first.data_page_offset, 0) < stop:
+                begin = max(first.dictionary_page_offset or first.data_page_offset, 0)
+                if not start <= begin < (math.inf if stop is None else stop):
                     row += group.num_rows
                     continue
-                # Parquet stores a repeated text once, so a small file may hold a huge one: counted before it is given.
-                is_odd = group.total_byte_size > LARGEST_EXPANSION * size_of(name)
-                records = functools.partial(_records, file, number, columns, n_rows=1 if is_odd else 16)
-                counts = itertools.accumulate(map(_n_characters, records() if is_odd else ()), initial=n_characters)
-                if group.total_byte_size > most or any(count > most for count in counts):
-                    raise too_large(name)
-                for fields in records():
-                    row, n_characters = row + 1, n_characters + _n_characters(fields)
-                    if n_characters > most:
-                        raise too_large(name)
-                    yield Row(f"{name}, row {row}", fields)
+                for batch in file.iter_batches(16, row_groups=[number], columns=columns, use_threads=False):
+                    for i in range(batch.num_rows):
+                        row += 1
+                        yield Record(f"{name}, row {row}",
+                                     {column: batch.column(column)[i].as_py() for column in columns})
     except UnicodeDecodeError:
-        raise DataError("not valid UTF-8", f"{name}, row {row + 1}") from None
+        raise DataError("not valid UTF-8", f"{name}, row {row}") from None
     except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
-
-
-def _records(file: Any, number: int, columns: list[str], n_rows: int) -> Iterator[dict[str, Any]]:
-    """The rows of a group, of which `n_rows` are in memory at a time."""
-    for batch in file.iter_batches(n_rows, row_groups=[number], columns=columns, use_threads=False):
-        for i in range(batch.num_rows):
-            yield {column: batch.column(column)[i].as_py() for column in columns}
-
-
-def _n_characters(fields: dict[str, Any]) -> int:
-    return sum(len(value) for value in fields.values() if isinstance(value, str))
 
 
 def _columns(schema: Any, names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:

@@ -1,26 +1,36 @@
-"""The files of every split, found from their names."""
+"""Where text comes from: the files of every split, found from their names; and what can be read only once, which is
+stdin, and data sets of the Hugging Face hub, which `datasets` reads."""
 
+import contextlib
+import importlib
+import itertools
+import json
 import logging
 import os
 import re
-from collections.abc import Iterable
-from pathlib import PurePosixPath
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from lineartime.base.errors import DataError, UsageError
-from lineartime.base.stores import Name, expanded, files_below, is_address, is_folder, joined, size_of
-from lineartime.data.read_text import READS, ending_of, is_one_document, is_token_file
+from lineartime.base.stores import Name, found_at, is_address, size_of
+from lineartime.base.words import Progress
+from lineartime.data.prepare_config import SAMPLE, PrepareSettings
+from lineartime.data.read_text import ENDING, READS, ending_of, is_one_document, is_token_file, text_of
+from lineartime.data.rows import Record, text_field
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation",
                "dev": "validation", "test": "test"}
-SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?")
-"""Names of a split's files: `train`, `train-00000-of-00001`, `c4-train.00000-of-01024`."""
-BESIDE_TEXT = [re.compile(pattern, re.IGNORECASE) for pattern in (
-    r"(^|/)(readme|license|notice|contributing|changelog)\.md$", r"\.json$", r"\.[ct]sv(\.\w+)?$")]
-"""Pages about the folder, settings, and tables that describe the text."""
+SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?(?:{ENDING.pattern}|\.ds|\.bin)",
+                        re.IGNORECASE)
+"""Names of a split's files: `train.txt`, `train-00000-of-00001.parquet`, `c4-train.00000-of-01024.json.gz`."""
+ABOUT = re.compile(r"(^|/)(readme|license|notice|contributing|changelog)\.md$", re.IGNORECASE)
+"""Pages about a folder, which are no text of it."""
+ON_HUB = "hub:"
+HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
 
 
 class Source(NamedTuple):
@@ -30,17 +40,60 @@ class Source(NamedTuple):
     name: str
     path: str
 
+    @property
+    def ending(self) -> str:
+        """The ending of a file of text, see `ending_of`."""
+        return ending_of(self.path)
+
+    @property
+    def kind(self) -> str:
+        """".txt" for a file that is one document, else its ending."""
+        return ".txt" if is_one_document(self.path) else self.ending
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it is a file of tokens."""
+        return is_token_file(self.path)
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the file."""
+        return size_of(self.path)
+
+
+def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) -> list[Source]:
+    """The files of every split, see `find_sources`. Text that can be read only once is first copied into `work`, for
+    `prepare` reads it several times. Raises UsageError and DataError, also for what the settings do not fit."""
+    inputs, validation, test = (
+        [saved_stream(name, settings.field, work / split / str(number), progress) for number, name in enumerate(names)]
+        for split, names in zip(SPLITS, (settings.inputs, settings.validation, settings.test), strict=True))
+    sources = find_sources([SAMPLE] if settings.sample else inputs, validation, test, task=settings.task)
+    for source in sources:
+        if settings.held_out is not None and source.split == "validation":
+            raise UsageError("two validation splits", f"held_out = {settings.held_out}",
+                             "the inputs have one already; leave out held_out")
+        if settings.task == "wiki40b" and source.kind == ".txt":
+            raise UsageError("Wiki-40B is not .txt or .md", source.path, "name .parquet or .jsonl.gz, or leave out the "
+                             "task")
+        if settings.tokenizer == "train" and source.has_tokens:
+            raise UsageError("token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
+    return sources
+
+
+# Files
+
 
 def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: Iterable[Name] = (), *,
                  task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
     inputs: the train split, unless files or folders, or subfolders of a folder, are called train, validation and test;
-    then only those are read. validation, test: files or folders of these splits. task: of "wiki40b" the published
-    `.parquet` is read, and not copies beside it. Raises UsageError for ambiguous inputs and unknown kinds of files,
-    DataError for what is missing or no regular file, and for a folder with nothing to read."""
-    preferred = ".parquet" if task == "wiki40b" else None
-    sources = [source for name in inputs for path in expanded(name) for source in _sources_of(path, preferred)]
+    then only those are read. validation, test: files or folders of these splits. task: Wiki-40B is read from the
+    published `.parquet`, and not from copies beside it. Raises UsageError for ambiguous inputs and unknown kinds of
+    files, DataError for what is missing or no regular file, and for a folder with nothing to read."""
+    found = {split: [each for name in names for each in _found_by(name, task)]
+             for split, names in (("", inputs), ("validation", validation), ("test", test))}
+    sources = [source for _, own in found[""] for source in own]
     splits = {source.split for source in sources}
     if (held_out := splits & {"validation", "test"}) and "" in splits:
         bare = next(source.path for source in sources if not source.split)
@@ -48,15 +101,13 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
                          "leave it out, rename it, or give the others with --validation and --test")
     if "train" not in splits or not held_out:
         sources = [source._replace(split="train") for source in sources]
-    for split, names in (("validation", validation), ("test", test)):
-        paths = [path for name in names for path in expanded(name)]
-        if paths and any(source.split == split for source in sources):
-            raise UsageError(f"two {split} splits", paths[0], "the inputs have one already")
-        for path in paths:
-            found = _sources_of(path, preferred)
-            if len({source.split for source in found}) > 1:
+    for split in ("validation", "test"):
+        if found[split] and any(source.split == split for source in sources):
+            raise UsageError(f"two {split} splits", found[split][0][0], "the inputs have one already")
+        for path, own in found[split]:
+            if len({source.split for source in own}) > 1:
                 raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
-            sources += [source._replace(split=split) for source in found]
+            sources += [source._replace(split=split) for source in own]
     seen: set[str] = set()
     for source in sources:
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
@@ -66,88 +117,134 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 
-def _sources_of(path: str, preferred: str | None) -> list[Source]:
-    """The files of one input; the split is "" if the name has none."""
-    if is_folder(path):
-        own = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
-        return [source._replace(split=source.split or own) for source in _sources_in_folder(path, preferred)]
-    require_file(path)
-    if not ending_of(path) and not is_token_file(path):
-        raise UsageError("unknown kind of file", path,
-                         f"{READS}; and token files, .ds of datatrove and .bin of Megatron-LM")
-    name = PurePosixPath(path).name
-    return [Source(_split_of(name), name, path)]
+def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]]:
+    """The files and folders that a name stands for, each with its files that are read. The split of a file is "" if its
+    name has none."""
+    for path, is_folder, files in found_at(name):
+        sources = [Source("" if is_folder else _split_of(own), own, there) for own, there in files.items()]
+        if is_folder:
+            split = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
+            sources = [source._replace(split=source.split or split) for source in _read_in(path, sources, task)]
+        elif not sources[0].kind and not sources[0].has_tokens:
+            raise UsageError("unknown kind of file", path,
+                             f"{READS}; and token files, .ds of datatrove and .bin of Megatron-LM")
+        yield path, sources
 
 
-def require_file(path: Name) -> None:
-    """Raise DataError for what is missing or no regular file."""
-    size_of(path)
-    if not is_address(path) and not os.path.isfile(path):
-        raise DataError("not a regular file", path)
-
-
-def _sources_in_folder(folder: str, preferred: str | None) -> list[Source]:
-    """The files of a folder that are read, by these rules in order:
-
-    1. Text is read, and token files in a folder without text. Hidden files are not.
-    2. If subfolders are called train, validation and test, or else files, only these splits are read.
-    3. What lies beside other text is left out: pages about the folder, such as README.md; `.json`, which has settings
-       more often than text; tables; and `.md` beside rows.
-    4. What is left must be of one kind: whole documents, or rows in files of one ending. Of several kinds only
-       `preferred` is read, if it is there."""
-    there = files_below(folder)
-    names = [name for name in there if ending_of(name)] or [name for name in there if is_token_file(name)]
-    if not names:
+def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]:
+    """The files of a folder that are read: its text, or its token files where there is no text, but for hidden files
+    and pages about the folder; and only the splits, where subfolders or files are called train, validation and test.
+    They must be of one kind: whole documents, or rows in files of one ending."""
+    text = [source for source in there if source.kind and not ABOUT.search(source.name)]
+    sources = _with_splits(folder, text or [source for source in there if source.has_tokens])
+    if not sources:
         raise DataError("nothing to read in this folder", folder, READS)
-    if ending_of(names[0]):  # beside token files lie their indexes
-        _say_skipped(folder, there, names, READS)
-
-    splits = _splits_in(folder, names)
-    _say_skipped(folder, names, splits, "they belong to no split")
-
-    names = list(splits)
-    for beside in BESIDE_TEXT:
-        names = [name for name in names if not beside.search(name)] or names
-    if not all(map(is_one_document, names)):
-        names = [name for name in names if not ending_of(name).startswith(".md")]
-    _say_skipped(folder, splits, names, "they lie beside other text, or are about the folder")
-
-    kinds = {name: ".txt" if is_one_document(name) else ending_of(name) for name in names}
-    several = sorted(set(kinds.values()))
-    if preferred in several:
-        names = [name for name in names if kinds[name] == preferred]
-        _say_skipped(folder, kinds, names, f"they lie beside {preferred} files")
-    elif len(several) > 1:
-        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(several)}",
-                         f"name the files of one kind, such as {folder}/*{several[0]}")
-    if not is_address(folder):
-        for name in names:
-            require_file(joined(folder, name))
-    return [Source(splits[name], name, joined(folder, name)) for name in names]
+    kinds = sorted({source.kind for source in sources})
+    if task == "wiki40b" and ".parquet" in kinds:
+        sources = [source for source in sources if source.kind == ".parquet"]
+    elif len(kinds) > 1:
+        raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(kinds)}",
+                         f"name the files of one kind, such as {folder}/*{kinds[0]}")
+    if text and len(sources) < len(there):  # beside token files lie their indexes
+        logger.info(f"left out    {len(there) - len(sources):,} of {len(there):,} files in {folder}: no text, about the "
+                    "folder, or of no split")
+    return sources
 
 
-def _splits_in(folder: str, names: list[str]) -> dict[str, str]:
-    """The split of each name that has one, if one is of train or all have one; else "" for all names. Subfolders come
+def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
+    """The files that have a split, if one is of train or all have one; else all, without a split. Subfolders come
     before files. Raises UsageError for a train split deeper in the folder: its validation split would be trained on."""
-    by_folder = {name: SPLIT_NAMES.get(name.split("/")[0].lower(), "") for name in names if "/" in name}
-    by_name = {name: _split_of(name) for name in names if "/" not in name}
-    for splits in (by_folder, by_name):
-        if "train" in splits.values() or (all(splits.values()) and len(splits) == len(names)):
-            return {name: split for name, split in splits.items() if split}
-    for name in by_folder:
-        *parents, last = name.lower().split("/")
+    deep = [source for source in sources if "/" in source.name]
+    by_folder = [source._replace(split=SPLIT_NAMES.get(source.name.split("/")[0].lower(), "")) for source in deep]
+    by_name = [source._replace(split=_split_of(source.name)) for source in sources if "/" not in source.name]
+    for own in (by_folder, by_name):
+        splits = [source.split for source in own]
+        if "train" in splits or (all(splits) and len(own) == len(sources)):
+            return [source for source in own if source.split]
+    for source in deep:
+        *parents, last = source.name.lower().split("/")
         if "train" in (*parents, _split_of(last)):
-            raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {name}")
-    return dict.fromkeys(names, "")
+            raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {source.name}")
+    return sources
 
 
 def _split_of(name: str) -> str:
-    match = SPLIT_FILE.fullmatch(name.lower().removesuffix(ending_of(name)).removesuffix(".ds").removesuffix(".bin"))
-    return SPLIT_NAMES[match[1]] if match else ""
+    found = SPLIT_FILE.fullmatch(name)
+    return SPLIT_NAMES[found[1].lower()] if found else ""
 
 
-def _say_skipped(folder: str, names: Iterable[str], kept: Iterable[str], why: str) -> None:
-    skipped = sorted({*names} - {*kept})
-    if skipped:
-        more = f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else ""
-        logger.info(f"skipped     {', '.join(skipped[:5])}{more} in {folder}: {why}")
+# Stdin, and the hub
+
+
+def saved_stream(name: str, field: str, folder: Path, progress: Progress | None) -> str:
+    """The name of a file or folder itself; for stdin (`-`) and the hub, a file in `folder` that has its text.
+
+    field: the field of a data set's records that holds the text. Raises as `hub_rows` does, and DataError for stdin
+    without text."""
+    if name != "-" and not name.startswith(ON_HUB):
+        return name
+    folder.mkdir(parents=True)
+    if name == "-":
+        path, lines = folder / "stdin.txt", text_of("-")  # checked as it comes, as a device may have no end
+    else:
+        split = on_hub(name)[2]  # by which `find_sources` knows it
+        path, lines = folder / f"{split}.jsonl", _lines_of_hub(name, field, progress)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(lines)
+    if name == "-" and not path.stat().st_size:
+        raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
+    return str(path)
+
+
+def _lines_of_hub(name: str, field: str, progress: Progress | None) -> Iterator[str]:
+    for number, (where, fields) in enumerate(hub_rows(name), 1):
+        yield json.dumps({field: text_field(fields, field, where)}) + "\n"
+        if progress is not None:
+            progress(f"reading {name}", number, None)
+
+
+def on_hub(name: str) -> tuple[str, str | None, str, int | None]:
+    """The data set, the configuration, the split and the number of records that a name has. Raises UsageError."""
+    found = HUB_NAME.fullmatch(name)
+    if found is None:
+        raise UsageError("no such name on the hub", name, "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train, or "
+                         "hub:NAME:CONFIGURATION/SPLIT[:RECORDS], as in hub:allenai/c4:en/train[:1000]")
+    data, config, split, n_most = found.groups()
+    return data, config, split, int(n_most) if n_most else None
+
+
+def hub_library() -> Any:
+    """The module `datasets`. Raises UsageError if it is not installed."""
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as e:
+        raise UsageError("a package is missing that reads the hub", str(e), "pip install datasets") from None
+
+
+def hub_rows(name: str) -> Iterator[Record]:
+    """Stream the records that a name such as `hub:allenai/c4:en/train[:1000]` has, and no more. Raises UsageError for
+    another name and if `datasets` is missing, DataError for errors of the library."""
+    (data, config, split, n_most), library = on_hub(name), hub_library()
+    with quiet(library):
+        try:
+            records = library.load_dataset(data, config, split=split, streaming=True)
+            for number, record in enumerate(itertools.islice(records, n_most), 1):
+                yield Record(f"{name}, row {number}", record)
+        except Exception as e:
+            message = f"{type(e).__name__}: {e}"[:300]
+            raise DataError("cannot read from the hub", name, " ".join(message.split())) from None
+
+
+@contextlib.contextmanager
+def quiet(library: Any) -> Iterator[None]:
+    """Switch off the library's progress bars and warnings: errors have one line here, and verbs have their own bars."""
+    with contextlib.ExitStack() as after:
+        for logger in map(logging.getLogger, ("datasets", "huggingface_hub")):
+            after.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        if not library.are_progress_bars_disabled():
+            after.callback(library.enable_progress_bars)
+            library.disable_progress_bars()
+        yield
+
+

@@ -1,4 +1,4 @@
-"""Text to token ids and back: byte-level BPE trained here, any tokenizer.json, or plain bytes.
+"""Text to token ids and back: byte-level BPE trained here, plain bytes, any tokenizer.json, or another model's.
 
 The BPE and byte tokenizers made here have no normaliser and add no prefix space, so decoding restores text exactly."""
 
@@ -20,8 +20,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from lineartime.base.errors import DataError, UsageError
 from lineartime.base.files import read_bytes
 from lineartime.base.settings import require
+from lineartime.base.stores import is_address
 from lineartime.config import LARGEST
-from lineartime.data.read_text import pieces_of, read_whole
+from lineartime.data.prepare_config import require_vocab_size
+from lineartime.data.read_text import pieces_of
+from lineartime.folders import copied, shipped_models, weights_folder
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -41,13 +44,22 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
 """Cuts text where GPT-2's expression, that of byte-level tokenizers, cuts it: each part has its own tokens.
 
 Between letters, digits, signs and spaces of ASCII the cuts are all of GPT-2's. The last alternative takes what has
-other characters, up to a space before a word (`read_text.cut` says why that is a cut)."""
+other characters, up to a space before a word (`read_text.cut_pieces` says why that is a cut)."""
+LONGEST_WHOLE = 1 << 22
+"""Characters. A longer document is cut at the end of a line for a tokenizer that has to see documents whole."""
 PRECEDING = 64
 """Characters before a continuation that its decoder is shown."""
 LONGEST_LEARNED = 1024
 """Characters of the longest word that the tokenizer learns from whole; of longer ones see `_short_words`."""
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
+
+VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""What `transformers` makes a tokenizer of where there is no tokenizer.json."""
+PROBES = ("Hello, World's  3.14!\r\n\t\x0bThe  end ", " Ça va? Größe \ufb01ne e\u0301\u00a0\u2028 ",
+          "Съешь ещё булок. Ξένη", "東京は今日も雨だ。한국어 ไทย हिन्दी",
+          "שלום مرحبا\u200d\U0001f600 \u0000", "▁a Ġb ##c <0x0A>")
+"""Texts of several scripts, with white space and signs that tokenizers treat in ways of their own."""
 
 
 class Tokenizer:
@@ -58,7 +70,7 @@ class Tokenizer:
     The constructor adds a missing "<|endoftext|>", and with `mlm` the other two. `special` are the ids that no text
     has: special tokens and unused ids. `vocab_size` is the largest id plus one, `dtype` the smallest type that holds
     every id, `unknown` the id of what it has no token for, or None. `has_gaps` says whether an id is unused, `has_pad`
-    whether it has `PAD`. `reads_pieces`: the ids of the pieces of a text (`read_text.cut`) are those of the whole;
+    whether it has `PAD`. `reads_pieces`: the ids of the pieces of a text (`read_text.cut_pieces`) are those of the whole;
     `is_lossless`: every text is given back. `name` is for messages. Raises DataError if `json` is not a tokenizer, or
     its vocabulary has no room for one of these tokens."""
 
@@ -100,6 +112,10 @@ class Tokenizer:
         self.reads_pieces = self._cuts_as_gpt2 or (reads_bytes and content["model"].get("merges") == [])
         self.is_lossless = self.reads_pieces and {*pre_tokenizers.ByteLevel.alphabet()} <= vocabulary.keys()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, which keeps the words that the tokenizer remembers from one call to the next."""
+        return _received, (self.json, self.name)
+
     @contextlib.contextmanager
     def _refused(self, what: str) -> Iterator[None]:
         """Turn the library's errors into DataErrors. It raises nothing more specific than Exception, and panics with a
@@ -127,11 +143,28 @@ class Tokenizer:
                                   "pair": [token, first, second], "special_tokens": {END_OF_DOCUMENT: ids}},
                                  separators=(",", ":"))
 
+    def parts_of(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+        """The parts in which the pieces of documents are encoded, and whether each ends its document: the pieces, which
+        limit memory to a few numbers per token, or whole documents for a tokenizer that has to see them. One of more
+        than `LONGEST_WHOLE` characters is cut at the ends of lines."""
+        if self.reads_pieces:
+            yield from pieces
+            return
+        text = ""
+        for piece, last in pieces:
+            text += piece
+            if not last and len(text) >= LONGEST_WHOLE and (end := text.rfind("\n") + 1):
+                yield text[:end], False
+                text = text[end:]
+            if last:
+                yield text, True
+                text = ""
+        if text:  # of a range that ends before its document
+            yield text, False
+
     def parts(self, text: str) -> Iterator[str]:
-        """The parts in which a text is encoded, as `prepare` does: pieces, which limit memory to a few numbers per
-        token, or all of it for a tokenizer that has to see a text whole."""
-        pieces = pieces_of(text)
-        return (part for part, _ in (pieces if self.reads_pieces else read_whole(pieces)))
+        """The parts in which a text is encoded."""
+        return (part for part, _ in self.parts_of(pieces_of(text)))
 
     def encode_part(self, text: str) -> list[int]:
         """The ids of one of the `parts` of a text. Raises DataError for text that the tokenizer lacks."""
@@ -167,6 +200,13 @@ class Tokenizer:
         find_ids = Cache().__getitem__
         return lambda text: b"".join(map(find_ids, WORDS.findall(text)))
 
+    def require_ordinary(self, ids: np.ndarray, where: str) -> None:
+        """Raise DataError for a token that data needs for itself, and that this tokenizer has read out of text."""
+        if (ids == self.end_of_document).any():
+            raise DataError("the tokenizer reads its end-of-document token out of text", where)
+        if self.mask is not None and ((ids == self.mask) | (ids == self.separator)).any():
+            raise DataError("the tokenizer reads [MASK] or [SEP] out of text", where)
+
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text` and the characters [start, stop) of each token, int64 [N] and [N, 2].
 
@@ -189,6 +229,11 @@ class Tokenizer:
         cost. The decoder is shown the end of `before`, because some drop the space before the first token of all."""
         stream = decoders.DecodeStream(self.encode(before[-PRECEDING:]), skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
+
+
+@functools.lru_cache(1)
+def _received(json: str, name: str) -> Tokenizer:
+    return Tokenizer(json, name)
 
 
 def _special_tokens(inner: tokenizers.Tokenizer) -> dict[str, int]:
@@ -247,13 +292,6 @@ def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
     return AddedToken(MASK, lstrip=spaced, normalized=False, special=True)
 
 
-def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
-    """Raise UsageError for a vocabulary too small for 256 bytes and the special tokens."""
-    smallest = 256 + len(needed_tokens(mlm))
-    require(smallest <= vocab_size <= LARGEST["vocab_size"], "wrong value", f"vocab_size = {vocab_size}",
-            f"it takes {smallest} to {LARGEST['vocab_size']:,}")
-
-
 def _short_words(text: str) -> list[str]:
     """The text without most of its longest words: of text without spaces, such as DNA, every fourth part of 1,024
     characters. Learning takes time in proportion to the length of words that occur once, and for longer ones more."""
@@ -279,7 +317,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
     return Tokenizer(inner.to_str())
 
 
-# From files
+# From files and folders
+
+
+def named_tokenizer(name: str, *, mlm: bool = False) -> Tokenizer:
+    """The tokenizer that `prepare --tokenizer` names: `bytes`, a tokenizer.json, a folder that has one or that
+    `transformers` opens, a run, a shipped model, or the address of a folder. Raises as `load_tokenizer`,
+    `auto_tokenizer` and `folders.weights_folder` do."""
+    path = copied(name, (".json",), TOKENIZER_FILE) if is_address(name) else Path(name)
+    if path.is_dir() and is_saved_elsewhere(path):
+        return auto_tokenizer(path, mlm=mlm)
+    if name == "bytes":
+        return byte_tokenizer(mlm=mlm)
+    if name in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
+        path = weights_folder(name)
+    return load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=mlm)
 
 
 def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
@@ -318,6 +370,37 @@ def saved_settings(folder: Path) -> dict[str, Any]:
         return dict(json_module.loads(read_bytes(path))) if path.exists() else {}
     except (OSError, ValueError, TypeError, RecursionError) as e:
         raise DataError("not a tokenizer_config.json", path, str(e)) from None
+
+
+def is_saved_elsewhere(folder: Path) -> bool:
+    """Whether a folder has a tokenizer that `transformers` has saved, of another class than ours, or its vocabulary."""
+    if saved := saved_settings(folder):
+        return saved.get("tokenizer_class") != "LineartimeTokenizer"
+    return not (folder / TOKENIZER_FILE).is_file() and any((folder / name).is_file() for name in VOCABULARY_FILES)
+
+
+def auto_tokenizer(folder: Path, *, mlm: bool = False) -> Tokenizer:
+    """The tokenizer that `transformers.AutoTokenizer` opens from a folder: what tokenizer_config.json says changes the
+    tokenizer.json, and a vocabulary without one is converted. The file stays as it is where transformers changes
+    nothing. Raises UsageError for a folder that it cannot open, and for a tokenizer that does more than its
+    tokenizer.json says."""
+    from transformers import AutoTokenizer
+
+    try:
+        saved = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # it raises whatever its many readers raise
+        raise UsageError("transformers cannot open this tokenizer", folder, " ".join(str(e).split())[:300]) from None
+    inner, where = getattr(saved, "backend_tokenizer", None), f"{folder}: {type(saved).__name__}"
+    if not isinstance(inner, tokenizers.Tokenizer):
+        raise UsageError("this tokenizer cannot be a tokenizer.json", where, "take another")
+    json, file = inner.to_str(), folder / TOKENIZER_FILE
+    is_kept = file.is_file() and as_the_library_writes(file.read_text("utf-8")) == as_the_library_writes(json)
+    made = load_tokenizer(file, mlm=mlm) if is_kept else Tokenizer(json, str(folder), mlm=mlm)
+    for text in (*PROBES, "".join(saved.all_special_tokens)):
+        ids = saved(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        require(made.encode(text) == ids, "this tokenizer does more than its tokenizer.json says",
+                where, f"it reads {text!r} otherwise; name a tokenizer.json file in place of the folder")
+    return made
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:

@@ -1,75 +1,98 @@
 """Units of work: a few million bytes of a split, tokenised by one process. A document that goes on in the next unit
-has a row in both."""
+has a row in both. And what is held out: whole documents, or the end of the only one."""
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from lineartime.base.errors import DataError
-from lineartime.base.stores import hash_of
-from lineartime.data.read_text import expansion_of, is_token_file, read_pieces, read_whole
+from lineartime.data.read_text import Piece, is_token_file
+from lineartime.data.sources import Source
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 
 ROW = np.dtype(("<u8", 4))
-"""Of a document, or the part of it in a unit: ids, words, bytes, hash."""
-ReadArguments = dict[str, Any]
-"""The named arguments of `read_pieces`: field, task, encoding."""
+"""A document, or its part in a unit: ids, words, bytes, hash."""
+LINE_SEARCH = 1 << 16
+"""A single document is cut at a line that begins within this many characters."""
+EXPANSION = 4
+"""How many times larger than its file a packed text, or one in parquet, is taken to be."""
+PLAIN = (".txt", ".md", ".csv", ".tsv", ".jsonl", ".json")
+"""Endings of what is not packed."""
+APART = (".txt", ".md", ".jsonl", ".parquet")
+"""Endings of what several processes can read at once."""
+ReadSlice = Callable[..., Iterator[Piece]]
+"""`read_pieces` with the settings of this text; it takes a path and `start` and `stop`."""
 
 
 class Slice(NamedTuple):
-    """A range of a file's bytes, see `ranges_of`, or some of the characters in it."""
+    """A range of a file's bytes, see `read_pieces`, with about `n_bytes` of text."""
 
     path: str
     start: int
-    stop: int
-    skip: int = 0
-    """Characters that are left out at its beginning."""
-    characters: int | None = None
-    """Characters that are read after these; None: all."""
-    ends: bool = False
-    """Whether its document is cut, and ends with it."""
-    to_end: bool = False
-    """Whether it has the end of its file's document, which is read however far the file has grown by then."""
+    stop: int | None
+    n_bytes: int
+
+
+class Unit(NamedTuple):
+    """What one process tokenises at once. Small files share a unit."""
+
+    split: str
+    slices: list[Slice]
 
     @property
-    def bytes(self) -> int:
-        """About how many bytes of text it has."""
-        if self.characters is not None:
-            return self.characters
-        return (self.stop - self.start) * expansion_of(self.path) - self.skip
+    def n_bytes(self) -> int:
+        return sum(one.n_bytes for one in self.slices)
 
 
 @dataclasses.dataclass
-class Unit:
-    """A unit that is tokenised.
-
-    open: its last document goes on in the next unit. lost: documents, or parts of one, that the tokenizer does not give
-    back. unknown: how often it has no token for what it reads. sources: the path of each file, its number of pieces
-    and, in the unit in which it begins, its bytes and SHA-256."""
+class Encoded:
+    """A unit that is tokenised."""
 
     ids: np.ndarray
     rows_N4: np.ndarray
-    open: bool = False
-    lost: int = 0
-    unknown: int = 0
-    sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    is_open: bool = False
+    """Its last document goes on in the next unit."""
+    n_lost: int = 0
+    """Documents, or parts of one, that the tokenizer does not give back."""
+    n_unknown: int = 0
+    """How often the tokenizer has no token for what it reads."""
+    paths: set[str] = dataclasses.field(default_factory=set)
+    """The files of which it has text."""
 
 
-def read_slice(one: Slice, how: ReadArguments) -> Iterator[tuple[str, bool]]:
-    """The pieces of a slice: text, and whether it ends a document. A blank document is one empty piece."""
-    skip, n_left = one.skip, one.characters
-    for text, last in read_pieces(one.path, start=one.start, stop=None if one.to_end else one.stop, **how):
-        own = text[skip:] if n_left is None else text[skip:skip + n_left]
-        skip -= min(skip, len(text))
-        n_left = None if n_left is None else n_left - len(own)
-        if own or last:
-            yield own, last or (one.ends and n_left == 0)
-        if n_left == 0:
-            return
+def units_of(sources: Iterable[Source], unit_bytes: int, tokenizer: Tokenizer | None) -> list[Unit]:
+    """The units of all text, which is in the order of the splits. tokenizer: None for one that is to be trained; a file
+    that is one document is in one slice if the tokenizer has to see it whole."""
+    units: list[Unit] = []
+    n_left = 0
+    for source in sources:
+        is_whole = source.kind == ".txt" and tokenizer is not None and not tokenizer.reads_pieces
+        for one in slices_of(source, None if is_whole else unit_bytes):
+            if n_left <= 0 or units[-1].split != source.split:
+                units.append(Unit(source.split, []))
+                n_left = unit_bytes
+            units[-1].slices.append(one)
+            n_left -= one.n_bytes
+    return units
+
+
+def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
+    """The slices of a file, each with so many bytes of text; one slice for None, and for a file that cannot be read
+    apart. They depend on nothing else, so any number of processes makes the same. A document is read to its end,
+    however far the file has grown by then: its last slice has no end, None."""
+    size, expansion = source.n_bytes, 1 if source.has_tokens or source.ending in PLAIN else EXPANSION
+    is_apart = source.has_tokens or source.ending in APART
+    if not size or slice_bytes is None or not is_apart:
+        return [Slice(source.path, 0, None, size * expansion)]
+    ends = [*range(0, size, max(slice_bytes // expansion, 1)), size]
+    slices = [Slice(source.path, start, stop, (stop - start) * expansion) for start, stop in itertools.pairwise(ends)]
+    return [*slices[:-1], slices[-1]._replace(stop=None)] if source.kind == ".txt" else slices
 
 
 def rows_of(pieces: Iterable[tuple[str, int, bool]], with_hashes: bool) -> np.ndarray:
@@ -93,38 +116,43 @@ def rows_of(pieces: Iterable[tuple[str, int, bool]], with_hashes: bool) -> np.nd
     return np.fromiter(rows(), ROW)
 
 
-def encode_unit(slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, with_hashes: bool) -> Unit:
-    """Tokenise some slices. Raises DataError for text that cannot be read or tokenised."""
-    unit, parts = Unit(np.empty(0), np.empty(0)), list[np.ndarray]()
-    unit.rows_N4 = rows_of(_written(parts, slices, how, tokenizer, unit), with_hashes)
-    unit.ids = np.concatenate([np.empty(0, tokenizer.dtype), *parts])
-    return unit
+def documents_of(units: list[Encoded]) -> np.ndarray:
+    """The `ROW` of each document of some units."""
+    rows_D4 = np.zeros((sum(len(unit.rows_N4) for unit in units), 4), "<u8")
+    document = 0
+    for unit in units:
+        rows_D4[document:document + len(unit.rows_N4)] += unit.rows_N4
+        document += len(unit.rows_N4) - unit.is_open
+    return rows_D4[:document]
 
 
-def _written(parts: list[np.ndarray], slices: list[Slice], how: ReadArguments, tokenizer: Tokenizer, unit: Unit
-             ) -> Iterator[tuple[str, int, bool]]:
-    """The pieces of some slices, whose ids are collected and counted."""
+def encode_unit(unit: Unit, read: ReadSlice, tokenizer: Tokenizer, with_hashes: bool) -> Encoded:
+    """Tokenise a unit. Raises DataError for text that cannot be read or tokenised."""
+    encoded, parts = Encoded(np.empty(0), np.empty(0)), [np.empty(0, tokenizer.dtype)]
     end = np.array([tokenizer.end_of_document], tokenizer.dtype)
-    for one in slices:
-        n_pieces = 0
-        for text, ids, last in _tokenised(one, how, tokenizer):
-            _check_ids(ids, f"{one.path}: {text[:40]!r}", tokenizer)
-            if not tokenizer.is_lossless:
-                unit.lost += tokenizer.decode(ids.tolist()) != text
-                unit.unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
-            n_pieces, unit.open = n_pieces + 1, not last
-            parts += [ids, end] if last else [ids]
-            yield text, len(ids) + last, last
-        begins = one.start == one.skip == 0
-        unit.sources.append({"path": one.path, "pieces": n_pieces} | (hash_of(one.path) if begins else {}))
+
+    def pieces() -> Iterator[tuple[str, int, bool]]:  # whose ids are kept in `parts`
+        for one in unit.slices:
+            for text, ids, last in _tokenised(one, read, tokenizer):
+                tokenizer.require_ordinary(ids, f"{one.path}: {text[:40]!r}")
+                if not tokenizer.is_lossless:
+                    encoded.n_lost += tokenizer.decode(ids.tolist()) != text
+                    encoded.n_unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
+                encoded.paths.add(one.path)
+                encoded.is_open = not last
+                parts.extend([ids, end] if last else [ids])
+                yield text, len(ids) + last, last
+
+    encoded.rows_N4 = rows_of(pieces(), with_hashes)
+    encoded.ids = np.concatenate(parts)
+    return encoded
 
 
-def _tokenised(one: Slice, how: ReadArguments, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, bool]]:
-    """The pieces of a slice with their ids, and whether a document ends. A token file has ids, which are decoded for
-    the counts of words and bytes; special tokens at the ends of its documents are left out."""
+def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, bool]]:
+    """The parts of a slice with their ids, and whether a document ends. A token file has ids, which are decoded for the
+    counts of words and bytes; special tokens at the ends of its documents are left out."""
     if not is_token_file(one.path):
-        pieces = read_slice(one, how)
-        for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
+        for text, last in tokenizer.parts_of(read(one.path, start=one.start, stop=one.stop)):
             yield text, np.frombuffer(tokenizer.pack(text) if text else b"", tokenizer.dtype), last
         return
     for ids in read_token_file(one.path, one.start, one.stop):
@@ -135,8 +163,47 @@ def _tokenised(one: Slice, how: ReadArguments, tokenizer: Tokenizer) -> Iterator
         yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
 
 
-def _check_ids(ids: np.ndarray, where: str, tokenizer: Tokenizer) -> None:
-    if (ids == tokenizer.end_of_document).any():
-        raise DataError("the tokenizer reads its end-of-document token out of text", where)
-    if tokenizer.mask is not None and ((ids == tokenizer.mask) | (ids == tokenizer.separator)).any():
-        raise DataError("the tokenizer reads [MASK] or [SEP] out of text", where)
+# What is held out
+
+
+def held_out_documents(bytes_D: np.ndarray, hashes_D: np.ndarray, share: float) -> np.ndarray:
+    """Which documents, in bool `[D]`, are held out: at equal distances, with at least `share` of the bytes; at least
+    one, and not all. Of equal documents the first is chosen or not, and the others go with it, unless all are equal."""
+    if len({*hashes_D.tolist()}) == 1:
+        hashes_D = np.arange(len(hashes_D))
+    _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
+    groups_U = np.argsort(firsts)  # groups of equal documents, in the order of their first ones
+    bytes_U = np.bincount(groups_D, bytes_D)[groups_U]
+    n, wanted = len(groups_U), share * bytes_U.sum()
+    k = min(max(1, round(n * share)), n - 1)
+    while True:
+        chosen = (2 * np.arange(k) + 1) * n // (2 * k)
+        if k >= n - 1 or bytes_U[chosen].sum() >= wanted * (1 - 1e-9):
+            return np.isin(groups_D, groups_U[chosen])
+        k = min(k + 1 + k // 50, n - 1)
+
+
+def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
+    """Copy the only document into two files of a folder, for train and validation. The second has its end, from the
+    beginning of a line if one begins soon. Raises DataError for too little text."""
+    n = sum(len(text) for text, _ in read(path))
+    cut = n - int(n * share)
+    if cut == n:
+        raise DataError("too little text to hold some out", path, f"held_out = {share}")
+    parts = [Source(split, "", str(folder / f"{split}.txt")) for split in ("train", "validation")]
+    pieces, n_left, rest = (text for text, _ in read(path)), cut, ""
+    # Each with a byte order mark, which is not read: a text may begin with another.
+    with (open(parts[0].path, "w", encoding="utf-8-sig", newline="") as train,
+          open(parts[1].path, "w", encoding="utf-8-sig", newline="") as validation):
+        while n_left:
+            text = next(pieces)
+            train.write(text[:n_left])
+            rest, n_left = text[n_left:], max(n_left - len(text), 0)
+        while len(rest) < LINE_SEARCH and (text := next(pieces, "")):
+            rest += text
+        line = rest[:LINE_SEARCH].find("\n") + 1
+        line = line if 2 * (n - cut - line) >= n - cut else 0
+        train.write(rest[:line])
+        validation.write(rest[line:])
+        validation.writelines(pieces)
+    return parts

@@ -12,6 +12,7 @@ import torch
 from lineartime.base.errors import ResourceError
 from lineartime.base.files import read_bytes, write_atomically
 from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
+from lineartime.base.words import Progress
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
 from lineartime.folders import WEIGHTS, saved_run
@@ -23,7 +24,7 @@ from lineartime.training.plot import PLOT_FILE, plot_run
 from lineartime.training.run import Run
 from lineartime.training.run_config import RunConfig, config_for_data
 from lineartime.training.runtime import available_bytes, peak_bytes
-from lineartime.training.stop import Progress, StopSignal
+from lineartime.training.stop import StopSignal
 from lineartime.weights.checkpoint import read_parts
 from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import find_weights

@@ -10,9 +10,7 @@ import torch
 
 from lineartime.base.errors import Stopped
 from lineartime.base.ranks import ALONE, Ranks, gather
-
-Progress = Callable[[str, int, int | None], None]
-"""A callback of progress: a description, the amount done, and the total, None if unknown."""
+from lineartime.base.words import Progress
 
 
 class StopSignal:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from lineartime.base.errors import UsageError
-from lineartime.base.files import damaged, new_folder, remove_leftovers, system_errors
+from lineartime.base.files import damaged, new_folder, system_errors
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
+from lineartime.base.words import Progress
 from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_o
 from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data
-from lineartime.training.stop import Progress, StopSignal
+from lineartime.training.stop import StopSignal
 from lineartime.use.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, card_end, card_head, card_scores, card_training
 from lineartime.weights.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.weights.generation.generate import generate
@@ -38,8 +39,6 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     beginning of the card, in Markdown. progress counts scored tokens. Raises UsageError if `out`
     exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
     damage, ResourceError for the disk."""
-    if not is_address(out):
-        remove_leftovers(Path(out))
     require(not exists(out), "the output exists already", str(out), "choose another or delete it")
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)

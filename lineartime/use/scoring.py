@@ -20,7 +20,7 @@ import torch
 from lineartime.base.errors import CheckpointError, NumericsError
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
-from lineartime.data.read_text import LAST_WORD, cut, decode_next
+from lineartime.data.read_text import LAST_WORD, cut_pieces, decode_next
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState, load_state, model_sha256, save_state
 from lineartime.model.language_model import LanguageModel
@@ -109,7 +109,7 @@ def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[Part]:
     for line, ended in [*((line, True) for line in lines), (rest, False)]:
         state.shown = (state.shown + line)[:SHOWN_CHARACTERS]
         # Where a long line is cut does not depend on the blocks in which it comes.
-        *pieces, (state.text, _) = cut([state.text + line + "\n" * ended])
+        *pieces, (state.text, _) = cut_pieces([state.text + line + "\n" * ended])
         yield from (Part(piece.text) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)

@@ -13,7 +13,6 @@ from lineartime.base.files import (
     locked,
     new_folder,
     read_json_lines,
-    remove_leftovers,
     replaced,
     write_atomically,
 )
@@ -98,10 +97,6 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
         (aside / "file").write_text("text")
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d"} and (tmp_path / "a.json").read_text() == "text"
     assert os.listdir(tmp_path / "d") == ["file"]
-    (left[0] / "done").mkdir(parents=True)  # killed after the last rename
-    remove_leftovers(tmp_path / "d")
-    remove_leftovers(tmp_path / "none" / "d")
-    remove_leftovers(Path())
     with new_folder(tmp_path / "new" / "d") as aside:  # parents are made
         (aside / "file").touch()
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d", "new"} and os.listdir(tmp_path / "new") == ["d"]

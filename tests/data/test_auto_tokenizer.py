@@ -4,14 +4,11 @@ import json
 
 import pytest
 import tokenizers
-from lineartime.data.shares import named_tokenizer
 from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from lineartime.base.errors import UsageError
-from lineartime.data.auto_tokenizer import PROBES
-from lineartime.data.prepare_config import PrepareSettings
-from lineartime.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
+from lineartime.data.tokenizer import END_OF_DOCUMENT, PROBES, named_tokenizer, train_tokenizer
 
 BPE = train_tokenizer(["the quick brown fox and the lazy dog " * 9], 300).json
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "hello", ","]
@@ -25,7 +22,7 @@ MERGES = "\n".join(" ".join(pair) for pair in json.loads(BPE)["model"]["merges"]
 def opened(folder, **files):
     for name, content in files.items():
         (folder / name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content))
-    return named_tokenizer(PrepareSettings(inputs=["a.txt"], out="out", tokenizer=str(folder)))
+    return named_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("files", [

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -17,15 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lineartime.data.prepare
-import lineartime.data.units
 from disk import limited
 from lineartime.base.errors import DataError, ResourceError, UsageError
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE
-from lineartime.data.read_text import READS
 from lineartime.data.tokenizer import load_tokenizer
 from lineartime.data.tokens import Split, open_split, read_manifest
-from lineartime.data.units import encode_unit
 from text_files import contents, documents_of, make, stream_of
 
 EOD = 256
@@ -81,7 +77,7 @@ def test_any_text_comes_back_from_its_shards(tmp_path_factory, texts, shard_toke
 @pytest.mark.parametrize("name", ["one", "all"])
 def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, monkeypatch, name):
     """A book cut in many places, also inside a word and inside what is held out, and small files in one unit."""
-    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (900,))
+    monkeypatch.setattr("lineartime.data.read_text.cut_pieces.__defaults__", (900,))
     text = "\ufeff" + SAMPLE.read_text(encoding="utf-8")[:20_000] + "é" * 6000 + " end"
     make(tmp_path, {"a.txt": text, "b.txt": " \n", "c.jsonl": ["", "second", " ", "third " * 900, ""],
                     "d.parquet": [f"row {i} " * (i % 7) for i in range(60)],
@@ -89,7 +85,7 @@ def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, 
     paths = [tmp_path / "a.txt"] if name == "one" else sorted(tmp_path.glob("[a-e].*"))
     made = []
     for unit_bytes, block in ((1 << 23, 1 << 21), (700, 10)):
-        monkeypatch.setattr(lineartime.data.units, "BLOCK_IDS", block)
+        monkeypatch.setattr(lineartime.data.prepare, "BLOCK_IDS", block)
         out = tmp_path / f"{unit_bytes}"
         manifest = prepare(paths, out, tokenizer="bytes", held_out=0.3, jobs=1, unit_bytes=unit_bytes)
         made.append(contents(out))
@@ -116,9 +112,10 @@ def test_an_error_of_a_process_is_that_of_one_process(tmp_path):
 def test_a_process_that_dies_is_a_resource_error(tmp_path, monkeypatch):
     make(tmp_path, {"a.jsonl": ["text " * 400] * 9})
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "executable", "false")
-        with pytest.raises(ResourceError, match=r"a process that tokenises has died: exit code 1; .* goes on"):
+        patched.setattr(lineartime.data.prepare, "end_with_parent", os.abort)
+        with pytest.raises(ResourceError, match=r"a process that tokenises has died: .*; .* use fewer --jobs"):
             prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=2, unit_bytes=1000)
+    assert_nothing_at(tmp_path / "out")
     prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=1, unit_bytes=1000)
     assert open_split(tmp_path / "out", "train").n_tokens == 9 * 2001
 
@@ -215,17 +212,15 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
 
 
 def test_plain_text_is_read_in_any_form(tmp_path, caplog):
-    """What is skipped is said, such as a page about the folder."""
+    """What is left out is counted, such as a page about the folder."""
     caplog.set_level("INFO", "lineartime")
     make(tmp_path / "text", {"a.md": "# A\n", "b.txt": "b\n", "README.md": "about", "d.png": "x", "e": "y"})
     (tmp_path / "text" / "c.txt.gz").write_bytes(gzip.compress(("c" * 99 + "\n").encode() * 400))
     manifest = prepare([tmp_path / "text"], tmp_path / "out", tokenizer="bytes", unit_bytes=1000, jobs=1)
     assert [source["name"] for source in manifest.sources] == ["a.md", "b.txt", "c.txt.gz"]
     assert documents_of(tmp_path / "out") == ["# A\n", "b\n", ("c" * 99 + "\n") * 400]
-    where = f"in {tmp_path / 'text'}"
-    assert caplog.messages[:2] == [f"skipped     d.png, e {where}: {READS}",
-                                   f"skipped     README.md {where}: they lie beside other text, or are about the "
-                                   "folder"]
+    assert caplog.messages == [f"left out    3 of 6 files in {tmp_path / 'text'}: no text, about the folder, or of no "
+                               "split"]
 
 
 def test_an_empty_file_does_not_refuse_a_folder(tmp_path):
@@ -332,65 +327,6 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def unfinished(tmp_path, monkeypatch, error=KeyboardInterrupt, **options):
-    """The folder that an interrupt, or another error, leaves after three units."""
-    done = []
-
-    def encode(*arguments):
-        if len(done) == 3:
-            raise error
-        done.append(encode_unit(*arguments))
-        return done[-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr("lineartime.data.shares.encode_unit", encode)
-        with pytest.raises(error if isinstance(error, type) else type(error)):
-            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_bytes=1000, **options)
-    (folder,) = tmp_path.glob(".lineartime-*.unfinished")
-    assert len(list((folder / "units").glob("*.ids"))) == 3
-    return folder
-
-
-def test_what_an_interrupted_prepare_has_done_is_not_done_again(tmp_path, monkeypatch):
-    """Unless the text or the settings are others."""
-    texts = [f"document {i} " * 100 for i in range(10)]
-    options = {"tokenizer": "bytes", "held_out": 0.2}
-    for changed, other, n_read in (({}, texts, 9), ({"mlm": True}, texts, 12), ({}, texts[1:], 11)):
-        make(tmp_path, {"a.jsonl": texts})
-        unfinished(tmp_path, monkeypatch, **options)
-        if other != texts:
-            make(tmp_path, {"a.jsonl": other})
-        with monkeypatch.context() as patched:
-            read = Mock(wraps=lineartime.data.units.read_slice)
-            patched.setattr(lineartime.data.units, "read_slice", read)
-            prepare([tmp_path / "a.jsonl"], tmp_path / "out", jobs=1, unit_bytes=1000, **options | changed)
-        assert read.call_count == n_read
-        prepare([tmp_path / "a.jsonl"], tmp_path / "whole", **options | changed)
-        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-        assert not list(tmp_path.glob(".lineartime-*"))
-        shutil.rmtree(tmp_path / "out")
-        shutil.rmtree(tmp_path / "whole")
-
-
-def test_what_is_done_stays_when_a_process_has_died(tmp_path, monkeypatch):
-    make(tmp_path, {"a.jsonl": [f"document {i} " * 100 for i in range(10)]})
-    folder = unfinished(tmp_path, monkeypatch, ResourceError("a process that tokenises has died"), tokenizer="bytes")
-    assert (folder / "units" / "00000.ids").stat().st_size
-
-
-@pytest.mark.parametrize("name, edit", [
-    ("job.json", lambda c: c[:-9]), ("units/00001.json", lambda c: c[:-20]), ("units/00001.json", lambda c: b"{}"),
-    ("tokenizer.json", lambda c: c.replace(b"a", b"b", 1)), ("units/00001.ids", lambda c: c[:-2]),
-    ("units/00001.ids", lambda c: bytes(len(c))), ("units/00001.rows", lambda c: c + b"1")])
-def test_damaged_work_is_made_again(tmp_path, monkeypatch, name, edit):
-    make(tmp_path, {"a.jsonl": [f"document {i} " * 100 for i in range(10)]})
-    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", vocab_size=270)
-    path = unfinished(tmp_path, monkeypatch, vocab_size=270) / name
-    path.write_bytes(edit(path.read_bytes()))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=270, unit_bytes=1000, jobs=1)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
 SCRIPT = """
 import resource, sys
 from pathlib import Path
@@ -403,32 +339,30 @@ print((own_kib + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024
 
 
 def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
+    """Whenever it is killed, the folder is not there or whole; the next call begins again, whatever was left."""
     make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(150)]})
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", out]
-    first = None
-    for awaited in ("job.json", "units/00003.json", "done/train-00003.bin"):
-        process = subprocess.Popen(command)
-        while not list(tmp_path.glob(f".lineartime-*.unfinished/{awaited}")):
+    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
+    out, command = tmp_path / "out", [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", tmp_path / "out"]
+    for awaited in (".lineartime-*/lock", ".lineartime-*/done/tokenizer.json", ".lineartime-*/done/train-00003.bin",
+                    ".lineartime-*/done/validation-00000.bin", "out"):
+        assert not out.exists()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while not list(tmp_path.glob(awaited)):
             assert process.poll() is None, f"it was done before {awaited} was seen"
             time.sleep(0.0005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        (folder,) = tmp_path.glob(".lineartime-*")
-        assert not out.exists()
-        if (folder / "units" / "00000.json").exists() and first is None:
-            first = (folder / "units" / "00000.ids").stat()
-    assert os.path.samestat(first, (folder / "units" / "00000.ids").stat()), "it was made again"
+        assert {path.name for path in tmp_path.glob("[!.]*")} - {"out"} == {"a.jsonl", "whole"}
+        if out.exists():
+            assert contents(out) == contents(tmp_path / "whole")
+            shutil.rmtree(out)
     subprocess.run(command, check=True)
-    assert not list(tmp_path.glob(".lineartime-*"))
-    assert open_split(out, "train").n_tokens == 105 * 10_001 and open_split(out, "validation").n_tokens == 45 * 10_001
-    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole") and not list(tmp_path.glob(".lineartime-*"))
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
-    for megabytes in (2, 10):
+    for megabytes in (8, 24):
         make(tmp_path, {"a.txt": "some more text, " * (megabytes << 16)})
         run = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path / "a.txt", tmp_path / f"{megabytes}"], check=True,
                              stdout=subprocess.PIPE)

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from lineartime.base.errors import DataError, UsageError
-from lineartime.data.read_text import cut, ranges_of, read_pieces, read_small
-from lineartime.data.sources import find_sources
+from lineartime.data.read_text import cut_pieces, read_pieces, read_small
+from lineartime.data.sources import Source, find_sources
 from lineartime.data.tokenizer import train_tokenizer
+from lineartime.data.units import slices_of
 from text_files import make
 
 DOCUMENTS = ["One line.\r\nAnother\u2028line, naïve.\n", " ", "東京 \U0001f600 <|endoftext|>\n\n", "x" * 10]
@@ -55,7 +56,7 @@ def table(texts, delimiter=","):
 
 LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(DOCUMENTS))
 KINDS = {"a.jsonl": LINES, "A.JSONL.GZ": LINES, "a.json": LINES, "a.json.gz": LINES, "a.jsonl.zst": LINES,
-         "a.json.bz2": json.dumps([{"text": text} for text in DOCUMENTS], indent=1), "a.csv": table(DOCUMENTS),
+         "a.jsonl.bz2": LINES, "a.csv": table(DOCUMENTS),
          "a.tsv.xz": "\r\n\n" + table(DOCUMENTS, "\t")}
 
 
@@ -86,7 +87,7 @@ def test_marks_and_blank_lines_are_no_text_and_further_members_are(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.txt", "one word.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
 def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (40,))
+    monkeypatch.setattr("lineartime.data.read_text.cut_pieces.__defaults__", (40,))
     if name == "a.parquet":
         texts = [f"row {i} é " * (i % 9) for i in range(90)]
         parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name, row_group_size=7)
@@ -95,21 +96,22 @@ def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatc
         book = "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9
         make(tmp_path, {name: {"a.txt": book, "one word.txt": "हि" * 300}.get(name, lines)})
     path = tmp_path / name
-    whole, n_bytes = documents(path), path.stat().st_size
+    source, whole, n_bytes = Source("train", name, str(path)), documents(path), path.stat().st_size
     for size in (1, 7, 100, 1000):
-        ranges = ranges_of(path, n_bytes, size)
-        assert (len(ranges) == 1) == (name.endswith(".gz") or size >= n_bytes * (4 if name == "a.parquet" else 1))
-        pieces = [piece for start, stop in ranges for piece in read_pieces(path, start=start, stop=stop)]
+        slices = slices_of(source, size)
+        assert (len(slices) == 1) == (name.endswith(".gz") or size >= n_bytes * (4 if name == "a.parquet" else 1))
+        pieces = [piece for one in slices for piece in read_pieces(path, start=one.start, stop=one.stop)]
         assert "".join(text + "\0" * last for text, last in pieces) == "".join(text + "\0" for text in whole)
     if name == "a.txt":  # a range begins with the white space before a word
-        for start, stop in ranges_of(path, n_bytes, 100)[1:]:
-            assert all(text[0].isspace() for text, _ in itertools.islice(read_pieces(path, start=start, stop=stop), 1))
+        for one in slices_of(source, 100)[1:]:
+            first = itertools.islice(read_pieces(path, start=one.start, stop=one.stop), 1)
+            assert all(text[0].isspace() for text, _ in first)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.gz", "memory://small/a.zst", "-"])
 def test_a_small_text_comes_from_anywhere(tmp_path, monkeypatch, name):
     path = name if "://" in name else str(tmp_path / name)
-    for text, fault in (("\ufeffnaïve\r\n", ""), ("\ufeff\udcff", ", byte 3; save it as"), ("x" * 99, "64 bytes")):
+    for text, fault in (("\ufeffnaïve\r\n", ""), ("\ufeff\udcff", ", byte 3; convert it"), ("x" * 99, "64 bytes")):
         with fsspec.open(path, "wb") as file:
             file.write(packed(text.encode(errors="surrogateescape"), name))
         with fsspec.open(path, "rb") as file:
@@ -140,7 +142,7 @@ TOKENIZER = train_tokenizer(["it's the aZ don't 1, 2. 東東 \n\n\n the\r\n   th
 @given(PROSE, st.integers(20, 60))
 @settings(max_examples=300)
 def test_pieces_have_the_tokens_of_the_whole(text, size):
-    pieces = [piece.text for piece in cut([text], size)]
+    pieces = [piece.text for piece in cut_pieces([text], size)]
     assert "".join(pieces) == text
     assert all(len(piece) <= size + 1 for piece in pieces)
     assert [i for piece in pieces for i in TOKENIZER.encode(piece)] == TOKENIZER.encode(text)
@@ -150,8 +152,8 @@ def test_pieces_have_the_tokens_of_the_whole(text, size):
 def test_pieces_do_not_depend_on_the_blocks_they_come_in(text, size, cuts):
     bounds = [0, *sorted(min(at, len(text)) for at in cuts), len(text)]
     blocks = [text[a:b] for a, b in itertools.pairwise(bounds)]
-    pieces = list(cut(blocks, size))
-    assert pieces == list(cut([text], size))
+    pieces = list(cut_pieces(blocks, size))
+    assert pieces == list(cut_pieces([text], size))
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
@@ -165,11 +167,13 @@ def broken_parquet(column, edit=None, table=None):
 GOOD = b'{"text": "good"}\n'
 FAULTS = {
     "UTF-8 cut at a block": ("a.txt", b"x" * (2**20 - 1) + b"\xc3" + b"(", f"not valid UTF-8: {{}}, byte {2**20 - 1}"),
-    "UTF-8 cut at the end": ("a.txt", "xé".encode()[:-1], "not valid UTF-8: {}, byte 1; save it as UTF-8"),
+    "UTF-8 cut at the end": ("a.txt", "xé".encode()[:-1],
+                             "not valid UTF-8: {0}, byte 1; convert it: iconv -f latin1 -t utf-8 {0}"),
     "a NUL": ("a.txt", b"x" * 9 + bytes(9), "a NUL byte: this is no text: {}, byte 9"),
     "invalid UTF-8 in a line": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "not valid UTF-8: {}:2, byte 10"),
     "bad JSON": ("a.jsonl", GOOD * 2 + b'{"text": "good",}\n', "not valid JSON: {}:3, column 17"),
-    "bad JSON in an array": ("a.json", b'[\n{"text": "x"},\n{"text": "good",}]\n', "not valid JSON: {}:3, column 17"),
+    "an array of JSON": ("a.json", b'[\n{"text": "x"}\n]\n', "an array of JSON: {0}:1; write each item on a line of "
+                         "its own: jq -c .[] {0}"),
     "a name twice": ("a.jsonl", b'{"text": "good", "text": "other"}\n', "not valid JSON: {}:1; a name occurs twice"),
     "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "not valid JSON: {}:2; it is nested too deeply"),
     "no object": ("a.jsonl", GOOD + b'["text"]\n', "not a JSON object: {}:2"),
@@ -220,26 +224,24 @@ def test_damaged_gzip_never_gives_another_text(tmp_path):
 
 def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
-    for path in (tmp_path / "a.txt", tmp_path):
+    for read in (lambda: find_sources([tmp_path / "a.txt"]), lambda: list(read_pieces(tmp_path / "a.txt"))):
         with pytest.raises(DataError, match="not a regular file"):
-            find_sources([path])
+            read()
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     with pytest.raises(DataError, match="not a regular file"):
         find_sources([tmp_path / "zero.txt"])
 
 
 def test_what_lies_beside_the_text_of_a_folder_is_left_out(tmp_path):
-    """Tables, settings, pages about the folder, and pages beside rows; each is read if there is nothing else."""
+    """Files without text, pages about the folder and copies of Wiki-40B."""
     for number, (names, read) in enumerate([
-            (("a.txt", "b.csv", "c.json", "d.txt.xz"), ["a.txt", "d.txt.xz"]),
-            (("a.jsonl", "b.md", "d.tsv.gz"), ["a.jsonl"]),
-            (("README.md", "a.csv", "b.csv"), ["a.csv", "b.csv"]), (("a.json", "b.md"), ["b.md"]),
-            (("README.md", "a.json"), ["a.json"]), (("a.txt", "b/test.csv", "b.md"), ["a.txt", "b.md"]),
+            (("a.txt", "b.pdf", "d.txt.xz", "c/.e.txt"), ["a.txt", "d.txt.xz"]), (("a.json", "README.md"), ["a.json"]),
             (("notes.txt", "test.tsv", "train.tsv"), ["train.tsv", "test.tsv"]),
-            (("README.md", "LICENSE.md"), ["LICENSE.md", "README.md"]), (("a.json",), ["a.json"])]):
+            (("a.jsonl.gz", "a.parquet"), ["a.parquet"])]):
         make(tmp_path, {f"{number}/{name}": "text" for name in names})
-        assert [source.name for source in find_sources([tmp_path / str(number)])] == read
-    assert [source.name for source in find_sources([tmp_path / "*" / "*.csv"])] == ["b.csv", "a.csv", "b.csv"]
+        assert [source.name for source in find_sources([tmp_path / str(number)], task="wiki40b")] == read
+    assert [source.name for source in find_sources([tmp_path / "*" / "a.*"])] == [
+        "a.txt", "a.json", "a.jsonl.gz", "a.parquet"]
 
 
 LAYOUTS = {

@@ -84,13 +84,13 @@ def test_a_long_text_has_the_ids_of_the_whole(name, monkeypatch):
     tokenizer, text = KINDS[name], TEXT * 3
     whole = tokenizer._inner.encode(text, add_special_tokens=False).ids
     monkeypatch.setattr("lineartime.data.read_text.PIECE", 50)
-    monkeypatch.setattr("lineartime.data.read_text.cut.__defaults__", (50,))
+    monkeypatch.setattr("lineartime.data.read_text.cut_pieces.__defaults__", (50,))
     assert (len([*tokenizer.parts(text)]) > 10) == tokenizer.reads_pieces == (name in ("bpe", "bytes"))
     ids, places = tokenizer.encode_with_offsets(text)
     assert tokenizer.encode(text) == ids.tolist() == whole and places[-1, 1] >= len(text) - 1
     assert document_ids(tokenizer, text).tolist() == [tokenizer.end_of_document, *whole]
     assert not tokenizer.is_lossless or tokenizer.decode(whole) == text
-    monkeypatch.setattr("lineartime.data.read_text.LONGEST_WHOLE", 200)
+    monkeypatch.setattr("lineartime.data.tokenizer.LONGEST_WHOLE", 200)
     assert len([*tokenizer.parts(text)]) > 4 and "".join(tokenizer.parts(text)) == text
 
 

@@ -25,6 +25,7 @@ from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_jso
 from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import hash_of
 from lineartime.base.tensor_bytes import tensors_sha256
+from lineartime.base.words import Progress
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.mixture import places_of_step
@@ -46,7 +47,7 @@ from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
 from lineartime.training.runtime import pick_device
-from lineartime.training.stop import Progress, StopSignal
+from lineartime.training.stop import StopSignal
 from lineartime.weights import checkpoint
 from lineartime.weights.load import load_model
 from lineartime.weights.transfer import copy_weights, is_flash, with_context

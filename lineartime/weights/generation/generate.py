@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lineartime.base.errors import DataError, NumericsError, UsageError
 from lineartime.base.settings import require
-from lineartime.data.read_text import LAST_WORD, cut, read_whole
+from lineartime.data.read_text import LAST_WORD, cut_pieces
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
@@ -68,9 +68,9 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
     from the state as from the whole text, if the tokenizer is byte-level (`Tokenizer.reads_pieces`); another one
     tokenises what follows on its own. progress is called with the bytes and the tokens that are read. Raises DataError
     for a text without a character, and UsageError as `prefill` does."""
-    state, ids, pieces = model.decoding_state(1), [tokenizer.end_of_document], cut(blocks)
+    state, ids, pieces = model.decoding_state(1), [tokenizer.end_of_document], cut_pieces(blocks)
     state.tokenizer_sha256, n_bytes = tokenizer.sha256, 0
-    for text, last in pieces if tokenizer.reads_pieces else read_whole(pieces):
+    for text, last in tokenizer.parts_of(pieces):
         found = LAST_WORD.match(text) if last else None
         end = len(text) if not last else found.end() if found else 0
         ids, state.text = ids + tokenizer.encode(text[:end]), text[end:]
