@@ -1,9 +1,10 @@
 """The layout of rows: which token lies where, once for all layers, and the way back.
 
-Padding goes to the end of its row, where it shifts neither positions nor chunks. With `ModelConfig.document_grid` "row"
-positions and chunks count from the beginning of the row, as in the paper's listings. With "own" positions count from
-the beginning of each document, and a document begins with a chunk or lies in one. The layers compute as always, and the
-results go back to where the tokens were."""
+Padding goes to the end of its row, where it shifts neither positions nor chunks. With
+`ModelConfig.document_grid` "row" positions and chunks count from the beginning of the row, as in
+the paper's listings. With "own" positions count from the beginning of each document, and a document
+begins with a chunk or lies in one. The layers compute as always, and the results go back to where
+the tokens were."""
 
 import itertools
 from typing import NamedTuple
@@ -41,9 +42,10 @@ def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_id
             padding_mask_BT: Tensor | None = None) -> Layout:
     """The layout of rows of `n_tokens` tokens.
 
-    segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a row, -1 for padding
-    at its end; None: every row is one document. padding_mask_BT: True for tokens, False for padding, which may be
-    anywhere in a row; the segment id of padding does not matter. Raises UsageError for wrong segment ids."""
+    segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a
+    row, -1 for padding at its end; None: every row is one document. padding_mask_BT: True for
+    tokens, False for padding, which may be anywhere in a row; the segment id of padding does not
+    matter. Raises UsageError for wrong segment ids."""
     order_BT = None
     if padding_mask_BT is not None:
         order_BT = padding_last(padding_mask_BT.bool())
@@ -64,23 +66,26 @@ def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_id
 
 
 def padding_last(valid_BT: Tensor) -> Tensor:
-    """The order with each row's tokens first and its padding last, see `in_order`. ONNX has no stable sort."""
+    """The order with each row's tokens first and its padding last, see `in_order`. ONNX has no
+    stable sort."""
     count_BT, padding_BT = valid_BT.cumsum(1), (~valid_BT).cumsum(1)
     return torch.where(valid_BT, count_BT, count_BT[:, -1:] + padding_BT).argsort(1)
 
 
 def in_order(x_BT: Tensor, order_BL: Tensor) -> Tensor:
-    """`[B, T, ...]` in another order along T: place l has the ids or vectors of place order_BL[b, l]."""
+    """`[B, T, ...]` in another order along T: place l has the ids or vectors of place order_BL[b,
+    l]."""
     if x_BT.dim() > 2:
         order_BL = order_BL[..., None].expand(-1, -1, x_BT.shape[-1])
     return x_BT.gather(1, order_BL)
 
 
 def check_segment_ids(segment_ids_BT: Tensor) -> None:
-    """Raise UsageError unless segment ids are as `lay_out` describes them, and fit into the int32 of kernels.
+    """Raise UsageError unless segment ids are as `lay_out` describes them, and fit into the int32
+    of kernels.
 
-    A CUDA device checks without host synchronisation, so the error is a device-side assertion. Compiled code has no
-    check."""
+    A CUDA device checks without host synchronisation, so the error is a device-side assertion.
+    Compiled code has no check."""
     if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
         return
     before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
@@ -105,8 +110,9 @@ def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
         return Layout(position_BT, segment_ids_BT)
     place_BT = index_1T + moves(begins_BT, segment_ids_BT, c, share=not config.first_to_all).cumsum(1)
     place_L = torch.arange((int(place_BT.max()) // c + 1) * c, device=place_BT.device)
-    # A place without a token holds a copy of the token before it, and must belong to no document. So documents get even
-    # numbers, the copies behind them odd ones, and what is behind the last document is padding.
+    # A place without a token holds a copy of the token before it, and must belong to no document.
+    # So documents get even numbers, the copies behind them odd ones, and what is behind the last
+    # document is padding.
     token_BL = place_L.new_zeros(len(place_BT), len(place_L)).scatter(1, place_BT, index_1T.expand_as(place_BT))
     token_BL = token_BL.cummax(1).values
     is_copy_BL = place_BT.gather(1, token_BL) != place_L
@@ -116,11 +122,12 @@ def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
 
 
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
-    """By how many places each document's first token moves on, and with it all tokens behind it: `[B, T]`, 0 for other
-    tokens. A document that does not fit into the rest of a chunk begins the next one.
+    """By how many places each document's first token moves on, and with it all tokens behind it:
+    `[B, T]`, 0 for other tokens. A document that does not fit into the rest of a chunk begins the
+    next one.
 
-    share: whether a document that fits stays there. It is computed as it would be alone: it reads no state, and its id
-    keeps it from its neighbours in the chunk."""
+    share: whether a document that fits stays there. It is computed as it would be alone: it reads
+    no state, and its id keeps it from its neighbours in the chunk."""
     moved_BT, n_tokens_B = np.zeros(begins_BT.shape, np.int64), (segment_ids_BT >= 0).sum(1).tolist()
     for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.tolist(), n_tokens_B, strict=True):
         end = 0  # the place behind the documents so far

@@ -1,4 +1,4 @@
-"""One language model for all models of the paper: embedding, layers, norm, and a head tied to the embedding."""
+"""One language model for all models of the paper: embedding, layers, norm, and a tied head."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,22 +20,16 @@ from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.document_grid import Layout, in_order, lay_out, padding_last
 from lineartime.model.gau import GatedAttentionUnit
-from lineartime.model.layers import (
-    ResidualLayer,
-    ScaledSin,
-    SequenceInfo,
-    check_shape,
-    make_norm,
-    sequence_info,
-)
+from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, check_shape, make_norm, sequence_info
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 
 
 class LanguageModel(nn.Module):
     """Tokens to logits, for every preset of `config.PRESETS`.
 
-    The token `config.end_of_document` starts a new document in a row; attention does not cross documents,
-    unless `document_mask` is "paper". It is one of the `end_tokens`, at which `generate` ends a text."""
+    The token `config.end_of_document` starts a new document in a row; attention does not cross
+    documents, unless `document_mask` is "paper". It is one of the `end_tokens`, at which `generate`
+    ends a text."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -55,16 +49,17 @@ class LanguageModel(nn.Module):
                 targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
-        ids_BT: integers below `vocab_size`. segment_ids_BT, padding_mask_BT: see `lay_out`; by default a new document
-        starts at each `config.end_of_document`. at_K: indices into the flattened rows; only the logits_KV of these
-        tokens are computed. targets: tokens `[B, T]`, or `[K]` with at_K; with targets, -ln p of each is returned
-        instead, see `losses`. ranks: the ranks that share the rows, which all call this with the whole rows; what is
-        returned, at_K and targets are of this rank's part of them, `[B, T / W]`.
+        ids_BT: integers below `vocab_size`. segment_ids_BT, padding_mask_BT: see `lay_out`; by
+        default a new document starts at each `config.end_of_document`. at_K: indices into the
+        flattened rows; only the logits_KV of these tokens are computed. targets: tokens `[B, T]`,
+        or `[K]` with at_K; with targets, -ln p of each is returned instead, see `losses`. ranks:
+        the ranks that share the rows, which all call this with the whole rows; what is returned,
+        at_K and targets are of this rank's part of them, `[B, T / W]`.
 
-        Raises UsageError for a row longer than the position tables allow, wrong segment ids, a mask, segment ids or
-        targets of another shape, rows of several documents with learned chunk weights, and rows or a model that ranks
-        cannot share."""
-        # The head is the largest matmul, so it runs for the tokens that are asked for and no others.
+        Raises UsageError for a row longer than the position tables allow, wrong segment ids, a
+        mask, segment ids or targets of another shape, rows of several documents with learned chunk
+        weights, and rows or a model that ranks cannot share."""
+        # The head is the largest matmul: it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
@@ -72,11 +67,12 @@ class LanguageModel(nn.Module):
     def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
                padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE,
                collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
-        """`forward` without the head: x_BTD after the last norm. Raises UsageError as `forward` does.
+        """`forward` without the head: x_BTD after the last norm. Raises as `forward` does.
 
-        collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD: vectors in place of the
-        embeddings of ids_BT, which then only say where documents begin; not for ranks that share rows."""
-        laid = self.lay_out(ids_BT, segment_ids_BT, padding_mask_BT)
+        collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD:
+        vectors in place of the embeddings of ids_BT, which then only say where documents begin; not
+        for ranks that share rows."""
+        laid = self.layout_of(ids_BT, segment_ids_BT, padding_mask_BT)
         if ranks.size > 1:
             ids_BT, laid = self.part_of_rows(ids_BT, laid, ranks)
         info = sequence_info(self.config, laid.position_BL, self.embed.weight.dtype, laid.segment_ids_BL, ranks)
@@ -86,7 +82,7 @@ class LanguageModel(nn.Module):
             collected[:] = map(laid.give_back, collected)
         return self.norm(laid.give_back(x_BLD))
 
-    def lay_out(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None) -> Layout:
+    def layout_of(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None) -> Layout:
         """The layout of rows, whose documents are numbered here if they are not given."""
         require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
         self.check_length(ids_BT.shape[1])
@@ -98,8 +94,9 @@ class LanguageModel(nn.Module):
         return lay_out(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, padding_mask_BT)
 
     def part_of_rows(self, ids_BT: Tensor, laid: Layout, ranks: Ranks) -> tuple[Tensor, Layout]:
-        """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions are those in the whole row. Segment
-        ids are shifted: 0 is the document of the token before the part, even if the part has no token of it."""
+        """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions are those in
+        the whole row. Segment ids are shifted: 0 is the document of the token before the part, even
+        if the part has no token of it."""
         n_tokens = ids_BT.shape[1]
         check_context_parallel(replace(self.config, context=n_tokens), ranks.size)
         require(laid.order_BL is None, "ranks that share a row take no padding mask", "padding_mask",
@@ -111,14 +108,13 @@ class LanguageModel(nn.Module):
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
-        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: in decoding, where these are the
-        next tokens of rows, and each layer of attention has a cache of those before. collected: see `hidden`."""
+        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: for the next tokens
+        of rows, where each layer that attends has a cache. collected: see `hidden`."""
         delta_BTD: Tensor | None = None
         remaining = iter(caches)
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
-            # In decoding a layer of attention reads its cache. A feed-forward layer has none and runs as always.
             if inputs is not None and layer.attends:
                 x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
             elif self.activation_checkpointing and self.training:
@@ -129,13 +125,13 @@ class LanguageModel(nn.Module):
         return x_BTD + delta_BTD
 
     def compile_layers(self) -> None:
-        """Apply `torch.compile` to each layer in place. Layers of the same kind share compiled code, so compile time
-        does not grow with depth. Parameters keep their names."""
+        """Apply `torch.compile` to each layer in place. Layers of the same kind share compiled
+        code, so compile time does not grow with depth. Parameters keep their names."""
         for layer in self.residual_layers():
             layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
 
     def set_impl(self, impl: str | None) -> None:
-        """Set `impl` of all layers: "reference" (PyTorch), "triton" (kernels), or None, see `ops`."""
+        """Set `ResidualLayer.impl` of all layers."""
         for layer in self.residual_layers():
             layer.impl = impl
 
@@ -144,8 +140,8 @@ class LanguageModel(nn.Module):
         return F.linear(x_BTD, self.embed.weight, self.head_bias)
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`. Logits are computed in
-        blocks of tokens, see `linear_cross_entropy`. Raises UsageError for targets of another shape."""
+        """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`, by
+        `linear_cross_entropy`. Raises UsageError for targets of another shape."""
         check_shape("targets", targets, x.shape[:-1])
         from lineartime.ops.cross_entropy import linear_cross_entropy  # loads PyTorch's compiler, for a second or two
 
@@ -162,42 +158,39 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def init_outer_weights(self) -> None:
         """Set the initial values of what is not in a layer, see `init_weights`."""
-        for module in (self.embed, self.abs_pos):
-            if isinstance(module, ScaledSin):
-                nn.init.constant_(module.scalar, module.d_model**-0.5)
-            else:
-                nn.init.normal_(module.weight, std=self.config.init_std)
+        nn.init.normal_(self.embed.weight, std=self.config.init_std)
+        if isinstance(self.abs_pos, ScaledSin):
+            nn.init.constant_(self.abs_pos.scalar, self.config.d_model**-0.5)
+        else:
+            nn.init.normal_(self.abs_pos.weight, std=self.config.init_std)
         for name, parameter in self.norm.named_parameters():
-            nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
+            nn.init.constant_(parameter, 0.0 if name == "bias" else 1.0)
         nn.init.zeros_(self.head_bias)
 
     @property
     def layers_per_block(self) -> int:
-        """Layers of one of the `config.n_layers` blocks: a GAU, or attention and a feed-forward layer."""
+        """Layers of one of the `config.n_layers` blocks, see `make_layers`."""
         return len(self.layers) // self.config.n_layers
 
     def in_sizes(self) -> dict[str, tuple[int, ...]]:
-        """How many outputs each of the stacked matrices has, by the name of the parameter that holds them."""
+        """`ResidualLayer.in_sizes` of all layers, by the name of the parameter."""
         return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())}
 
     def residual_layers(self) -> Iterable[ResidualLayer]:
-        """All layers, in order."""
         return cast(Iterable[ResidualLayer], self.layers)
 
     def decoding_state(self, batch_size: int) -> DecodingState:
-        """The decoding state of `batch_size` rows that have no token yet. Raises UsageError for a model that does not
-        decode, see `ModelConfig.decoding_rules`."""
-        # One cache for each layer of attention; rows without a token, whose document begins at 0.
+        """The decoding state of `batch_size` rows that have no token yet, with a cache for each
+        layer that attends. Raises UsageError for a model that does not decode."""
         caches = [layer.empty_cache(batch_size) for layer in self.residual_layers() if layer.attends]
         zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
         return DecodingState(caches, zeros_B, zeros_B.clone(), self)
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,
                collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
-        """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come; updates the state.
-
-        ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids of the vocabulary. collected, embeds_BND: see
-        `hidden`. Raises UsageError past the end of a position table."""
+        """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come;
+        updates the state. ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids of the
+        vocabulary. Raises UsageError past the end of a position table."""
         if ids_BN.numel() == 0:
             return self.norm(self.embed(ids_BN))
         if self.config.document_grid == "own" and ids_BN.shape[1] > 1:
@@ -206,8 +199,8 @@ class LanguageModel(nn.Module):
 
     def extend_by_document(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
                            embeds_BND: Tensor | None) -> Tensor:
-        """`extend` where each document is a row of its own: the new tokens up to the next document of each row, then
-        those up to the one after it, and so on."""
+        """`extend` where each document is a row of its own: the new tokens up to the next document
+        of each row, then those up to the one after it, and so on."""
         index_N, begins_BN = torch.arange(ids_BN.shape[1], device=ids_BN.device), self.begins(ids_BN)
         number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
         outputs: list[Tensor] = []  # the hidden states of all tokens, then what is collected
@@ -231,10 +224,8 @@ class LanguageModel(nn.Module):
         """`extend` by tokens that `DecodingState.inputs` takes at once."""
         if state.seq_lens_B.is_inference() and not torch.is_inference_mode_enabled():
             state.select(torch.arange(len(n_new_B)))  # copies: what that mode has made can be written only in it
-        # Which positions and documents the new tokens have follows from what each row has read.
-        window = None
-        if torch.compiler.is_exporting():  # a graph reads no lengths
-            window = state.reserve_in_graph(ids_BN.shape[1]) or 0
+        # A graph reads no lengths. Elsewhere positions follow from what each row has read.
+        window = (state.reserve_in_graph(ids_BN.shape[1]) or 0) if torch.compiler.is_exporting() else None
         inputs = state.inputs(self.config, n_new_B, self.begins(ids_BN), window)
         self.check_length(inputs.longest)
         x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected, embeds_BND)
@@ -250,7 +241,7 @@ class LanguageModel(nn.Module):
     def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
                       collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
         """`extend` without the update of `DecodingState`; only the caches are updated."""
-        # Padding behind a row's new tokens may count past the table's end; what it gets there is never read.
+        # Padding may count past the table's end; what it gets there is never read.
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
@@ -267,7 +258,7 @@ def make_layers(config: ModelConfig) -> list[ResidualLayer]:
 
 @torch.no_grad()
 def init_weights(model: LanguageModel) -> None:
-    """Set the initial values, from torch's global generator.
+    """Set the initial values, in place, from torch's global generator.
 
     | parameter | value |
     |---|---|
@@ -284,8 +275,8 @@ def init_weights(model: LanguageModel) -> None:
 
 
 class Undrawn(TorchFunctionMode):
-    """Inside it parameters are not drawn. On the meta device PyTorch would load its compiler to draw them, for a second
-    or two."""
+    """Inside it parameters are not drawn. On the meta device PyTorch would load its compiler to
+    draw them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_drawn = getattr(function, "__module__", None) == "torch.nn.init"
@@ -304,24 +295,24 @@ def number_of_parameters(config: ModelConfig) -> int:
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """-ln p of each token given the tokens before it in its row, in nats and float32 at least: `[B, T - 1]` for rows
-    of T tokens, or of this rank's part where W `ranks` share the rows, `[B, (T - 1) / W]`."""
+    """-ln p of each token given those before it in its row, in nats and float32 at least: `[B, T-1]`
+    for rows of T tokens, or where W `ranks` share the rows this rank's part, `[B, (T-1) / W]`."""
     inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
     return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
 
 
 def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32 at least: `[K]`, or
-    of those in this rank's part where `ranks` share the rows. The head is computed for these tokens only."""
+    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32
+    at least: `[K]`, or where `ranks` share the rows those of this rank's part."""
     targets_N = targets_BT[:, ranks.share(targets_BT.shape[1])].flatten()
     at_K = (targets_N >= 0).nonzero().flatten()
     return model(ids_BT, at_K=at_K, targets=targets_N[at_K], ranks=ranks)
 
 
 class SpanModel(LanguageModel):
-    """A `LanguageModel` that is not causal, with two logits per token: for the first and the last token of an answer.
-
-    The language model's head is unused but stays in the state dict. Raises UsageError for a causal config."""
+    """A `LanguageModel` that is not causal, with two logits per token, for the first and the last
+    token of an answer. The language model's head is unused but stays in the state dict. Raises
+    UsageError for a causal config."""
 
     def __init__(self, config: ModelConfig):
         require(not config.causal, "questions need a model that sees both ways", "causal = true",
@@ -336,6 +327,6 @@ class SpanModel(LanguageModel):
 
 
 def init_head(head: nn.Linear) -> None:
-    """Set the initial values of a head, from torch's global generator: weights normal(0, 0.02), bias 0."""
+    """Set the initial values of a new head: weights normal(0, 0.02), bias 0."""
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)

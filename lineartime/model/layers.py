@@ -1,10 +1,10 @@
-"""The small layers of Codes 2-5: ScaledSin, the relative position bias and the norms; scale-and-offset (Eq. 5); and
-`ResidualLayer`, the base class of all layers of a model.
+"""The small layers of Codes 2-5: ScaledSin, the relative position bias and the norms;
+scale-and-offset (Eq. 5); and `ResidualLayer`, the base class of all layers of a model.
 
-Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and after chunks, C
-chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S, N heads made from one base, H
-heads, K head width, V vocabulary. In decoding N counts new tokens, L cached keys; some ops use D, N and F otherwise.
-"""
+Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and
+after chunks, C chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S,
+N heads made from one base, H heads, K head width, V vocabulary. In decoding N counts new tokens, L
+cached keys; some ops use D, N and F otherwise."""
 
 import dataclasses
 import itertools
@@ -27,13 +27,12 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
 
 BIAS_WIDTH = 128
-"""Width of the two vectors of the rotated position bias (Code 4); independent of `query_key_dim`, which is 128 too."""
-
+"""Width of the two vectors of the rotated position bias (Code 4), whatever `query_key_dim` is."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
 class ScaledSin(nn.Module):
-    """Sinusoidal absolute position embedding times a learned scalar that starts at d^-1/2 (Code 2)."""
+    """Sinusoidal position embedding times a learned scalar that starts at d^-1/2 (Code 2)."""
 
     def __init__(self, d_model: int):
         super().__init__()
@@ -46,11 +45,9 @@ class ScaledSin(nn.Module):
 
 
 class RelPosBias(nn.Module):
-    """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two rotated vectors.
-
-    n follows from the configuration, so the form does not depend on the length of the input. The rotated form depends
-    on i - j alone too:
-    rope(a, i) . rope(b, j) = sum_k (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k)."""
+    """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two
+    rotated vectors, rope(a, i) . rope(b, j). n follows from the configuration, so the form does not
+    depend on the length of the input."""
 
     def __init__(self, n: int):
         super().__init__()
@@ -62,18 +59,20 @@ class RelPosBias(nn.Module):
             self.b = nn.Parameter(torch.empty(BIAS_WIDTH))
 
     def at(self, offset: Tensor) -> Tensor:
-        """The bias at the offsets key position minus query position: integers of any shape, |offset| < n in a table."""
+        """The bias at the offsets key position minus query position: integers of any shape,
+        |offset| < n in a table."""
         if self.n < TOEPLITZ_BELOW:
             return self.weight[offset + self.n - 1]
-        # rope(a, i) . rope(b, j) written as a sum over frequencies, which needs the difference of i and j alone.
+        # rope(a, i) . rope(b, j) depends on i - j alone: the sum over frequencies f_k of
+        # (a1 b1 + a2 b2) cos((i - j) f_k) + (a1 b2 - a2 b1) sin((i - j) f_k).
         (a1, a2), (b1, b2) = (at_least_float32(x).chunk(2) for x in (self.a, self.b))
         sin, cos = rotary(-offset, BIAS_WIDTH, a1.dtype)
         # Not two matmuls: autocast would take them in bfloat16, and the terms nearly cancel.
         return (cos * (a1 * b1 + a2 * b2) + sin * (a1 * b2 - a2 * b1)).sum(-1)
 
     def forward(self, length: int) -> Tensor:
-        """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is b[i, j]. Raises
-        UsageError for more than a table has."""
+        """w for `length` queries and as many keys: `[2 length - 1]`, entry j - i + length - 1 is
+        b[i, j]. Raises UsageError for more than a table has."""
         if self.n < TOEPLITZ_BELOW:
             if length > self.n:
                 raise UsageError("row longer than the position table", f"{length} tokens, the table has {self.n}",
@@ -81,9 +80,8 @@ class RelPosBias(nn.Module):
             return self.weight[self.n - length : self.n + length - 1]
         return self.at(torch.arange(1 - length, max(length, 1), device=self.a.device))
 
-
     def before(self, length: int) -> Tensor:
-        """The bias at the offsets 1 - length, ..., 0, or as far as a table reaches; float32 at least."""
+        """The bias at offsets 1 - length, ..., 0, as far as a table reaches; float32 at least."""
         if self.n < TOEPLITZ_BELOW:
             length = min(length, self.n)
         return at_least_float32(self.at(torch.arange(1 - length, 1, device=next(self.parameters()).device)))
@@ -97,7 +95,7 @@ class ScaleNorm(nn.Module):
         self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: `[..., D]`, floating. Returns the same shape and dtype; the norm is computed in float32 at least."""
+        """x: `[..., D]`. Returns x's shape and dtype; computed in float32 at least."""
         return scale_norm(x, self.scalar).to(x.dtype)
 
 
@@ -118,22 +116,21 @@ class ScaleOffset(nn.Module):
 
 @dataclasses.dataclass
 class SequenceInfo:
-    """Positions and documents of a batch of rows: computed once per forward pass, read by every attention layer."""
+    """Positions and documents of a batch of rows: made once, read by every attention layer."""
 
     rotary: tuple[Tensor, Tensor] | None
     """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
     segment_ids_BT: Tensor | None = None
-    """The document of each token: integers of at least 0 that do not decrease along a row, -1 for padding at its end.
-    None: every row is one document."""
+    """The document of each token, see `document_grid.lay_out`. None: every row is one document."""
     cu_seqlens: list[int] | None = None
-    """Document boundaries in the flattened rows, `[0, ..., B T]`; set for attention that runs once per document."""
+    """The result of `cu_seqlens`, for attention that runs once per document."""
     shared_by: Ranks | None = None
-    """The ranks that share the rows. All other fields are then of this rank's part; segment ids are given, and 0 is the
-    document of the token before the part. None: this rank alone (torch.compile can make no other default)."""
+    """The ranks that share the rows. All other fields are then of this rank's part; segment ids are
+    given, and 0 is the document of the token before the part. None: this rank alone (torch.compile
+    can make no other default)."""
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that share the rows; `ALONE` for this one."""
         return self.shared_by or ALONE
 
     @property
@@ -144,14 +141,13 @@ class SequenceInfo:
 
 def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, segment_ids_BT: Tensor | None = None,
                   ranks: Ranks | None = None) -> SequenceInfo:
-    """The `SequenceInfo` of rows of tokens at these positions, integers `[1 or B, T]`. dtype: that of sin and cos.
-
-    Raises UsageError for rows of several documents in a model with learned chunk weights."""
+    """The `SequenceInfo` of rows of tokens at these positions, integers `[1 or B, T]`. dtype: for
+    sin and cos. Raises UsageError for several documents in a model with learned chunk weights."""
     angles = None if config.rel_pos is None else rotary(position_BT, config.qk_width, dtype, config.rope_base)
     info = SequenceInfo(angles, segment_ids_BT, shared_by=ranks)
     if segment_ids_BT is None:
         return info
-    # Compiled, softmax attention takes a mask in place of `cu_seqlens`, whose length changes with the batch.
+    # Compiled, softmax attention takes a mask: the length of `cu_seqlens` changes with the batch.
     masks = config.attn_kernel == "softmax" and config.attn_type == "quadratic"
     if config.by_document and not (torch.compiler.is_compiling() and masks):
         info.cu_seqlens = cu_seqlens(segment_ids_BT)
@@ -169,8 +165,8 @@ def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a document; rows without a
-    token are one empty document."""
+    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a
+    document; rows without a token are one empty document."""
     if segment_ids_BT.numel() == 0:
         return [0, 0]
     # A document begins at the first token of a row and wherever the id changes.
@@ -180,8 +176,8 @@ def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
 
 
 def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:
-    """Tensors `[B, T, ...]` split by document, each document a batch of one; without `cu_seqlens` one entry, the batch.
-    Concatenated in order along T, the documents are the flattened rows."""
+    """Tensors `[B, T, ...]` split by document, each document a batch of one; without `cu_seqlens`
+    one entry, the batch. Concatenated in order along T, the documents are the flattened rows."""
     if info.cu_seqlens is None:
         return [list(parts)]
     flat = [part.flatten(0, 1)[None] for part in parts]
@@ -199,8 +195,9 @@ def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
 class ResidualLayer(nn.Module):
     """x + f(norm(x)); a subclass defines f as `branch`.
 
-    A model passes the residual stream from layer to layer as a pair: x, and delta, the output of the last branch, not
-    yet added to x. The next layer adds delta and normalises the sum by one op (`reference.add_norm`)."""
+    A model passes the residual stream from layer to layer as a pair: x, and delta, the output of
+    the last branch, not yet added to x. The next layer adds delta and normalises the sum by one op
+    (`reference.add_norm`)."""
 
     kind: ClassVar[str]
     """What its projections are called in a list of parameters."""
@@ -215,36 +212,36 @@ class ResidualLayer(nn.Module):
         super().__init__()
         self.config = config
         self.impl: str | None = None
-        """"reference" (PyTorch), "triton" (kernels), or None: by device and inputs, see the table of `ops`."""
+        """"reference" (PyTorch), "triton" (kernels), or None: by device and inputs, see the table
+        of `ops`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without a compiled `add` (`LanguageModel.compile_layers`): a copy would run the original's."""
+        """The state without a compiled `add`: a copy would run on the original's weights."""
         return {name: value for name, value in super().__getstate__().items() if name != "add"}
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Set initial values from torch's global generator: normal(0, std) for matrices, normal(0, 0.02) for scales of
-        heads and position bias, 0 for offsets and biases, 1 for norm scales; `memory.py` sets those of its options."""
-        # Matrices are drawn first. A parameter's name says whether it is a norm's scale, an offset or a scale of heads.
+        """Set the initial values that `language_model.init_weights` lists; std: of matrices."""
+        # Matrices are drawn first. A parameter's name says what it is.
         for child, module in sorted(self.named_children(), key=lambda each: not isinstance(each[1], nn.Linear)):
             if hasattr(module, "init_weights"):  # an option beyond the paper
                 module.init_weights()  # type: ignore[operator]
                 continue
             for name, parameter in module.named_parameters():
-                if child.endswith("norm"):
-                    nn.init.zeros_(parameter) if name == "bias" else nn.init.ones_(parameter)
-                elif name in ("bias", "beta"):
+                if name in ("bias", "beta"):
                     nn.init.zeros_(parameter)
+                elif child.endswith("norm"):
+                    nn.init.ones_(parameter)
                 else:
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
     def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
         """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
 
-        segment_ids, padding_mask: `[B, T]` as in `lay_out`; by default each row is one document. No document sees
-        another, and a token is computed as if its row had no padding. What comes out for padding is finite and means
-        nothing. Raises UsageError for another shape or dtype, wrong segment ids, and a row longer than a position
-        table."""
+        segment_ids, padding_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
+        document sees another, and a token is computed as if its row had no padding. What comes out
+        for padding is finite and means nothing. Raises UsageError for another shape or dtype, wrong
+        segment ids, and a row longer than a position table."""
         self.check_input(x_BTD)
         check_shape("segment_ids", segment_ids, x_BTD.shape[:2])
         check_shape("padding_mask", padding_mask, x_BTD.shape[:2])
@@ -257,8 +254,9 @@ class ResidualLayer(nn.Module):
         return laid.give_back(x_BLD + delta_BLD)
 
     def check_input(self, x_BTD: Tensor) -> None:
-        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under autocast float64 alone
-        needs its own, and any dtype will do where another module has replaced the projection."""
+        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under
+        autocast float64 alone needs its own, and any dtype will do where another module has
+        replaced the projection."""
         width, weight = self.config.d_model, self.in_proj.weight
         if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
             raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
@@ -270,7 +268,7 @@ class ResidualLayer(nn.Module):
                              "convert the input or the layer with .to; torch.autocast casts all but float64")
 
     def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """x + delta, and the output of this layer's branch, which is the next delta: both `[B, T, D]`."""
+        """x + delta, and this layer's branch, which is the next delta: both `[B, T, D]`."""
         x_BTD, normed_BTD = self.add_norm(x_BTD, delta_BTD)
         return x_BTD, self.branch(normed_BTD, info)
 
@@ -282,15 +280,15 @@ class ResidualLayer(nn.Module):
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:
-        """`add` for the next N tokens of rows whose past is in `cache`, which is updated: both `[B, N, D]`. Equal to
+        """`add` for the next N tokens of rows whose past is in `cache`, which is updated. Equal to
         `add` of the whole rows. For causal models."""
         x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
         return x_BND, self.branch_next(normed_BND, info, inputs, cache)
 
     @property
     def like(self) -> Tensor:
-        """An empty tensor with the dtype and device of caches: those of the norm, because matrices may be quantised.
-        It has no elements, because a parameter may be sharded."""
+        """An empty tensor with the dtype and device of caches: those of the norm, because matrices
+        may be quantised. It has no elements, because a parameter may be sharded."""
         norm = next(self.norm.parameters())
         return torch.empty(0, dtype=norm.dtype, device=norm.device)
 
@@ -303,13 +301,14 @@ class ResidualLayer(nn.Module):
         raise NotImplementedError
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The cache of `n_rows` rows that have no token yet. Raises UsageError for a layer that does not decode, see
-        `ModelConfig.decoding_rules`."""
+        """The cache of `n_rows` rows that have no token yet. Raises UsageError for a layer that
+        does not decode, see `ModelConfig.decoding_rules`."""
         raise NotImplementedError
 
     def keep_scores(self, old: ModelConfig) -> None:
-        """Scale queries, in a layer with the weights of another n, so that q k / n of relu(q k / n + b)^2 keeps its
-        value: inside chunks, and between chunks that have learned weights. The linear half stays as it is."""
+        """Scale queries, in a layer with weights of the configuration `old`, so that q k / n of
+        relu(q k / n + b)^2 keeps its value: inside chunks, and between chunks that have learned
+        weights. The linear half stays as it is."""
 
 
 def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:

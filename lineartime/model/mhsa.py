@@ -1,4 +1,5 @@
-"""The Transformer's two layers: multi-head self-attention, whose core is one of five, and the feed-forward network."""
+"""The Transformer's two layers: multi-head self-attention, whose core is one of five, and the
+feed-forward network."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,8 @@ from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, Scal
 from lineartime.model.memory import KeyConv, WriteGate
 
 Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
-"""Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the normed input of the
-projection. Results: `[B, T, D]`, the heads concatenated."""
+"""Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the
+normed input of the projection. Results: `[B, T, D]`, the heads concatenated."""
 
 
 class MultiHeadAttention(ResidualLayer):
@@ -41,10 +42,11 @@ class MultiHeadAttention(ResidualLayer):
     | linear, relu | Performer | (phi(q) sum phi(k) v) / (phi(q) sum phi(k)), phi(x) = relu(x) + 1e-3 |
     | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and summaries of chunks |
 
-    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are inside. A token sees
-    itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by name
-    (d_model, n_heads, attn_type, ...); other fields are those of the preset with this attn_type. `forward`,
-    `empty_cache` and `extend` are used as in `GatedAttentionUnit`. Raises UsageError for a wrong field or ffn = gau."""
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are
+    inside. A token sees itself and those before it, or with causal=False all. The arguments are a
+    `ModelConfig`, or fields of one by name (d_model, n_heads, attn_type, ...); other fields are
+    those of the preset with this attn_type. `forward`, `empty_cache` and `extend` are used as in
+    `GatedAttentionUnit`. Raises UsageError for a wrong field or ffn = gau."""
 
     kind = "attention"
 
@@ -60,8 +62,8 @@ class MultiHeadAttention(ResidualLayer):
         self.in_sizes = (d,) * (4 if config.gate else 3)
         self.in_proj = nn.Linear(d, sum(self.in_sizes))
         self.out_proj = nn.Linear(d, d)
-        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's position bias, and
-        # softmax attention's norms of queries and keys.
+        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's
+        # position bias, and softmax attention's norms of queries and keys.
         if config.attn_type == "mixed_chunk":
             self.scale_offset = ScaleOffset(2, d)
         if config.attn_type == "rowmajor_axial":
@@ -132,10 +134,11 @@ class MultiHeadAttention(ResidualLayer):
 
 
 class FeedForward(ResidualLayer):
-    """x + W_o act(W_u y) with y = norm(x), or with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs. 1-2).
+    """x + W_o act(W_u y) with y = norm(x), or with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs.
+    1-2).
 
-    The arguments are a `ModelConfig`, or fields of one by name; other fields are those of Transformer++. Raises
-    UsageError for a wrong field or ffn = gau."""
+    The arguments are a `ModelConfig`, or fields of one by name; other fields are those of
+    Transformer++. Raises UsageError for a wrong field or ffn = gau."""
 
     kind, attends = "FFN", False
 

@@ -1,4 +1,5 @@
-"""The positions and documents of the next tokens of rows, which may differ in length: computed once for all layers."""
+"""The positions and documents of the next tokens of rows, which may differ in length: computed once
+for all layers."""
 
 import dataclasses
 import itertools
@@ -11,7 +12,8 @@ from lineartime.config import ModelConfig
 
 @dataclasses.dataclass
 class DecodeInputs:
-    """Positions and documents of the next N tokens of each row: computed once per call, read by every layer."""
+    """Positions and documents of the next N tokens of each row: computed once per call, read by
+    every layer."""
 
     seq_lens_B: Tensor
     """Tokens of each row so far, without the new ones."""
@@ -22,8 +24,8 @@ class DecodeInputs:
     begins_BN: Tensor
     """True for tokens that start a document."""
     window: int | None = None
-    """Set for a graph: the number of cached keys that are read. There is no host synchronisation, and no shape depends
-    on the position."""
+    """Set for a graph: the number of cached keys that are read. There is no host synchronisation,
+    and no shape depends on the position."""
 
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
@@ -36,13 +38,15 @@ class DecodeInputs:
         self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
         """Start position of each token's document."""
         self.document_BN = begins_BN.cumsum(1)
-        """0 for the row's current document, then 1, 2, ...; for padding that of the row's last token."""
+        """0 for the row's current document, then 1, 2, ...; for padding that of the row's last
+        token."""
         self.segment_ids_BN = torch.where(self.valid_BN, self.document_BN, -1)
         """The same; -1 for padding."""
         self.longest = self.window or 0
         """Tokens of the longest row, with the new ones; with a window the window."""
         self.any_begins, self.one_document = True, False
-        """Whether a new token may start a document; whether all tokens of each row are known to be one document."""
+        """Whether a new token may start a document; whether all tokens of each row are known to be
+        one document."""
         self.single_token = begins_BN.shape[1] == 1
         """Whether every row has exactly one new token, the common case of decoding."""
         self.common_position: int | None = None
@@ -74,9 +78,10 @@ class DecodeInputs:
         return self.folded
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
-        """Where to cut each row's new tokens, so that whole chunks can be computed together. If any row adds to an open
-        chunk, each row is cut behind what fills its own. Otherwise it is cut behind its whole chunks, which may be all
-        new tokens. Empty if no row fills a chunk other than the open one."""
+        """Where to cut each row's new tokens, so that whole chunks can be computed together. If any
+        row adds to an open chunk, each row is cut behind what fills its own. Otherwise it is cut
+        behind its whole chunks, which may be all new tokens. Empty if no row fills a chunk other
+        than the open one."""
         # The quick way out of every step of decoding, and of a graph, which knows no lengths.
         if not self.lengths or self.begins_BN.shape[1] < chunk_size:
             return ()
@@ -98,15 +103,16 @@ class DecodeInputs:
         return torch.where(self.valid_BN.view(*self.valid_BN.shape, *[1] * (x_BN.dim() - 2)), x_BN, 0.0)
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
-        """The row's new tokens split by document: start, stop, and whether a document begins at the start."""
+        """The row's new tokens split by document: start, stop, and whether a document begins at the
+        start."""
         n_new = int(self.n_new_B[row])
         starts = [n for n in self.begins_BN[row, :n_new].nonzero().flatten().tolist() if n]
         bounds = [0, *starts, n_new]
         return [(a, b, bool(self.begins_BN[row, a])) for a, b in itertools.pairwise(bounds) if b > a]
 
     def visible(self) -> Tensor | None:
-        """True where a query may see the key at position l: of its document, and not later. `[B or 1, N, L]`, L =
-        `longest`; None where every key is visible."""
+        """True where a query may see the key at position l: of its document, and not later. `[B or
+        1, N, L]`, L = `longest`; None where every key is visible."""
         if self.common_position is not None and self.one_document and self.single_token:
             return None
         if self.visible_BNL is None:
@@ -117,7 +123,8 @@ class DecodeInputs:
         return self.visible_BNL
 
     def bias_index(self) -> Tensor | None:
-        """Where in `KeyValueCache.bias` that of each offset is; None where all rows have one query at one position."""
+        """Where in `KeyValueCache.bias` that of each offset is; None where all rows have one query
+        at one position."""
         if self.common_position is not None and self.single_token:
             return None
         if self.index_BNL is None:
@@ -138,7 +145,8 @@ class DecodeInputs:
         return (self.seq_lens_B % chunk_size + self.n_new_B) // chunk_size
 
     def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
-        """`TokenPosition` of each row's only new token; computed once for all layers. dtype: that of `kv_BSE`."""
+        """`TokenPosition` of each row's only new token; computed once for all layers. dtype: that
+        of `kv_BSE`."""
         if dtype not in self.token_positions:
             self.token_positions[dtype] = TokenPosition(self, config, dtype)
         return self.token_positions[dtype]
@@ -178,8 +186,9 @@ class Cut:
 
 
 class TokenPosition:
-    """The position of one new token per row in its chunk. If all rows are at the same position, only the filled part of
-    the open chunk is read; otherwise the whole chunk is read, with a mask."""
+    """The position of one new token per row in its chunk. If all rows are at the same position,
+    only the filled part of the open chunk is read; otherwise the whole chunk is read, with a
+    mask."""
 
     def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
         assert config.chunk_size is not None
@@ -188,12 +197,15 @@ class TokenPosition:
         # Where the token is: at which slot of its chunk, and how far its document reaches back.
         offset_B = position_B % c
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
-        """Slot of the token in the open chunk, and of its document's first token: below 0 in an earlier chunk."""
+        """Slot of the token in the open chunk, and of its document's first token: below 0 in an
+        earlier chunk."""
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
         each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
-        """Factor of the linear half: 0 if the document has no closed chunk, whatever the value of `kv_BSE`."""
-        # What it sees: of the chunk before (with overlap) and of its own, the tokens of its document up to itself.
+        """Factor of the linear half: 0 if the document has no closed chunk, whatever the value of
+        `kv_BSE`."""
+        # What it sees: of the chunk before (with overlap) and of its own, the tokens of its
+        # document up to itself.
         distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
         of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
         self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]

@@ -1,6 +1,6 @@
-"""The decoding state of a model: the caches of its layers, and where each row is. It can be saved in a file of
-safetensors that is as large as the state. The file has the hash of the model, and one of all that is in it: a state of
-another model and a damaged file are refused."""
+"""The decoding state of a model: the caches of its layers, and where each row is. It can be saved
+in a file of safetensors that is as large as the state. The file has the hash of the model, and one
+of all that is in it: a state of another model and a damaged file are refused."""
 
 import copy
 import dataclasses
@@ -24,16 +24,18 @@ from lineartime.model.decoding.inputs import DecodeInputs
 
 @dataclasses.dataclass
 class DecodingState:
-    """The decoding state of a model for a batch of rows: a cache per attention layer, and as in `DecodeInputs` the
-    tokens so far and the start of the current document of each row."""
+    """The decoding state of a model for a batch of rows: a cache per attention layer, and as in
+    `DecodeInputs` the tokens so far and the start of the current document of each row."""
 
     caches: list[Cache]
     seq_lens_B: Tensor
     start_B: Tensor
     model: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The `LanguageModel` whose state this is, or None. `deepcopy` shares it; `copy.copy` and a pickle have None."""
+    """The `LanguageModel` whose state this is, or None. `deepcopy` shares it; `copy.copy` and a
+    pickle have None."""
     text: str = ""
-    """The last word of a text that `read` has read: it is tokenised together with what follows it."""
+    """The last word of a text that `read` has read: it is tokenised together with what follows
+    it."""
     tokenizer_sha256: str = ""
     """The hash of that text's tokenizer."""
 
@@ -44,24 +46,26 @@ class DecodingState:
         return {**vars(self), "model": None}
 
     def save(self, path: Path | str) -> None:
-        """Replace a file by this state. Raises ResourceError if it cannot be written, UsageError without the model."""
+        """Replace a file by this state. Raises ResourceError if it cannot be written, UsageError
+        without the model."""
         save_state(Path(path), self, {})
 
     @classmethod
     def load(cls, path: Path | str, model: Any) -> "DecodingState":
-        """The state in a file, on the device of its model. Raises CheckpointError for a file that is damaged or cannot
-        be read, and for a state of other weights, of another precision or version, or of `score`."""
+        """The state in a file, on the device of its model. Raises CheckpointError for a file that
+        is damaged or cannot be read, and for a state of other weights, of another precision or
+        version, or of `score`."""
         return load_state(Path(path), model)[0]
 
     def in_grid_B(self, config: ModelConfig) -> Tensor:
-        """Tokens of each row so far, from where its positions and chunks are counted: with `document_grid` "own" those
-        of its current document."""
+        """Tokens of each row so far, from where its positions and chunks are counted: with
+        `document_grid` "own" those of its current document."""
         return self.seq_lens_B - self.start_B if config.document_grid == "own" else self.seq_lens_B
 
     def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
                window: int | None = None) -> DecodeInputs:
-        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" each document counts as a row
-        of its own, so only the first of the tokens may begin one."""
+        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" each
+        document counts as a row of its own, so only the first of the tokens may begin one."""
         if config.document_grid == "row":
             return DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN, window)
         before_B = torch.where(begins_BN[:, 0] & (n_new_B > 0), 0, self.in_grid_B(config))
@@ -74,7 +78,8 @@ class DecodingState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows' state in all caches, room for more tokens included; constant in T for FLASH."""
+        """Bytes of the rows' state in all caches, room for more tokens included; constant in T for
+        FLASH."""
         return sum(tensor.nbytes for cache in self.caches for tensor in cache.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -91,13 +96,14 @@ class DecodingState:
             setattr(self.caches[int(n)] if n else self, field, tensor)
 
     def reserve(self, n_tokens: int) -> None:
-        """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending does not move them."""
+        """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending
+        does not move them."""
         for cache in self.caches:
             cache.reserve(n_tokens)
 
     def reserve_in_graph(self, n_new: int) -> int | None:
-        """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be `DecodeInputs.window`,
-        or None without such caches. Nothing is read from the device."""
+        """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be
+        `DecodeInputs.window`, or None without such caches. Nothing is read from the device."""
         lengths = [cache.k_BL.shape[1] for cache in self.caches if isinstance(cache, KeyValueCache)]
         if not lengths:
             return None
@@ -105,7 +111,8 @@ class DecodingState:
         return lengths[0] + n_new
 
     def repeated(self, n_rows: int) -> "DecodingState":
-        """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for another number."""
+        """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for
+        another number."""
         n_own = len(self.seq_lens_B)
         require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
         made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
@@ -121,8 +128,8 @@ class DecodingState:
 
 
 def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> None:
-    """Replace a file by a state. facts: what else is kept, for JSON. of_model: the model's hash, if it is known. Raises
-    as `DecodingState.save` does."""
+    """Replace a file by a state. facts: what else is kept, for JSON. of_model: the model's hash, if
+    it is known. Raises as `DecodingState.save` does."""
     if state.model is None:
         raise UsageError("the state does not know its model", path, "say state.model = model")
     tensors = state.tensors()
@@ -134,8 +141,9 @@ def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_mo
 
 
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
-    """A state of `model` that was saved, and the facts beside it, which must have these names. Raises CheckpointError
-    for a file that is damaged, and for one of another model, command or version."""
+    """A state of `model` that was saved, and the facts beside it, which must have these names.
+    Raises CheckpointError for a file that is damaged, and for one of another model, command or
+    version."""
     try:
         open_regular(path).close()
         with safetensors.safe_open(path, "pt") as file:
