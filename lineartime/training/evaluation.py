@@ -38,8 +38,8 @@ class Evaluation:
     """Sum of -ln p over the scored tokens."""
     n_words: int
     n_bytes: int
-    """Of a whole split, from its manifest (for a published split of PG-19 the published number of
-    words); of a part, from the text that its tokens decode to. Masked tokens are no text: 0."""
+    """A whole split's are in its manifest (for a published split of PG-19 the published number of
+    words); a part's are counted in the text of its tokens. Masked tokens are no text: 0."""
     loss_by_position: list[tuple[int, int, float]]
     """Mean loss at positions first..last of the context, in blocks that double."""
     n_read: int | None = None

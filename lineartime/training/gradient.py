@@ -120,7 +120,7 @@ class Division:
         return self.reduce_scatter is not None and self.ranks.size > 1
 
     def n_targets(self, counts: Sequence[int]) -> int:
-        """The targets in the micro-batches of all ranks. counts: those of this rank's."""
+        """The targets in the micro-batches of all ranks. counts: this rank's."""
         return int(gather(torch.tensor(counts), self.ranks.in_column).sum())
 
     def begin_micro_batch(self, share: float) -> None:
@@ -157,7 +157,6 @@ class Division:
         return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()
 
     def set_gradient(self, gradient: list[Tensor]) -> None:
-        """Give the optimizer's parameters their gradients."""
         for part, g in zip(self.parts, gradient, strict=True):
             whole = g if g.numel() == part.updated.numel() else shard.padded_to_vector(g)
             part.updated.grad = whole.view_as(part.updated)

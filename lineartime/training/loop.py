@@ -67,7 +67,7 @@ class Callbacks:
 
     stop: StopSignal = field(default_factory=StopSignal)
     on_step: Callable[[dict[str, Any]], None] | None = None
-    """Called with each line of the metrics and the number of all steps, "steps"."""
+    """Called with each line of the metrics and "steps", the number of all steps."""
     on_micro_batch: Callable[[int, int], None] | None = None
     """Called before each micro-batch of this rank with the steps done and its number, from 0."""
 
@@ -101,7 +101,6 @@ class Loop:
     """The state of `fit`: the model, its optimizers, and the last step that is saved."""
 
     def __init__(self, run: Run, setup: Setup, device: torch.device, callbacks: Callbacks):
-        """Place the model and load the newest checkpoint."""
         self.run, self.setup, self.device, self.callbacks = run, setup, device, callbacks
         self.config, self.ranks, self.model = run.config.train, run.ranks, setup.model
         # Layers are compiled before they are sharded: what gathers their weights is not compiled.
@@ -146,13 +145,11 @@ class Loop:
             self.callbacks.on_micro_batch(step, number)
 
     def score(self, step: int) -> None:
-        """Score the model on held-out data."""
         held_out = self.setup.objective.evaluate(self.model.eval(), lambda n_scored: self.stop_if_asked(step))
         self.model.train()
         self.log({"step": step, "clock": {"time": time.time()}, "held_out": held_out})
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a line of the metrics, and tell the caller."""
         self.run.log(record)
         if self.callbacks.on_step is not None:
             self.callbacks.on_step(record | {"steps": self.config.steps})

@@ -23,21 +23,17 @@ class Objective(Protocol):
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """This rank's rows of a step, each whole: a pure function of seed, step and rank."""
-        ...
 
     def n_targets(self, *batch: Tensor) -> int:
         """The targets in these rows, each of which has a loss: the weight of a micro-batch."""
-        ...
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         """A loss in nats for each target, of any shape, float32 at least; where `ranks` share the
         rows, for this rank's part."""
-        ...
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """The held-out scores by name, among them "loss". progress is called with the number of
         tokens or questions scored so far, and may raise."""
-        ...
 
 
 class NextToken:
@@ -67,7 +63,7 @@ class NextToken:
         return token_losses(model, rows_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The held-out `scores`; of a mixture those of each text too, "by_source"."""
+        """The held-out `scores`; for a mixture each text's too, "by_source"."""
         config = self.config
         whole, by_source = evaluate_data(
             model, self.held_out, context=config.model.context, max_tokens=config.train.eval_tokens,

@@ -34,8 +34,7 @@ from lineartime.training.run_config import RunConfig
 from lineartime.weights import checkpoint
 
 Wanted = dict[str, tuple[Sequence[int], int, int]]
-"""Elements of tensors by name: the whole tensor's shape, and where they begin and end in it
-flattened."""
+"""Elements of flattened tensors by name: the whole tensor's shape, and where they begin and end."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Run:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank holds the whole model."""
+        """Whether no rank has the whole model."""
         return self.config.train.shard and self.ranks.size > 1
 
     def describe(self, facts: dict[str, Any]) -> str:
@@ -75,8 +74,7 @@ class Run:
             write_json(path, description)
             return description["id"]
         stored = read_run(out)
-        # The data are compared by hash, not by folder, and the first weights by name and hash
-        # alone.
+        # The data are compared by hash, not by folder; the first weights by name and hash.
         description |= {name: stored.get(name) for name in ("id", "data", "from_model")}
         # A run that differs in nothing but more steps goes on to these.
         old, new = stored["train"]["steps"], config.train.steps

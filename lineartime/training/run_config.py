@@ -142,7 +142,7 @@ def heads_of(width: int) -> int:
 def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
     """The run of a flat table of settings: `model` or `from`, `task`, `data`, `out`, fields of
     `ModelConfig` and `TrainConfig`, and `size` (by default "paper"), which gives fields that are
-    not set: with `from` those of training alone, and neither optimizer nor learning rates.
+    not set: with `from` only fields of training, and neither optimizer nor learning rates.
 
     source: the model of the weights that `from` names; its fields stand for a preset's. Without
     chunks, n of relu(q k / n + b)^2 keeps its value, so that the weights give what they gave.

@@ -2,7 +2,7 @@
 ranks.
 
 Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and
-then freed; so are those of the embedding, the last norm and the head together. Parameters stay in
+then freed; the embedding, the last norm and the head are one unit more. Parameters stay in
 float32 and autocast is inside, because a policy of bfloat16 would round the angles of positions
 too. Every rank takes every W-th micro-batch, and the gradients of W consecutive ones are the lower
 levels of the tree in `ordered`: any number of ranks ends in the same bits."""
