@@ -1,9 +1,9 @@
 """The paper's specification tables as two dataclasses and a dictionary of presets.
 
-The first fields of `ModelConfig` are rows of Tables 8-10 (model specifications for C4, Wiki-40B and PG-19), those of
-`TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are options. A preset is a column. This module does
-not import torch, so that the command line refuses a wrong configuration at once.
-"""
+The first fields of `ModelConfig` are rows of Tables 8-10 (model specifications for C4, Wiki-40B and
+PG-19), those of `TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are options. A
+preset is a column. This module does not import torch, so that the command line refuses a wrong
+configuration at once."""
 
 import dataclasses
 import typing
@@ -17,7 +17,7 @@ from lineartime.base.settings import Rule, check_fields, check_rules, replace_fi
 LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
            "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
            "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16}
-"""The largest values of settings. Nobody needs more, and a larger number is refused before it fills the memory."""
+"""The largest values of settings: a larger number is refused before it fills the memory."""
 
 BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must be at least 1": (lambda value: value >= 1, (
@@ -29,15 +29,14 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
     "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
     "must be above 1": (lambda value: value > 1, ("rope_base",))}
-"""What numbers must be, in words and as a test, and the fields that must be so. None passes where a field's type
-allows it."""
+"""What numbers must be, in words and as a test, and the fields that must be so; None passes."""
 
 EXACT_MASK = 'set document_mask = "exact"'
 IN_CHUNKS = ("mixed_chunk", "rowmajor_axial")
 OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
 OF_LINEAR_HALF = ("linear_rope", "linear_gate")
 TOEPLITZ_BELOW = 512
-"""The relative position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
+"""The position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
 
 ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ...] = (
     (("chunk_size",), "attention in chunks", lambda c: c.attn_type in IN_CHUNKS, "attn_type", "leave it out"),
@@ -57,15 +56,14 @@ ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ..
     (("qk_norm",), "a Transformer's softmax attention without chunks",
      lambda c: c.ffn != "gau" and c.attn_type == "quadratic" and not c.has_bias, "ffn attn_type attn_kernel",
      "leave it out"))
-"""Options for some models alone: the options, the models, whether a configuration is one, the fields
-that say so ({} is the option), and what to do."""
+"""Options for some models alone: the options, the models, whether a configuration is one, the
+fields that say so ({} is the option), and what to do."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's specification: first the rows of Tables 8-10, then options that the tables leave out.
-
-    Raises UsageError for a wrong value, and for fields that do not go together."""
+    """A model's specification: first the rows of Tables 8-10, then options. Raises UsageError for a
+    wrong value, and for fields that do not go together."""
 
     n_heads: Annotated[int, "Number of attention heads."] = 12
     attn_kernel: Annotated[Literal["softmax", "relu2", "relu"], "Attention kernel: softmax(q k / sqrt(head width)), "
@@ -80,20 +78,16 @@ class ModelConfig:
     rel_pos: Annotated[Literal["rope"] | None, "Relative position embedding."] = None
     n_layers: Annotated[int, "GAU layers, or pairs of an attention layer and an FFN layer."] = 12
     d_model: Annotated[int, "Hidden size."] = 768
-    expansion_factor: Annotated[float, "Inner width of an FFN or GAU, in widths of the model; a GLU takes two thirds "
-                                "of it, see `d_inner`."] = 4
-    chunk_size: Annotated[int | None, "Tokens per chunk of mixed chunk or rowmajor-axial attention; None for the other "
-                          "attention types."] = None
+    expansion_factor: Annotated[float, "Inner width of an FFN or GAU, in widths of the model; see `d_inner`."] = 4
+    chunk_size: Annotated[int | None, "Tokens per chunk of mixed chunk or rowmajor-axial attention; else None."] = None
 
     query_key_dim: Annotated[int, "Width of a GAU's queries and keys, the paper's s."] = 128
     vocab_size: Annotated[int, "Tokens of the vocabulary."] = 32_000
     context: Annotated[int, "Tokens per training row: the size of a learned position table, and n of relu(q k / n + "
                        "b)^2 without chunks."] = 512
-    attn_scale_len: Annotated[int | None, "n of relu(q k / n + b)^2 without chunks; None: `context`. n does not depend "
-                              "on the length of the input."] = None
+    attn_scale_len: Annotated[int | None, "n of relu(q k / n + b)^2 without chunks; None: `context`."] = None
     causal: Annotated[bool, "Whether a token sees only those before it; otherwise the model fills in masks."] = True
-    end_of_document: Annotated[int | None, "Token that starts a new document in a packed row; None: every row is one "
-                               "document."] = None
+    end_of_document: Annotated[int | None, "Token that begins a document in a packed row; None: a row is one."] = None
     document_mask: Annotated[Literal["exact", "paper"], '"exact": no token sees another document. "paper": the '
                              "chunk-range mask of the paper's listing, which leaks."] = "exact"
     chunk_pooling: Annotated[Literal["mean", "sum", "attention", "written"], "How the linear half combines chunks: the "
@@ -103,20 +97,15 @@ class ModelConfig:
                            "(the paper's LocalOnly and GlobalOnly)."] = "both"
     overlap: Annotated[bool, "Local attention also sees the previous chunk, and in a bidirectional model the next one "
                        "(Section 3.2)."] = False
-    gate: Annotated[bool, "The output of attention is gated (Eq. 3). A GAU without the gate projects [u, A v] instead "
-                    "(Table 1)."] = False
+    gate: Annotated[bool, "Attention's output is gated (Eq. 3). Without it a GAU projects [u, A v] (Table 1)."] = False
     prefix_sum: Annotated[Literal["scan", "matmul", "blocks"] | None, "How causal linear attention sums k v over "
-                          "earlier tokens: as Performer, as Performer-Matmul, or block by block, which is the "
-                          "fastest."] = None
-    first_to_all: Annotated[bool, "The first token of each chunk also attends to the whole document by softmax (Table "
-                            "4)."] = False
-    cls_softmax: Annotated[bool, "The attention kernel of the first token of a row, [CLS], is softmax (Section "
-                           "4.3)."] = False
-    init_std: Annotated[float, "Standard deviation of the initial weight matrices and embeddings. The paper's 0.02 is "
-                        "for widths of 512 to 1,024; 0.02 (768 / d_model)^1/2 suits a narrow model."] = 0.02
+                          "earlier tokens: as Performer, Performer-Matmul, or block by block, the fastest."] = None
+    first_to_all: Annotated[bool, "Each chunk's first token also attends to its document by softmax (Table 4)."] = False
+    cls_softmax: Annotated[bool, "The kernel of a row's first token, [CLS], is softmax (Section 4.3)."] = False
+    init_std: Annotated[float, "Standard deviation of the initial matrices and embeddings. The paper's 0.02 is for "
+                        "widths of 512 to 1,024; 0.02 (768 / d_model)^1/2 suits a narrow model."] = 0.02
 
-    rope_base: Annotated[float, "Base of the frequencies of RoPE. This field and those below are beyond the "
-                         "paper."] = 10_000
+    rope_base: Annotated[float, "Base of RoPE's frequencies. This field and those below are beyond the paper."] = 10_000
     key_conv: Annotated[int, "Keys are made from a depthwise convolution of z, or of a Transformer's keys, over so "
                         "many tokens: a token and those before it, or when not causal those around it. With chunks "
                         "this is for the linear half's keys alone. 0: none."] = 0
@@ -124,8 +113,7 @@ class ModelConfig:
     linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
                            "token and head; z is what the key is made from."] = False
-    full_attention_interval: Annotated[int, "Layers n, 2 n, ... of FLASH attend over the whole row, as those of "
-                                       "FLASH-Quad do. 0: none."] = 0
+    full_attention_interval: Annotated[int, "Layers n, 2 n, ... of FLASH are FLASH-Quad's. 0: none."] = 0
     qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
                        "keys are divided by their root mean square and multiplied by a learned gain."] = False
     document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
@@ -210,7 +198,7 @@ class ModelConfig:
                "take a token of the vocabulary, or leave it out")
 
     def layer(self, i: int) -> "ModelConfig":
-        """The configuration of block i: this one, or by `full_attention_interval` that of FLASH-Quad at this width."""
+        """This configuration, or where block i attends to whole rows FLASH-Quad's of this width."""
         if self.full_attention_interval == 0 or (i + 1) % self.full_attention_interval:
             return self
         off = ("chunk_size", "local_key_conv", "full_attention_interval", *OF_MIXED_CHUNK, *OF_LINEAR_HALF)
@@ -218,8 +206,9 @@ class ModelConfig:
 
     @property
     def d_inner(self) -> int:
-        """The paper's e: the inner width of the FFN or GAU. A GLU has three matrices where an MLP has two, so its width
-        is two thirds, rounded to a multiple of 8. The paper's 110 M and 486 M parameters follow from this."""
+        """The paper's e: the inner width of the FFN or GAU. A GLU has three matrices where an MLP
+        has two, so its width is two thirds, rounded to a multiple of 8. The paper's 110 M and 486 M
+        parameters follow from this."""
         if self.ffn == "glu":
             return round(self.d_model * self.expansion_factor * 2 / 3 / 8) * 8 or 8
         return round(self.d_model * self.expansion_factor)
@@ -241,24 +230,24 @@ class ModelConfig:
 
     @property
     def scale_len(self) -> int:
-        """n of relu(q k / n + b)^2: the chunk size, or without chunks `attn_scale_len` or `context`."""
+        """n of relu(q k / n + b)^2: the chunk size, else `attn_scale_len` or `context`."""
         return self.chunk_size or self.attn_scale_len or self.context
 
     @property
     def kept_scale(self) -> dict[str, int]:
-        """What keeps n of relu(q k / n + b)^2 in rows of another context: `attn_scale_len`, if a layer needs it."""
+        """What keeps n of relu(q k / n + b)^2 in rows of another context, if it is needed."""
         is_needed = self.has_bias and (self.chunk_size is None or self.full_attention_interval > 0)
         return {"attn_scale_len": self.attn_scale_len or self.context} if is_needed else {}
 
     @property
     def bias_len(self) -> int:
-        """n of the position bias: more than the largest distance between a query and a key of local attention."""
+        """n of the position bias: more than the largest distance of local attention."""
         return 2 * self.scale_len if self.overlap else self.scale_len
 
     @property
     def grid_size(self) -> int:
-        """Tokens per chunk of the grid on which layers put a row; 1 for models without one, and for Combiner, which
-        cuts each document by itself."""
+        """Tokens per chunk of the grid on which layers put a row; 1 for models without one, and for
+        Combiner, which cuts each document by itself."""
         return (self.chunk_size or 1) if self.attn_type == "mixed_chunk" else 1
 
     @property
@@ -268,7 +257,7 @@ class ModelConfig:
 
     @property
     def attends_as_flash(self) -> bool:
-        """Whether a GAU computes FLASH's or FLASH-Quad's attention, with any number of heads, made in any way."""
+        """Whether a GAU computes FLASH's or FLASH-Quad's attention, with heads made in any way."""
         return (self.activation == "silu" and self.attn_kernel == "relu2" and self.gate and self.chunk_parts == "both"
                 and self.document_mask == "exact" and self.chunk_pooling != "attention"
                 and not (self.overlap or self.first_to_all or self.cls_softmax))
@@ -294,7 +283,7 @@ class ModelConfig:
 
     @property
     def by_document(self) -> bool:
-        """Whether attention runs once per document of a packed row, instead of once per row with a mask."""
+        """Whether attention runs once per document of a packed row, without a mask."""
         return self.ffn != "gau" and self.attn_type != "mixed_chunk" and self.attn_kernel != "relu2"
 
     @property
@@ -304,9 +293,8 @@ class ModelConfig:
 
     @property
     def max_len(self) -> int | None:
-        """Longest row that the position tables allow, in tokens; None: no limit.
-
-        A learned position table ends at `context`; a Toeplitz bias (n < 512) without chunks ends at n."""
+        """Longest row that the position tables allow, in tokens; None: no limit. A learned table
+        ends at `context`, a Toeplitz bias (n < 512) without chunks at n."""
         n = self.kept_scale.get("attn_scale_len", TOEPLITZ_BELOW)
         end = n if n < TOEPLITZ_BELOW else None
         return min(self.context, end or self.context) if self.abs_pos == "learned" else end
@@ -335,46 +323,36 @@ MC_TFM_PLUS_PLUS = replace(TRANSFORMER_PLUS_PLUS, attn_type="mixed_chunk", chunk
 FLASH_QUAD = replace(TRANSFORMER_PLUS, n_heads=1, attn_kernel="relu2", ffn="gau", activation="silu", n_layers=24,
                      expansion_factor=2, gate=True)
 FLASH = replace(FLASH_QUAD, attn_type="mixed_chunk", chunk_size=256)
-FLASH_PLUS = replace(FLASH, key_conv=3, linear_rope=False, linear_gate=True, chunk_pooling="written")
 
 PRESETS: dict[str, ModelConfig] = {
-    "transformer": TRANSFORMER,
-    "transformer+": TRANSFORMER_PLUS,
-    "transformer++": TRANSFORMER_PLUS_PLUS,
-    "performer": PERFORMER,
-    "performer-matmul": replace(PERFORMER, prefix_sum="matmul"),
-    "combiner": COMBINER,
-    "mc-tfm++": MC_TFM_PLUS_PLUS,
-    "flash-quad": FLASH_QUAD,
-    "flash": FLASH,
-    "flash+": FLASH_PLUS,
-}
-"""The paper's models by name, as in Table 9 (Wiki-40B), and `flash+`: FLASH with options beyond the paper."""
+    "transformer": TRANSFORMER, "transformer+": TRANSFORMER_PLUS, "transformer++": TRANSFORMER_PLUS_PLUS,
+    "performer": PERFORMER, "performer-matmul": replace(PERFORMER, prefix_sum="matmul"), "combiner": COMBINER,
+    "mc-tfm++": MC_TFM_PLUS_PLUS, "flash-quad": FLASH_QUAD, "flash": FLASH,
+    "flash+": replace(FLASH, key_conv=3, linear_rope=False, linear_gate=True, chunk_pooling="written")}
+"""The paper's models by name, as in Table 9 (Wiki-40B), and `flash+`: FLASH with options beyond the
+paper."""
 
 TASKS = ("c4", "wiki40b", "pg19")
 """Data sets of the paper. Each has a specification table of its own, see `model_config`."""
 
 
 def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfig:
-    """The preset `model` at the specification the paper uses for `task`, with any field replaced.
-
-    Raises UsageError for an unknown model, task or field."""
+    """The preset `model` at the specification that the paper uses for `task`, with any field
+    replaced. Raises UsageError for an unknown model, task or field."""
     require_name("model", model, PRESETS)
     require_name("task", task, TASKS)
     config = PRESETS[model]
     if task == "c4":
         config = replace(config, causal=False, norm="layer_norm" if model == "transformer" else "scale_norm")
     if task == "pg19":
-        config = replace(config, n_layers=3 * config.n_layers, d_model=1024,
-                         n_heads=1 if config.ffn == "gau" else 16,
+        config = replace(config, n_layers=3 * config.n_layers, d_model=1024, n_heads=1 if config.ffn == "gau" else 16,
                          chunk_size=None if config.chunk_size is None else 512)
     return replace_fields(config, fields)
 
 
 def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[str, Any]) -> ModelConfig:
-    """The configuration of one layer: `config`; or without it `preset` with these fields.
-
-    Raises UsageError if config is not a ModelConfig, for a wrong name or value, and for config and fields together."""
+    """The configuration of one layer: `config`; or without it `preset` with these fields. Raises
+    UsageError for a config that is none, a wrong name or value, and config and fields together."""
     if config is None:  # any width will do: a layer has no absolute positions
         return replace_fields(replace(preset, abs_pos="learned"), fields)
     require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),
@@ -386,9 +364,8 @@ def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[s
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Hyperparameters of a training run: first the rows of Tables 6-7, then options that the tables leave out.
-
-    Raises UsageError for a wrong value, and for fields that do not go together."""
+    """Hyperparameters of a run: first the rows of Tables 6-7, then options. Raises UsageError for a
+    wrong value, and for fields that do not go together."""
 
     tokens_per_step: Annotated[int, "Tokens per batch."] = 2**18
     steps: Annotated[int, "Number of steps."] = 125_000
@@ -468,19 +445,17 @@ class TrainConfig:
 
     @property
     def last_eval_tokens(self) -> int:
-        """Most held-out tokens of the final evaluation: three times those of the training, which take as long, and at
-        least `eval_tokens`."""
+        """Most held-out tokens of the final evaluation: three times those of the training, which
+        take as long, and at least `eval_tokens`."""
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
 
 GO_BACK = "use the version of the package that made it"
 REMOVED: dict[str, tuple[Any, str]] = {
-    "linear_divisor": (None, GO_BACK),
-    "linear_scale_init": (None, GO_BACK),
-    "local_scale_init": (None, GO_BACK),
+    "linear_divisor": (None, GO_BACK), "linear_scale_init": (None, GO_BACK), "local_scale_init": (None, GO_BACK),
     "keys_start_as_queries": (False, GO_BACK),
     "window_tokens": (None, f"activation_checkpointing = true is what there is now, or {GO_BACK}")}
-"""Fields that a configuration may have had: the value without effect, and what to do about another value."""
+"""Fields that are gone: the value without effect, and what to do about another value."""
 REMOVED_AT_START = ("linear_scale_init", "local_scale_init", "keys_start_as_queries")
 """The removed fields that chose initial values: weights that are there do not need them."""
 
@@ -495,35 +470,38 @@ def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
-    """`config` with the fields that a file holds, which an earlier version may have written.
-
-    Raises UsageError for an unknown or wrong field, CheckpointError for a removed one that had an effect."""
+    """`config` with the fields that a file holds, which an earlier version may have written. Raises
+    UsageError for an unknown or wrong field, CheckpointError for a removed one that had an
+    effect."""
     return replace_fields(config, without_removed(fields))
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
-    """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has whole chunks, and needs
-    from the others only a state, and with `key_conv` the positions next to its part."""
+    """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has
+    whole chunks, and needs from the others a state, and with `key_conv` the positions next to its
+    part."""
     if n_ranks == 1:
         return
-    name, off = "context_parallel", "set context_parallel = 1"
-    require(config.attn_type in ("mixed_chunk", "linear"), f"{name} is for mixed chunk attention and Performer",
-            f"attn_type = {config.attn_type}", f"take flash, mc-tfm++ or performer, or {off}")
-    for field, wrong in (("chunk_pooling", config.chunk_pooling == "attention"), ("overlap", config.overlap),
-                         ("document_mask", config.document_mask == "paper"), ("first_to_all", config.first_to_all),
-                         ("cls_softmax", config.cls_softmax),
-                         ("full_attention_interval", config.full_attention_interval > 0),
-                         ("document_grid", config.document_grid == "own" and config.grid_size > 1)):
-        require(not wrong, f"{name} does not go with {field}", f"{field} = {getattr(config, field)}",
-                f"{'set document_grid = row' if field == 'document_grid' else 'leave it out'}, or {off}")
-    own = config.context // n_ranks
-    require(config.context % (n_ranks * (config.chunk_size or 1)) == 0,
-            "every rank of context_parallel must hold equally many whole chunks",
+    off = "set context_parallel = 1"
+    require(config.attn_type in ("mixed_chunk", "linear"),
+            "context_parallel is for mixed chunk attention and Performer", f"attn_type = {config.attn_type}",
+            f"take flash, mc-tfm++ or performer, or {off}")
+    for field, wrong, todo in (
+            ("chunk_pooling", config.chunk_pooling == "attention", "leave it out"),
+            ("overlap", config.overlap, "leave it out"),
+            ("document_mask", config.document_mask == "paper", "leave it out"),
+            ("first_to_all", config.first_to_all, "leave it out"),
+            ("cls_softmax", config.cls_softmax, "leave it out"),
+            ("full_attention_interval", config.full_attention_interval > 0, "leave it out"),
+            ("document_grid", config.document_grid == "own" and config.grid_size > 1, "set document_grid = row")):
+        require(not wrong, f"context_parallel does not go with {field}", f"{field} = {getattr(config, field)}",
+                f"{todo}, or {off}")
+    whole = n_ranks * (config.chunk_size or 1)
+    require(config.context % whole == 0, "every rank of context_parallel must hold equally many whole chunks",
             f"context = {config.context}, {n_ranks} parts, chunk_size = {config.chunk_size}",
-            f"make context a multiple of {n_ranks * (config.chunk_size or 1)}")
-    require(config.key_conv <= own, "a part of a row is shorter than key_conv",
-            f"{own} tokens, key_conv = {config.key_conv}",
-            "lower context_parallel")
+            f"make context a multiple of {whole}")
+    require(config.key_conv <= config.context // n_ranks, "a part of a row is shorter than key_conv",
+            f"{config.context // n_ranks} tokens, key_conv = {config.key_conv}", "lower context_parallel")
 
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig))
@@ -551,8 +529,8 @@ def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StartingWeights:
-    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped model, by the name that
-    was given, and the specification of their own model."""
+    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped
+    model, by the name that was given, and the specification of their own model."""
 
     name: str
     model: ModelConfig
