@@ -1,9 +1,8 @@
-"""FLASH, FLASH-Quad and their baselines, as in "Transformer Quality in Linear Time" (Hua et al., ICML 2022).
-
-The public names are below; each is imported when it is first used, so that the command line starts at once.
-"""
+"""FLASH, FLASH-Quad and their baselines, as in "Transformer Quality in Linear Time" (Hua et al.,
+ICML 2022). Each public name is imported when it is first used: the command line starts at once."""
 
 import importlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,32 +29,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "PRESETS",
-    "DecodeStep",
-    "FeedForward",
-    "FineTuning",
-    "GatedAttentionUnit",
-    "LanguageModel",
-    "LineartimeError",
-    "ModelConfig",
-    "MultiHeadAttention",
-    "TrainConfig",
-    "embed",
-    "evaluate",
-    "evaluate_questions",
-    "finetune",
-    "generate",
-    "load_model",
-    "load_span_model",
-    "model_config",
-    "model_folder",
-    "open_split",
-    "prepare",
-    "read",
-    "read_questions",
-    "score",
-    "train",
-]
+    "PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "LineartimeError",
+    "ModelConfig", "MultiHeadAttention", "TrainConfig", "embed", "evaluate", "evaluate_questions", "finetune",
+    "generate", "load_model", "load_span_model", "model_config", "model_folder", "open_split", "prepare", "read",
+    "read_questions", "score", "train"]
 _HOME = {
     "PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
     "LineartimeError": "base.errors", "model_folder": "folders",
@@ -76,10 +53,9 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version  # of tens of milliseconds
 
-        try:
+        with suppress(PackageNotFoundError):
             return version(__name__)
-        except PackageNotFoundError:
-            return "unknown"  # a checkout that is not installed
+        return "unknown"  # a checkout that is not installed
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

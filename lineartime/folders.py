@@ -1,7 +1,5 @@
-"""Folders of runs and models: the names of their files, how these are read, and which folder a name means.
-
-Nothing here imports torch.
-"""
+"""Folders of runs and models: the names of their files, how these are read, and which folder a name
+means. Nothing here imports torch."""
 
 import hashlib
 import json
@@ -11,18 +9,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.base.files import damaged, read_json, read_json_lines
+from lineartime.base.errors import CheckpointError, LineartimeError, UsageError, raised_as
+from lineartime.base.files import damaged, read_json, read_json_lines, read_text
 from lineartime.base.settings import require, require_name
-from lineartime.base.stores import cached, is_address, reading, store_of
-from lineartime.config import ModelConfig, TrainConfig, stored_config, to_dict
+from lineartime.base.stores import Name, cached, is_address, reading, store_of
+from lineartime.config import (
+    MODEL_FIELDS,
+    REMOVED,
+    REMOVED_AT_START,
+    ModelConfig,
+    TrainConfig,
+    stored_config,
+    to_dict,
+)
 
 RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
 """What a run is, the numbers of its steps, and its scores at the end."""
 CONFIG_FILE = "config.json"
 WEIGHTS, WEIGHTS_FILE = "model", "model.safetensors"
 OPTIMIZER = "optimizer"
-"""Name of the moments: those of one process are in `optimizer.safetensors`, those of several in a file each."""
+"""Name of the moments: one process has `optimizer.safetensors`, several have a file each."""
+QUESTION_ANSWERING = "LineartimeForQuestionAnswering"
 MODELS = Path(__file__).parent / "models"
 
 logger = logging.getLogger(__name__)
@@ -37,8 +44,8 @@ def require_run(out: Path) -> None:
 
 
 def read_run(out: Path) -> dict[str, Any]:
-    """A run's description, in which a field that is newer than the run has its default. Raises UsageError if it is
-    missing, CheckpointError if it is damaged."""
+    """A run's description, in which a field that is newer than the run has its default. Raises
+    UsageError if it is missing, CheckpointError if it is damaged."""
     require_run(out)
     run = read_json(out / RUN_FILE)
     with damaged(out / RUN_FILE):
@@ -50,8 +57,8 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def saved_run(out: Path) -> dict[str, Any]:
-    """The description of the run that a folder holds; empty if there is none, or if it has saved nothing yet or is
-    damaged, which `Run` reports."""
+    """The description of the run that a folder holds; empty if there is none, or if it has saved
+    nothing yet or is damaged, which `Run` reports."""
     if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
         with suppress(CheckpointError, UsageError):
             return read_run(out)
@@ -59,8 +66,8 @@ def saved_run(out: Path) -> dict[str, Any]:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without a last line that was cut off; none if it has not written any. Raises DataError for
-    any other line that is damaged."""
+    """The metrics of a run, without a last line that was cut off; none if it has not written any.
+    Raises DataError for any other line that is damaged."""
     def parse(record: Any) -> dict[str, Any]:
         loss = record["held_out"]["loss"] if "held_out" in record else record["loss"]
         require_numbers(record["step"], record["clock"]["time"], loss)
@@ -71,17 +78,19 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    """A completed run's result. Raises CheckpointError if missing, damaged or of another run; and as `read_run`."""
+    """A completed run's result. Raises CheckpointError if it is missing, damaged or another run's;
+    and as `read_run`."""
     run, result = read_run(out), read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
         require_numbers(result.get("held_out", result)["loss"])
-        if result.get("run", run["id"]) != run["id"] or result["steps"] != run["train"]["steps"]:
-            raise ValueError(f"it is the result of another run than that of {RUN_FILE}")  # older ones have no id
+        if result["run"] != run["id"] or result["steps"] != run["train"]["steps"]:
+            raise ValueError(f"it is the result of another run than that of {RUN_FILE}")
     return result
 
 
 def read_fine_tuning(out: Path) -> dict[str, Any]:
-    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is missing or damaged."""
+    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is
+    missing or damaged."""
     result = read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
         if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
@@ -90,8 +99,8 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
 
 
 def best_run(out: Path) -> Path:
-    """The best run in a completed folder of `lineartime finetune`. Any other folder is returned as it is. Raises
-    CheckpointError for a damaged folder."""
+    """The best run in a completed folder of `lineartime finetune`. Any other folder is returned as
+    it is. Raises CheckpointError for a damaged folder."""
     if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
     best = out / read_fine_tuning(out)["best"]
@@ -105,6 +114,40 @@ def require_numbers(*values: Any) -> None:
     for value in values:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise ValueError(f"{value!a:.40} is no number")
+
+
+# A model's config.json: its specification, in fields that `transformers` reads too
+
+
+def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
+    """The text of a model's `config.json`. kind: the class that `transformers` loads, by default
+    the language model's. more: its further fields."""
+    special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document,
+               "pad_token_id": config.vocab_size if config.causal else config.end_of_document}
+    kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
+    return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
+                       "tie_word_embeddings": True, **special, **to_dict(config), **more}, indent=1) + "\n"
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, str]:
+    """The model of a folder of weights, and the class that `transformers` loads ("" if none is
+    named). Raises UsageError for invalid JSON, another library's model, or wrong fields;
+    CheckpointError for a file that cannot be read, and as `stored_config`. All name the file."""
+    path = folder / CONFIG_FILE
+    text = read_text(path)
+    with raised_as(UsageError, "not valid JSON", path, ValueError, RecursionError):
+        fields = json.loads(text)
+    require(isinstance(fields, dict) and fields.get("model_type") == "lineartime", "not a lineartime model", str(path))
+    try:
+        return model_config_of(fields), str(next(iter(fields.get("architectures") or []), ""))
+    except LineartimeError as e:
+        raise type(e)(e.what, f"{e.where} in {path}", e.todo) from None
+
+
+def model_config_of(fields: dict[str, Any]) -> ModelConfig:
+    """The model that the fields of a `config.json` describe. Raises as `stored_config` does."""
+    kept = {*MODEL_FIELDS, *REMOVED} - {*REMOVED_AT_START}
+    return stored_config(ModelConfig(), {name: value for name, value in fields.items() if name in kept})
 
 
 # A model by its name
@@ -121,10 +164,10 @@ def model_folder(name: str) -> Path:
     return MODELS / name
 
 
-def named_folder(name: str | Path) -> Path:
-    """The folder of a shipped model by its name, a str; any other folder by its path; or a copy, in the cache, of an
-    exported folder in a store by its address. A shipped model comes before a folder of its name, with a warning. Raises
-    UsageError if there is none."""
+def named_folder(name: Name) -> Path:
+    """The folder of a shipped model by its name, a str; any other folder by its path; or a copy, in
+    the cache, of an exported folder in a store by its address. A shipped model comes before a
+    folder of its name, with a warning. Raises UsageError if there is none."""
     if is_address(name):
         return copied(str(name), (".json", ".safetensors"))
     is_shipped = name in shipped_models()
@@ -138,20 +181,20 @@ def named_folder(name: str | Path) -> Path:
 
 
 def weights_folder(name: str) -> Path:
-    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself, or of a run the
-    newest checkpoint that has a configuration. Of an address all but the weights are there. Raises UsageError if there
-    is none."""
+    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself,
+    or a run's newest checkpoint that has a configuration. The weights at an address are not copied.
+    Raises UsageError if there is none."""
     folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
     saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for each in (folder, *saved):
-        if (each / "config.json").is_file():
+        if (each / CONFIG_FILE).is_file():
             return each
     raise UsageError("no weights here", name, "give a run that has saved a checkpoint, or another folder of weights")
 
 
-def copied(address: str, endings: tuple[str, ...], needed: str = "config.json") -> Path:
-    """A copy, in the cache, of the files of a folder in a store that have these endings. Raises UsageError unless the
-    file `needed` is there."""
+def copied(address: str, endings: tuple[str, ...], needed: str = CONFIG_FILE) -> Path:
+    """A copy, in the cache, of the files of a folder in a store that have these endings. Raises
+    UsageError unless the file `needed` is there."""
     store, path = store_of(address)
     store.invalidate_cache()
     with reading(address):

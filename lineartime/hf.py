@@ -21,9 +21,8 @@ from transformers.utils.generic import can_return_tuple
 from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
 from lineartime.base.settings import require
 from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, to_dict
-from lineartime.config_json import model_config_of
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
-from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE
+from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE, model_config_of
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.tasks.pooling import document_means

@@ -23,7 +23,7 @@ from lineartime.config import (
     stored_config,
     to_dict,
 )
-from lineartime.config_json import model_config_from_json, model_config_json
+from lineartime.folders import model_config_json, model_config_of, read_config
 from lineartime.training.run_config import RUN_FIELDS, parse_setting, run_config
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
@@ -133,7 +133,7 @@ REFUSED = [
     ({"cls_softmax": True, "causal": False, "n_heads": 2}, "first_to_all and cls_softmax are for bidirectional GAU "),
     ({"cls_softmax": True, "causal": False, "attn_kernel": "softmax"}, "cls_softmax takes the place of relu2: attn_"),
     ({"rope_base": 1}, "rope_base must be above 1: rope_base = 1"),
-    ({"model": "transformer", "rope_base": 500}, "rope_base is for models with RoPE: rope_base = 500.0, rel_pos = none; le"),
+    ({"model": "transformer", "rope_base": 500}, "rope_base is for models with RoPE: rope_base = 500.0, rel_pos"),
     ({"key_conv": 1}, "key_conv is 0 or at least 2: key_conv = 1"),
     ({"key_conv": 257}, "key_conv is too large: key_conv = 257; the largest is 256"),
     ({"key_conv": 4, "causal": False}, "key_conv must be odd in a bidirectional model: key_conv = 4, causal = false"),
@@ -251,7 +251,7 @@ def test_any_settings_are_a_run_or_a_usage_error(fields, complete):
 
 def test_every_field_reads_back_from_text():
     """And a stored configuration is the one that was stored."""
-    assert all(model_config_from_json(model_config_json(config)) == config for config in PRESETS.values())
+    assert all(model_config_of(json.loads(model_config_json(config))) == config for config in PRESETS.values())
     for config in (*PRESETS.values(), TrainConfig(), TrainConfig(clip=None)):
         for name, value in to_dict(config).items():
             assert parse_setting(f"{name} = {'none' if value is None else value}") == (name, value)
@@ -261,28 +261,31 @@ def test_every_field_reads_back_from_text():
         assert parse_setting(text) == (name, value) and type(parse_setting(text)[1]) is type(value)
 
 
-def test_a_wrong_stored_configuration_is_refused():
+def test_a_wrong_stored_configuration_is_refused(tmp_path):
+    path = tmp_path / "config.json"
     for text, message in (
-            ("", "not valid JSON: config.json; "), ("[" * 100_000, "not valid JSON: config.json; "),
-            ("[]", "not a lineartime model: config.json"),
-            ('{"model_type": "bert"}', "not a lineartime model: config.json"),
-            ('{"model_type": "lineartime", "d_model": "wide"}', "wrong value: d_model = 'wide'; it takes a whole "),
-            ('{"model_type": "lineartime", "d_model": 0}', "d_model must be at least 1: d_model = 0")):
-        assert refused_by(model_config_from_json, text).startswith(message)
+            ("", f"not valid JSON: {path}; "), ("[" * 100_000, f"not valid JSON: {path}; "),
+            ("[]", f"not a lineartime model: {path}"),
+            ('{"model_type": "bert"}', f"not a lineartime model: {path}"),
+            ('{"model_type": "lineartime", "d_model": "wide"}',
+             f"wrong value: d_model = 'wide' in {path}; it takes a whole "),
+            ('{"model_type": "lineartime", "d_model": 0}', f"d_model must be at least 1: d_model = 0 in {path}")):
+        path.write_text(text)
+        assert refused_by(read_config, tmp_path).startswith(message)
 
 
 def test_a_removed_setting_is_dropped_if_it_had_no_effect_and_else_named(monkeypatch):
     monkeypatch.setitem(REMOVED, "gone", (None, "go back"))
     monkeypatch.setitem(REMOVED, "start", (0, "go back"))
-    monkeypatch.setattr("lineartime.config_json.REMOVED_AT_START", ("start",))
+    monkeypatch.setattr("lineartime.folders.REMOVED_AT_START", ("start",))
     assert stored_config(TrainConfig(), {"steps": 20_000, "gone": None}) == TrainConfig(steps=20_000)
     for config in (TrainConfig(), ModelConfig()):
         with pytest.raises(CheckpointError, match=r"^a setting that is gone: gone = 2; go back$"):
             stored_config(config, {"gone": 2})
     stored = {"model_type": "lineartime", "gone": None, "start": 3}
-    assert model_config_from_json(json.dumps(stored)) == ModelConfig()
+    assert model_config_of(stored) == ModelConfig()
     with pytest.raises(CheckpointError, match="gone"):
-        model_config_from_json(json.dumps(stored | {"gone": 2}))
+        model_config_of(stored | {"gone": 2})
 
 
 def test_a_wrong_toml_file_is_refused(tmp_path):

@@ -1,17 +1,21 @@
-"""Errors raised on purpose. Each has a message of one line, `WHAT: WHERE; what to do`, and an exit code.
+"""Errors raised on purpose. Each has a message of one line, `WHAT: WHERE; what to do`, and an exit
+code.
 
-The command line prints the line without a traceback; a Python caller catches `LineartimeError` or a subclass."""
+The command line prints the line without a traceback; a Python caller catches `LineartimeError` or a
+subclass."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among them."""
+"""Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among
+them."""
 
 
 def escaped(text: str) -> str:
-    """Text whose control characters are written as escapes such as `\\x1b`: text from files cannot steer a terminal."""
+    """Text whose control characters are written as escapes such as `\\x1b`: text from files cannot
+    steer a terminal."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

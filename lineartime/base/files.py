@@ -1,5 +1,5 @@
-"""Files and folders that are complete or absent, whenever the process dies; files that are hashed as
-they are written; and files that are read whole, up to a size."""
+"""Files and folders that are complete or absent, whenever the process dies; files that are hashed
+as they are written; and files that are read whole, up to a size."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError, raised_as, reason_of
 
-T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of a model. Raises CheckpointError for one that cannot be read or is not UTF-8."""
+    """The text of a file of a model. Raises CheckpointError for one that cannot be read or is not
+    UTF-8."""
     with raised_as(CheckpointError, "cannot read", path, OSError, UnicodeDecodeError):
         return read_bytes(path).decode()
 
@@ -62,7 +63,8 @@ def damaged(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError for a file that cannot be read or holds no object."""
+    """The object in a JSON file. Raises CheckpointError for a file that cannot be read or holds no
+    object."""
     with damaged(path):
         content = json.loads(read_bytes(path))
         if not isinstance(content, dict):
@@ -71,7 +73,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file. Raises UsageError for a file that cannot be read, wrong TOML, and a section."""
+    """The settings in a TOML file. Raises UsageError for a file that cannot be read, wrong TOML,
+    and a section."""
     with (raised_as(UsageError, "not valid TOML", path, ValueError, RecursionError),
           raised_as(UsageError, "cannot read the configuration", path, OSError)):
         settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
@@ -81,10 +84,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     return settings
 
 
-def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
-    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line without
-    its end is left out, with a warning, if it is wrong: another process may be writing it. Raises
-    DataError for any other line that is wrong.
+def read_json_lines(path: Path, parse: Callable[[Any], Parsed], what: str) -> list[Parsed]:
+    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line
+    without its end is left out, with a warning, if it is wrong: another process may be writing it.
+    Raises DataError for any other line that is wrong.
 
     what: a noun for a line, for the message ("a row of a run")."""
     with raised_as(DataError, "cannot read the rows", path, OSError):
@@ -111,8 +114,8 @@ def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]
 def hashed_stream(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
                 ) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Write a file that was just opened, flush it to the disk (in a store there is none), close it,
-    and add its size and SHA-256 to `files` by its name. The hash is of the bytes in memory, not read
-    back. Raises OSError."""
+    and add its size and SHA-256 to `files` by its name. The hash is of the bytes in memory, not
+    read back. Raises OSError."""
     digest = hashlib.sha256()
 
     def write(data: bytes | memoryview) -> None:
@@ -144,8 +147,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Replace a regular file atomically, or make a new one: yields the file to write, which is
     flushed to the disk.
 
-    A link stays, and the file that it points to is replaced. A pipe and a device such as /dev/stdout
-    are written in place. Raises ResourceError for errors of the system."""
+    A link stays, and the file that it points to is replaced. A pipe and a device such as
+    /dev/stdout are written in place. Raises ResourceError for errors of the system."""
     with raised_as(ResourceError, "cannot write", path, OSError):
         if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
             with open(path, "wb") as file:
@@ -203,8 +206,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     end of the block. Until then the block may put other folders beside it, which are removed. After
     an error nothing is left, nor of the parents that were made.
 
-    Raises ResourceError if another process is writing this folder, OSError if `out` is there and not
-    an empty folder."""
+    Raises ResourceError if another process is writing this folder, OSError if `out` is there and
+    not an empty folder."""
     made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     hidden = _hidden(out, "unfinished")
@@ -215,7 +218,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         folder = hidden / "done"
         folder.mkdir()
         yield folder
-        # Every byte is on the disk before the folder gets its name, and the name before this returns.
+        # Every byte is on the disk before the folder gets its name, and the name before this
+        # returns.
         for path in [*folder.rglob("*"), folder]:
             fsync(path)
         os.rename(folder, out)
@@ -229,13 +233,15 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _hidden(path: Path, ending: str) -> Path:
-    """The name of what stands for `path` until it is complete. A hash, because a name has at most 255 bytes."""
+    """The name of what stands for `path` until it is complete. A hash, because a name has at most
+    255 bytes."""
     path = path.absolute()  # "." has no name
     return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
 
 
 def _lock_folder(hidden: Path, out: Path) -> int:
-    """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked file."""
+    """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked
+    file."""
     while True:
         hidden.mkdir(exist_ok=True)
         with (raised_as(ResourceError, "another process is writing this folder", out, BlockingIOError,
@@ -246,13 +252,14 @@ def _lock_folder(hidden: Path, out: Path) -> int:
 
 def locked(path: Path, *, wait: bool = False) -> int:
     """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock
-    when the descriptor is closed, and when the process ends. If another process has the lock it waits
-    with `wait`, else raises BlockingIOError. Raises OSError for other errors."""
+    when the descriptor is closed, and when the process ends. If another process has the lock it
+    waits with `wait`, else raises BlockingIOError. Raises OSError for other errors."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # The process that had the lock may have renamed or removed the file since it was opened.
+            # The process that had the lock may have renamed or removed the file since it was
+            # opened.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor

@@ -1,4 +1,5 @@
-"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command line.
+"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command
+line.
 
 Errors are UsageErrors that name the field and, for an unknown name, the nearest valid one."""
 
@@ -39,8 +40,8 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
 
 
 Rule = tuple[bool, str, str, str | None]
-"""Whether something is wrong, and what the error then says: what, where, and what to do. where: names
-of fields, which the error gives with their values, or any other text."""
+"""Whether something is wrong, and what the error then says: what, where, and what to do. where:
+names of fields, which the error gives with their values, or any other text."""
 
 
 def check_rules(config: Any, rules: Iterable[Rule]) -> None:
@@ -54,8 +55,8 @@ def check_rules(config: Any, rules: Iterable[Rule]) -> None:
 
 
 def check_fields(config: Any) -> None:
-    """Raise UsageError unless every field of a dataclass has its declared type, ints fit into 64 bits, and floats are
-    finite. An int in a float field becomes a float."""
+    """Raise UsageError unless every field of a dataclass has its declared type, ints fit into 64
+    bits, and floats are finite. An int in a float field becomes a float."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value, choices = getattr(config, name), choices_of(kind)
         if isinstance(value, int) and not -2**63 <= value < 2**63:
@@ -87,7 +88,8 @@ def field_text(value: Any) -> str:
 
 
 def parse_field(name: str, text: str, kind: Any) -> Any:
-    """Parse the text of one field as its declared type; "none" is None if the field allows it. Raises UsageError."""
+    """Parse the text of one field as its declared type; "none" is None if the field allows it.
+    Raises UsageError."""
     choices, word = choices_of(kind), text.lower()
     if word == "none" and types.NoneType in choices:
         return None

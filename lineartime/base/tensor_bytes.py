@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on any device. One number is contiguous at any stride, but `view` needs stride 1."""
+    """The bytes of a tensor on any device. One number is contiguous at any stride, but `view` needs
+    stride 1."""
     whole = tensor.detach().cpu().contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 

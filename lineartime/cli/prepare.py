@@ -12,8 +12,8 @@ from lineartime.cli.options import Model, Setting, Size, Task
 from lineartime.cli.terminal import Terminal, results_are_files, say
 from lineartime.config import PRESETS, model_config, source_of
 from lineartime.data.prepare_config import PrepareSettings
-from lineartime.folders import shipped_models, weights_folder
-from lineartime.training.run_config import read_config, run_config
+from lineartime.folders import read_config, shipped_models, weights_folder
+from lineartime.training.run_config import run_config
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest

@@ -17,7 +17,6 @@ from lineartime.base.errors import CheckpointError, ResourceError, UsageError
 from lineartime.base.files import open_regular, read_json, write_atomically, write_json
 from lineartime.base.ranks import ALONE, Ranks, gather_json
 from lineartime.config import TrainConfig, to_dict
-from lineartime.config_json import model_config_json
 from lineartime.folders import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -25,6 +24,7 @@ from lineartime.folders import (
     RESULT_FILE,
     RUN_FILE,
     WEIGHTS,
+    model_config_json,
     read_metrics,
     read_run,
 )

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.errors import UsageError
-from lineartime.base.files import read_text
 from lineartime.base.settings import parse_field, replace_fields, require, require_name
 from lineartime.config import (
     MODEL_FIELDS,
@@ -22,8 +20,7 @@ from lineartime.config import (
     model_config,
     without_removed,
 )
-from lineartime.config_json import QUESTION_ANSWERING, architecture_of, model_config_from_json
-from lineartime.folders import CONFIG_FILE, saved_run, weights_folder
+from lineartime.folders import QUESTION_ANSWERING, read_config, saved_run, weights_folder
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 
@@ -269,20 +266,9 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
 def read_source(name: str) -> ModelConfig:
     """The model of weights that a run can begin with. Raises UsageError where there are none, and
     for a model with another head; CheckpointError for files that cannot be read."""
-    config, text = read_config(weights_folder(name))
-    is_language_model = architecture_of(text) != QUESTION_ANSWERING
-    require(is_language_model, "this model answers questions", name, "begin with a language model")
+    config, kind = read_config(weights_folder(name))
+    require(kind != QUESTION_ANSWERING, "this model answers questions", name, "begin with a language model")
     return config
-
-
-def read_config(folder: Path) -> tuple[ModelConfig, str]:
-    """The model of a folder of weights, and the text of its config.json. Raises CheckpointError if
-    it cannot be read, UsageError if it is no model's."""
-    text = read_text(folder / CONFIG_FILE)
-    try:
-        return model_config_from_json(text), text
-    except UsageError as e:
-        raise UsageError(e.what, folder / CONFIG_FILE, e.todo) from None
 
 
 def require_same_tokens(weights: str, data: str) -> None:

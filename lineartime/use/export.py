@@ -11,11 +11,10 @@ from lineartime.base.files import damaged, new_folder, system_errors
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
 from lineartime.base.words import Progress
-from lineartime.config_json import model_config_json
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_of
-from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, read_run
+from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, model_config_json, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data
 from lineartime.training.stop import StopSignal

@@ -63,8 +63,8 @@ Content = bytes | Mapping[str, Tensor]
 """What a file holds: the bytes of a text, or named tensors."""
 
 
-# Saving. The disk changes by functions of `os`, `fsync`, `_remove_tree` and `hashed_stream` alone, so
-# that a test can end the process at each change.
+# Saving. The disk changes by functions of `os`, `fsync`, `_remove_tree` and `hashed_stream` alone,
+# so that a test can end the process at each change.
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
@@ -95,7 +95,8 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         aside = gather_json(aside, ranks)[0]
         if aside is not None:
             _write_checkpoint(run_dir / aside, target, {"format": FORMAT, "run": run, "step": step}, contents, ranks)
-        # Now the checkpoint is there, and older ones may go; after a kill here the next save removes them.
+        # Now the checkpoint is there, and older ones may go; after a kill here the next save
+        # removes them.
         if ranks.is_first:
             fsync(run_dir)
             point(run_dir / "latest", target.name)
@@ -121,7 +122,8 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
             write_file(folder / MANIFEST, _manifest({**facts, "files": entries}))
-            # The folder gets its name when all of it is on the disk, so that no power loss leaves half under it.
+            # The folder gets its name when all of it is on the disk, so that no power loss leaves
+            # half under it.
             fsync(folder)
             if os.path.lexists(target):  # it is damaged
                 _discard(target)
@@ -149,9 +151,10 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     """A safetensors file's header, and its tensors in file order: by falling width, which aligns
     them, then by name.
 
-    The library's writer neither hashes nor flushes the file, which only its owner can read, and some
-    versions of it copy the whole state in memory."""
-    # The file is the header's length, the header, and the tensors' bytes; data_offsets count from the header's end.
+    The library's writer neither hashes nor flushes the file, which only its owner can read, and
+    some versions of it copy the whole state in memory."""
+    # The file is the header's length, the header, and the tensors' bytes; data_offsets count from
+    # the header's end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(named, key=lambda name: (-named[name].element_size(), name))
     end = 0
@@ -208,9 +211,10 @@ def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def check_files(folder: Path, names: Iterable[str] | None = None, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """The manifest of a checkpoint or of a folder for sharing, after these files have matched it; by
-    default all that it lists, of which each of several ranks takes a share. Raises CheckpointError,
-    with the file, for a difference and for a file that the manifest does not list."""
+    """The manifest of a checkpoint or of a folder for sharing, after these files have matched it;
+    by default all that it lists, of which each of several ranks takes a share. Raises
+    CheckpointError, with the file, for a difference and for a file that the manifest does not
+    list."""
     manifest = _read_manifest(folder)
     listed = manifest["files"]
     for name in list(listed)[ranks.rank :: ranks.size] if names is None else names:
@@ -222,7 +226,7 @@ def check_files(folder: Path, names: Iterable[str] | None = None, ranks: Ranks =
     return manifest
 
 
-def read_whole(folder: Path, stem: str) -> dict[str, Tensor]:
+def read_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
     """All tensors `stem` of a checkpoint by name, on the CPU. Raises as `read_parts` does."""
     shapes = {name: entry["shape"] for name, entry in _index(folder, stem).items()}
     flat = read_parts(folder, stem, {name: (shape, 0, math.prod(shape)) for name, shape in shapes.items()})
@@ -238,10 +242,10 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
     """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least; no
     others are read.
 
-    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one file,
-    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that holds
-    each, flattened, start and stop. Raises CheckpointError for tensors that cannot be read, are not
-    as expected, or not finite."""
+    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one
+    file, `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that
+    holds each, flattened, start and stop. Raises CheckpointError for tensors that cannot be read,
+    are not as expected, or not finite."""
     found = {}
     index = _index(folder, stem)
     wrong = [name for name, (shape, _, _) in wanted.items() if name not in index or index[name]["shape"] != list(shape)]
@@ -309,14 +313,15 @@ def first_five(wrong: list[str]) -> str:
 
 
 def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
-    """The manifest of a folder for sharing: from the contents of files by name, and from the entries
-    of those that `write_file` has written."""
+    """The manifest of a folder for sharing: from the contents of files by name, and from the
+    entries of those that `write_file` has written."""
     entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
     return _manifest({"format": FORMAT, "files": {**entries, **written}})
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
-    """The manifest's bytes: the content, then the SHA-256 of the content's JSON. The same in every format version."""
+    """The manifest's bytes: the content, then the SHA-256 of the content's JSON. The same in every
+    format version."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
@@ -376,7 +381,8 @@ def point(link: Path, target: Path | str) -> None:
 def _retain(run_dir: Path, saved: int, keep: int) -> None:
     """Remove checkpoints older than the `keep` newest valid ones up to `saved`, which is valid."""
     valid = 1
-    # A damaged checkpoint does not count, but is not removed before it is old: it may be all that somebody has.
+    # A damaged checkpoint does not count, but is not removed before it is old: it may be all that
+    # somebody has.
     for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         if step < saved and valid < keep:
@@ -387,8 +393,8 @@ def _retain(run_dir: Path, saved: int, keep: int) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Give a checkpoint a name under which it does not count: a kill while it is removed then leaves
-    no half of one. `_remove_leftovers` removes it."""
+    """Give a checkpoint a name under which it does not count: a kill while it is removed then
+    leaves no half of one. `_remove_leftovers` removes it."""
     os.rename(path, path.with_name(f".trash-{path.name}-{secrets.token_hex(8)}"))
 
 
@@ -415,8 +421,9 @@ def _make_dirs(path: Path) -> None:
 
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
-    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the process
-    ends. Raises ResourceError, with the process that holds the lock, if the run is in use."""
+    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the
+    process ends. Raises ResourceError, with the process that holds the lock, if the run is in
+    use."""
     path = run_dir / "run.lock"
     with raised_as(ResourceError, "the run cannot be locked", path, OSError):
         _make_dirs(path.parent)

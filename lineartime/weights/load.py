@@ -1,4 +1,5 @@
-"""Open a model from any folder that holds one: a run, a checkpoint, an export, or what `save_pretrained` wrote."""
+"""Open a model from any folder that holds one: a run, a checkpoint, an export, or what
+`save_pretrained` wrote."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -8,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
+from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import damaged, read_json, read_text
 from lineartime.base.settings import require
-from lineartime.base.stores import hash_of
+from lineartime.base.stores import Name, hash_of
 from lineartime.config import StartingWeights, to_dict
-from lineartime.config_json import QUESTION_ANSWERING, architecture_of, model_config_from_json
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.folders import (
     CONFIG_FILE,
     OPTIMIZER,
+    QUESTION_ANSWERING,
     RUN_FILE,
     WEIGHTS,
     WEIGHTS_FILE,
     best_run,
     named_folder,
+    read_config,
     read_run,
 )
 from lineartime.model.language_model import LanguageModel, SpanModel, Undrawn
@@ -37,16 +39,19 @@ SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
 logger = logging.getLogger(__name__)
 
 
-def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
-    """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported model).
+def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported
+    model). The model is in evaluation mode on the CPU, in float32; a fine-tuned one is a
+    `SpanModel`.
 
-    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime export` or
-    `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; or the name of a model that ships with
-    the package, "small". If a run's newest checkpoint is damaged, a warning says so and an older one is read;
-    `run/latest` names the newest alone. A fine-tuned model is a `SpanModel`. The model is in evaluation mode on the CPU,
-    in float32. Raises UsageError for any other path, CheckpointError for a checkpoint that is damaged, of another run
-    or not finite, DataError for a bad tokenizer."""
-    # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's newest checkpoint.
+    path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime
+    export` or `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; the
+    address of an exported folder; or the name of a model that ships with the package, "small". If a
+    run's newest checkpoint is damaged, a warning says so and an older one is read; `run/latest`
+    names the newest alone. Raises UsageError for any other path, CheckpointError for a checkpoint
+    that is damaged, of another run or not finite, DataError for a bad tokenizer."""
+    # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's
+    # newest checkpoint.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
@@ -55,17 +60,10 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
         weights = read_exported(folder, names)
     else:
         found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path)
-        folder, step, weights = found.path, found.step, checkpoint.read_whole(found.path, WEIGHTS)
-    files = {name: read_text(folder / name) for name in (CONFIG_FILE, TOKENIZER_FILE)}
+        folder, step, weights = found.path, found.step, checkpoint.read_tensors(found.path, WEIGHTS)
     facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
-    # config.json says what model it is.
-    try:
-        config = model_config_from_json(files[CONFIG_FILE])
-        kind = architecture_of(files[CONFIG_FILE])
-        tokenizer = Tokenizer(as_saved(files[TOKENIZER_FILE], folder), str(folder / TOKENIZER_FILE))
-    except LineartimeError as e:
-        where = folder / CONFIG_FILE
-        raise type(e)(e.what, where if e.where == CONFIG_FILE else f"{e.where} in {where}", e.todo) from None
+    config, kind = read_config(folder)
+    tokenizer = Tokenizer(as_saved(read_text(folder / TOKENIZER_FILE), folder), str(folder / TOKENIZER_FILE))
     if config.n_layers > len(weights):  # a layer takes milliseconds to build
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
@@ -78,18 +76,17 @@ def load_model(path: Path | str) -> tuple[LanguageModel, Tokenizer, dict[str, An
     return model.eval(), tokenizer, facts
 
 
-def end_tokens(folder: Path) -> set[int]:
-    """The tokens that end a text for transformers: those of generation_config.json, or where there is none those of
-    config.json. Raises CheckpointError for a file that is damaged."""
-    place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
-    found = read_json(place).get("eos_token_id")
-    with damaged(place):
-        return {int(each) for each in (found if isinstance(found, list) else [] if found is None else [found])}
+def load_span_model(run: Name) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
+    """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
+    model, tokenizer, facts = load_model(run)
+    if not isinstance(model, SpanModel):
+        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
+    return model, tokenizer, facts
 
 
 def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
-    """The folder of the weights that a run begins with, which match its manifest if it has one, and what `run.json`
-    stores of them. Raises UsageError and CheckpointError as `load_model` does."""
+    """The folder of the weights that a run begins with, which match its manifest if it has one, and
+    what `run.json` stores of them. Raises UsageError and CheckpointError as `load_model` does."""
     folder = named_folder(source.name).resolve()  # `latest` is a link
     require((folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists(), "weights in several files",
             str(folder), "save them in one: save_pretrained(..., max_shard_size='1TB')")
@@ -105,8 +102,9 @@ def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
 
 
 def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
-    """A run's newest valid checkpoint, with a warning if a newer one is damaged. Raises UsageError for another
-    folder and without a checkpoint, CheckpointError for damage and for a checkpoint of another run."""
+    """A run's newest valid checkpoint, with a warning if a newer one is damaged. Raises UsageError
+    for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
+    another run."""
     id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
     if newest is None:
         raise UsageError("no checkpoint yet", run, "let the training save one")
@@ -117,16 +115,9 @@ def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
     return newest
 
 
-def load_span_model(run: Path | str) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
-    """`load_model` for a model fine-tuned on questions. Raises UsageError for any other model."""
-    model, tokenizer, facts = load_model(run)
-    if not isinstance(model, SpanModel):
-        raise UsageError("this model was not fine-tuned on questions", run, "see `lineartime finetune`")
-    return model, tokenizer, facts
-
-
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights, or a manifest whose weights are lost, but is neither a checkpoint nor a run."""
+    """Whether a folder holds weights, or a manifest whose weights are lost, but is neither a
+    checkpoint nor a run."""
     here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
     return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
 
@@ -137,11 +128,11 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare files with the folder's manifest; a folder of `save_pretrained`, or of an older `export`, has none.
-    Returns the step of a checkpoint.
+    """Compare files with the folder's manifest, if it has one; a folder of `save_pretrained` has
+    none. Returns the step of a checkpoint.
 
-    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError for one whose weights
-    are in parts."""
+    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError
+    for one whose weights are in parts."""
     if (folder / checkpoint.index_name(WEIGHTS)).exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
@@ -153,8 +144,8 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut them into. Raises
-    CheckpointError for a damaged list of them."""
+    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut
+    them into. Raises CheckpointError for a damaged list of them."""
     if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
         return [WEIGHTS_FILE]
     with damaged(folder / SHARDS_FILE):
@@ -162,10 +153,21 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """The weights in these files of an exported folder, converted to float32. Raises CheckpointError."""
+    """The weights in these files of an exported folder, converted to float32. Raises
+    CheckpointError."""
     weights: dict[str, Tensor] = {}
     for name in names:
         with checkpoint.open_tensors(folder / name) as file:
-            # Copies, as those of a run are: views of the file lie at any byte, and matmuls of them round otherwise.
+            # Copies, as a run's are: views of the file lie at any byte, and matmuls of them round
+            # otherwise.
             weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
     return weights
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """The tokens that end a text for transformers: those of generation_config.json, or where there
+    is none those of config.json. Raises CheckpointError for a file that is damaged."""
+    place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
+    found = read_json(place).get("eos_token_id")
+    with damaged(place):
+        return {int(each) for each in (found if isinstance(found, list) else [] if found is None else [found])}

@@ -1,4 +1,5 @@
-"""The weights of a pretrained model in another model: as they are, or for a new head, row length or chunk size."""
+"""The weights of a pretrained model in another model: as they are, or for a new head, row length or
+chunk size."""
 
 from typing import Any
 
@@ -14,16 +15,17 @@ from lineartime.weights import checkpoint
 
 
 def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
-    """A pretrained model's configuration with rows of another length, then `changes`. Without chunks, n of
-    relu(q k / n + b)^2 keeps its value. Raises UsageError for a context longer than the position tables allow."""
+    """A pretrained model's configuration with rows of another length, then `changes`. Without
+    chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a context longer than
+    the position tables allow."""
     config = model.config
     model.check_length(context)
     return replace_fields(config, {"context": context, **config.kept_scale, **changes})
 
 
 def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
-    """Raise UsageError, with the fields that differ, if a model has other tensors than the weights that it begins with,
-    or if its rows are longer than their position tables."""
+    """Raise UsageError, with the fields that differ, if a model has other tensors than the weights
+    that it begins with, or if its rows are longer than their position tables."""
     shapes, wanted = ({name: p.shape for name, p in empty_model(each).named_parameters()} for each in (source, config))
     changed = [name for name in MODEL_FIELDS if getattr(source, name) != getattr(config, name)]
     if shapes != wanted:
@@ -34,20 +36,21 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
 
 
 def is_flash(config: ModelConfig) -> bool:
-    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks, softmax for [CLS]
-    and no clipping."""
+    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks,
+    softmax for [CLS] and no clipping."""
     return config.ffn == "gau" and config.chunk_size is not None
 
 
 @torch.no_grad()
 def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> None:
-    """Give a model a pretrained model's weights. head: the beginning of the names of weights that the pretrained model
-    need not have. Those that it lacks stay as they are.
+    """Give a model a pretrained model's weights. head: the beginning of the names of weights that
+    the pretrained model need not have. Those that it lacks stay as they are.
 
-    Weights of the same name and shape are copied. A position table is cut to a shorter context. A position bias for
-    another chunk size keeps its values by distance; greater distances get the value of the greatest. Queries are
-    scaled so that q k / n keeps its value. The heads that first_to_all adds stay as they are. Raises CheckpointError
-    with the names of weights that do not fit."""
+    Weights of the same name and shape are copied. A position table is cut to a shorter context. A
+    position bias for another chunk size keeps its values by distance; greater distances get the
+    value of the greatest. Queries are scaled so that q k / n keeps its value. The heads that
+    first_to_all adds stay as they are. Raises CheckpointError with the names of weights that do not
+    fit."""
     old, old_modules = dict(pretrained.named_parameters()), dict(pretrained.named_modules())
     biases = {f"{name}.weight" for name, module in model.named_modules() if copy_bias(module, old_modules.get(name))}
     # The head is new, and a position bias has been copied already.

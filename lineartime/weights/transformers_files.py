@@ -1,5 +1,5 @@
-"""Files by which `transformers` opens a folder of ours: one that imports the classes, for `trust_remote_code=True`, and
-the tokenizer with its settings."""
+"""Files by which `transformers` opens a folder of ours: one that imports the classes, for
+`trust_remote_code=True`, and the tokenizer with its settings."""
 
 import json
 from typing import Any
@@ -38,9 +38,10 @@ def config_with_code(config_json: str) -> str:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """`tokenizer.json` and `tokenizer_config.json`. Any tokenizer class of `transformers` gives texts that spell no
-    special token the ids of `LineartimeTokenizer`: they begin with the end-of-document token, padding goes left. A
-    tokenizer that adds something of its own is for that class alone, which then needs trust or an import."""
+    """`tokenizer.json` and `tokenizer_config.json`. Any tokenizer class of `transformers` gives
+    texts that spell no special token the ids of `LineartimeTokenizer`: they begin with the
+    end-of-document token, padding goes left. A tokenizer that adds something of its own is for that
+    class alone, which then needs trust or an import."""
     json_text = tokenizer.json_with_beginning()
     settings: dict[str, Any] = {"tokenizer_class": "LineartimeTokenizer", "padding_side": "left",
                                 "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
@@ -58,9 +59,9 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def padding_token(masked: bool, has_gaps: bool, has_pad: bool) -> str | None:
-    """The padding of a tokenizer: `PAD`, or another name if the vocabulary has that; in one with "[MASK]", whose models
-    learn no end of a document, the end-of-document token. None for ids with gaps, where a new token could get the id of
-    another."""
+    """The padding of a tokenizer: `PAD`, or another name if the vocabulary has that; in one with
+    "[MASK]", whose models learn no end of a document, the end-of-document token. None for ids with
+    gaps, where a new token could get the id of another."""
     if masked:
         return END_OF_DOCUMENT
     return None if has_gaps else "<|padding|>" if has_pad else PAD

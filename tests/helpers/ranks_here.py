@@ -70,8 +70,8 @@ def state_of(out):
     folder = (out / "latest").resolve()
     metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
-    moments = {f"moments of {name}": x.flatten() for name, x in checkpoint.read_whole(folder, "optimizer").items()}
-    return {**checkpoint.read_whole(folder, "model"), **moments, "metrics": metrics, "result": result}
+    moments = {f"moments of {name}": x.flatten() for name, x in checkpoint.read_tensors(folder, "optimizer").items()}
+    return {**checkpoint.read_tensors(folder, "model"), **moments, "metrics": metrics, "result": result}
 
 
 def differences(out, expected):

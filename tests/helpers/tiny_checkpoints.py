@@ -4,8 +4,8 @@ import torch
 from safetensors.torch import save_file
 
 from lineartime.config import model_config
-from lineartime.config_json import model_config_json
 from lineartime.data.tokenizer import byte_tokenizer
+from lineartime.folders import model_config_json
 from lineartime.model.language_model import LanguageModel
 from tiny_models import drawn
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForQuestionAnswering
 import lineartime.hf
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.config import ModelConfig, model_config
-from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
+from lineartime.folders import QUESTION_ANSWERING, model_config_json
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.tasks.qa.finetune import span_config, span_model
 from lineartime.tasks.qa.questions import Document, Question

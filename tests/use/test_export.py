@@ -358,7 +358,7 @@ def test_files_of_no_model_are_named(exported: Path, tmp_path: Path) -> None:
 def test_weights_of_a_run_that_are_another_runs_or_not_finite_are_refused(run: Path, tmp_path: Path) -> None:
     """A checkpoint whose manifest says that these are the weights."""
     saved = checkpoint.check(run / f"step-{SAVED:08d}")
-    tensors = {stem: checkpoint.read_whole(saved.path, stem) for stem in ("model", "optimizer")}
+    tensors = {stem: checkpoint.read_tensors(saved.path, stem) for stem in ("model", "optimizer")}
     files = {path.name: path.read_text() for path in saved.path.glob("*.json") if path.name != checkpoint.MANIFEST}
     checkpoint.save(tmp_path / "other", SAVED, run="0", tensors=tensors, files=files, keep=1)
     shutil.copy(run / "run.json", tmp_path / "other")

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.config import model_config, to_dict
-from lineartime.config_json import model_config_from_json
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_tokenizer, train_tokenizer
+from lineartime.folders import read_config
 from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
 from lineartime.model.language_model import token_losses
 from lineartime.weights.generation.generate import generate
@@ -128,7 +128,7 @@ def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, hf, tmp_path,
     hf.save_pretrained(tmp_path / "own")
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == ours.state_dict().keys() == load_file(tmp_path / "own/model.safetensors").keys()
-    assert model_config_from_json((tmp_path / "config.json").read_text()) == ours.config
+    assert read_config(tmp_path)[0] == ours.config
     for state_dict in (weights, hf.state_dict()):
         other = LineartimeForCausalLM(hf.config)
         result = other.load_state_dict(state_dict, strict=False)
@@ -381,7 +381,7 @@ def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(fol
     monkeypatch.chdir(tmp_path)  # whose files are not read
     assert LineartimeConfig.from_dict({"n_layers": 3}).n_layers == 3
     config = AutoConfig.from_pretrained(folder)
-    assert config.model_config() == model_config_from_json((folder / "config.json").read_text())
+    assert config.model_config() == read_config(folder)[0]
     assert config == AutoConfig.from_pretrained(folder)
     assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == (EOD, EOD, config.vocab_size)
     assert (config.hidden_size, config.num_hidden_layers) == (config.d_model, config.n_layers) == (16, 2)

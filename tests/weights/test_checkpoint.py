@@ -16,7 +16,7 @@ import lineartime
 from disk import Died, Faults, PowerLoss
 from lineartime.base.errors import CheckpointError, ResourceError
 from lineartime.weights import checkpoint
-from lineartime.weights.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_whole
+from lineartime.weights.checkpoint import MANIFEST, check, check_tensors, lock, newest, read_parts, read_tensors
 from marks import rest
 from text_files import contents
 
@@ -102,14 +102,14 @@ def test_what_is_saved_is_there_bit_for_bit_and_saved_again_as_the_same_bytes(tm
 def test_tensors_are_read_whole_and_in_parts(tmp_path):
     model = {"w": torch.randn(4, 3), "b": torch.tensor(2.0), "none": torch.zeros(0, 3)}
     path = checkpoint.save(tmp_path, 1, run="r", tensors={"model": model}, files={}, keep=1)
-    assert equal(read_whole(path, "model"), model)
+    assert equal(read_tensors(path, "model"), model)
     found = read_parts(path, "model", {"w": ((4, 3), 2, 8), "b": ((), 0, 1), "none": ((0, 3), 0, 0)})
     assert equal(found, {"w": model["w"].flatten()[2:8], "b": torch.tensor([2.0]), "none": torch.zeros(0)})
     for wanted, words in (({"x": ((2,), 0, 2)}, "not this model's: .*: x"),
                           ({"w": ((3, 4), 0, 2)}, "not this model's: .*: w")):
         assert re.search(words, refused(lambda path, wanted=wanted: read_parts(path, "model", wanted), path))
     (path / "model.safetensors").write_bytes(b"[]" * 99)
-    assert "the tensors cannot be read" in refused(lambda path: read_whole(path, "model"), path)
+    assert "the tensors cannot be read" in refused(lambda path: read_tensors(path, "model"), path)
 
 
 def test_tensors_must_match_exactly(tmp_path):

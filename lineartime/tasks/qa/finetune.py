@@ -27,10 +27,17 @@ from lineartime.base.stores import hash_of
 from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.base.words import Progress
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
-from lineartime.config_json import QUESTION_ANSWERING, model_config_json
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.folders import CONFIG_FILE, RESULT_FILE, RUN_FILE, WEIGHTS_FILE, read_fine_tuning
+from lineartime.folders import (
+    CONFIG_FILE,
+    QUESTION_ANSWERING,
+    RESULT_FILE,
+    RUN_FILE,
+    WEIGHTS_FILE,
+    model_config_json,
+    read_fine_tuning,
+)
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.tasks.pooling import padded_rows
 from lineartime.tasks.qa.finetune_config import FineTuning
