@@ -1,5 +1,4 @@
-"""How this process shares the processors with others. Imports no torch, which reads
-GOMP_SPINCOUNT."""
+"""How this process shares the processors. Imports no torch, which reads GOMP_SPINCOUNT."""
 
 import ctypes
 import os
@@ -8,15 +7,13 @@ import struct
 SPINS = "1000"
 """How often a thread of PyTorch looks for the others before it sleeps; libgomp has 300,000."""
 SLICE_NS = 100_000
-"""Nanoseconds for which a thread asks to run; Linux gives 1 to 3 ms. It runs sooner, not longer in
-all."""
+"""Nanoseconds for which a thread asks to run; Linux gives 1 to 3 ms. It runs sooner, not longer."""
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """The number of the system call sched_setattr(2), for which glibc before 2.41 has no function."""
 
 
 def share_processors() -> None:
-    """Let the threads of a step wait for each other without holding up a busy machine; call it
-    before torch is loaded.
+    """Let threads wait for each other without holding up a busy machine; call before torch loads.
 
     The threads of an op wait for the last of them. On a busy machine that one has often lost its
     processor, and threads that spin while they wait take the time that it needs. So waiting threads

@@ -45,8 +45,7 @@ class Ranks:
 
     @property
     def in_row(self) -> "Ranks":
-        """The ranks that share each of this rank's rows of tokens, in the order of their parts
-        (context parallel)."""
+        """The ranks that share this rank's rows, in the order of their parts (context parallel)."""
         return self.row or ALONE
 
     @property
@@ -92,8 +91,7 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 
     if ranks.row is None or ranks.column is None:
         return ranks
-    # Rows are consecutive ranks, columns every n-th: 4 ranks, 2 in a row, are rows 01 23, columns
-    # 02 13.
+    # Rows are consecutive ranks, columns every n-th: of 4 ranks, rows 01 and 23, columns 02 and 13.
     n, named = ranks.row.size, []
     rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
     columns = [list(range(first, ranks.size, n)) for first in range(n)]
@@ -108,8 +106,7 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 @contextmanager
 def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1,
               between: Callable[[], None] = lambda: None) -> Iterator[Ranks]:
-    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too; yields this
-    rank.
+    """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too; yields this one.
 
     n_in_row: ranks that share each row, see `in_rows`. between is called often until all are
     connected, and may raise. A process on its own, and a block inside another, connects nothing.
@@ -154,7 +151,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] = lambda: None) -> Any:
     """What `call` returns. It runs in a thread, because PyTorch may wait without end and then
     answers no signal. between is called often, and may raise. Raises DistStoreError after
-    `seconds`, and what the call raises."""
+    `seconds`."""
     from torch.distributed import DistStoreError
 
     done: Future[Any] = Future()
@@ -200,7 +197,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 def speaks_first(ranks: Ranks, error: BaseException) -> bool:
     """Whether this rank is the first to speak of an error, for which it asks once. If the store
     does not answer, every rank speaks of its own errors; of a lost rank or a stop only ranks 0 and
-    1 and the first of each machine do."""
+    1 and each machine's first do."""
     if ranks.size == 1:
         return True
     import torch.distributed  # noqa: F401  # before the seconds are counted
@@ -221,8 +218,7 @@ def process_group(ranks: Ranks) -> Any:
 
 
 def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
-    """The values of every rank, in rank order: `[W, ...]` on each. values: of one shape and dtype
-    on all."""
+    """The values of every rank, in rank order: `[W, ...]`. values: alike in shape and dtype."""
     import torch.distributed as dist
 
     if ranks.size == 1:

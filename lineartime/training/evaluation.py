@@ -29,8 +29,7 @@ MOST_CONTEXT = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood of a split's tokens; logarithms are natural unless a name says
-    bits."""
+    """The negative log-likelihood of a split's tokens; logarithms are natural but for bits."""
 
     n_tokens: int
     """Scored tokens, including end-of-document tokens."""
@@ -81,9 +80,9 @@ class Evaluation:
 
 def load_with_split(run: Path, data: Name,
                     split: str = "validation") -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
-    """A run's model, the split to score it on, and the facts that `load_model` returns. Raises
-    UsageError for a model that answers questions, and for data of another tokenizer; and as
-    `load_model` and `open_split` do."""
+    """A run's model, the split to score it on, and the facts of `load_model`. Raises UsageError for
+    a model that answers questions and data of another tokenizer; and as `load_model`,
+    `open_split`."""
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
@@ -141,9 +140,8 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
 def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_tokens: int | None = None,
                   progress: Callable[[int], None] | None = None,
                   **options: Any) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """`evaluate` of one text; or of a text that is mixed as in training, and of each of its texts
-    by folder. max_tokens: of all texts together, of each equally many. For the rest see
-    `evaluate`."""
+    """`evaluate` of one text; or of texts mixed as in training, and of each of them by folder.
+    max_tokens: of all texts together, of each equally many. For the rest see `evaluate`."""
     if isinstance(held_out, TokenStream):
         return evaluate(model, held_out, max_tokens=max_tokens, progress=progress, **options), {}
     each: list[Evaluation] = []
@@ -215,8 +213,7 @@ def batches(rows: Iterable[T], length: Callable[[T], int], n_most: Callable[[int
 def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision: str,
            ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes
-    every W-th batch, and at the end another's, because the ranks of a sharded model compute
-    together."""
+    every W-th batch, or at the end another's: the ranks of a sharded model compute together."""
     for group in batches(stacked, lambda _: 0, lambda _: ranks.size):
         own = losses_of(model, group[ranks.rank % len(group)], precision)
         for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):
@@ -225,8 +222,7 @@ def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision:
 
 
 def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str) -> np.ndarray:
-    """`token_losses` of rows or `masked_token_losses` of inputs and targets: nats, float64, on the
-    CPU."""
+    """`token_losses` of rows, `masked_token_losses` of inputs and targets: nats, float64."""
     on_device = [torch.from_numpy(part).to(model.embed.weight.device) for part in batch]
     losses_of_batch: Callable[..., torch.Tensor] = token_losses if model.config.causal else masked_token_losses
     with torch.autocast(on_device[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):

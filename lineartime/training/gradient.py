@@ -25,14 +25,14 @@ from lineartime.training.ordered import ParameterPart
 def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Tensor], n_rows: int,
                      config: TrainConfig, *, division: "Division | None" = None,
                      between: Callable[[int], None] = lambda number: None) -> tuple[float, float]:
-    """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss (nats per target)
-    and norm.
+    """Leave the clipped gradient of a batch's mean loss in `.grad`; returns loss and gradient norm.
 
     batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: this
     rank's part of the step, by default all of it; `.grad` of what its parts update is set. between
-    is called with the number of each micro-batch before it, and may raise. The norm is taken before
-    clipping; it is the mean of the micro-batches' if these are clipped one by one. Raises
-    NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
+    is called with the number of each micro-batch before it, and may raise. The loss is in nats per
+    target. The norm is taken before clipping; it is the mean of the micro-batches' if these are
+    clipped one by one. Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is
+    not finite."""
     division = division or Division(ordered.parameter_parts(model))
     parameters = [part.parameter for part in division.parts]
     clear_gradients(part.updated for part in division.parts)  # of the step before
@@ -89,8 +89,7 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What this rank holds of the gradients: zeros where the loss does not depend on a
-    parameter."""
+    """What this rank holds of the gradients: zeros where the loss does not depend on them."""
     return [shard.local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
 
 
@@ -150,8 +149,7 @@ class Division:
         return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
-        """The sum over all ranks' micro-batches and parts of rows, in the order of the step's
-        rows."""
+        """The sum over all ranks' micro-batches and parts of rows, in the order of the rows."""
         # By column, row, micro-batch. A rank of a sharded model has every W-th micro-batch.
         losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
         return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()

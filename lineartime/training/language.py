@@ -63,16 +63,15 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     those weights at step 0, and does not need them when it is continued. device: by default cuda if
     available. stop: requests a save and an end, see `StopSignal.listening`. on_step and
     on_micro_batch: see `Callbacks`. progress counts the tokens of the final evaluation. Under
-    `torchrun` every rank calls `train` with the same arguments, and is lost if it does not answer
-    for `rank_timeout` seconds.
+    `torchrun` every rank calls `train` with the same arguments; one that is silent for
+    `rank_timeout` seconds is lost.
 
-    Raises UsageError for wrong settings or a folder with another run, DataError for the data,
+    Raises UsageError for wrong settings or another run in the folder, DataError for the data,
     CheckpointError for damage, NumericsError for a loss or gradient that is not finite,
     ResourceError for memory, disk and a run in use, RankError for a lost rank, Stopped after
     saving."""
     settings, stop = config if isinstance(config, RunConfig) else config_for_data(config), stop or StopSignal()
-    # What decides the numbers is stored with the run: hashes of the text, the tokenizer and the
-    # first weights.
+    # What decides the numbers is stored with the run: hashes of the text, tokenizer and weights.
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = tokenizer_of(data), read_manifests(data)
     of_weights, first = weights_to_begin(settings)
@@ -111,8 +110,7 @@ def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:
 def new_model(config: RunConfig) -> LanguageModel:
     """The run's model, initialised from its seed, or on the meta device if it is to be sharded.
     Raises ResourceError if its training cannot fit into memory."""
-    # Refused before memory is asked for: a system without enough of it may kill the process without
-    # a word.
+    # Refused before memory is asked for: some systems kill a process without a word.
     on_cpu = 12 if config.train.optimizer == "muon" else 16  # the weight, its gradient, and one moment or two
     per_parameter = 4 if torch.cuda.is_available() else on_cpu
     needed, available = per_parameter * number_of_parameters(config.model), available_bytes()

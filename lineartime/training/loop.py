@@ -1,5 +1,4 @@
-"""The training loop. A batch is a function of (seed, step), so a run's state is weights, optimizer
-state and a step."""
+"""The training loop. A batch is a function of (seed, step): a run is weights, moments, a step."""
 
 import logging
 import time
@@ -73,8 +72,7 @@ class Callbacks:
 
 
 def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> LanguageModel:
-    """Train a model to the last step, from the newest checkpoint if there is one; returns it in
-    evaluation mode.
+    """Train a model to the last step, from the newest checkpoint if any; returns it in `eval()`.
 
     Each of several ranks computes a share of every step's micro-batches, see `training.ordered`,
     and with `context_parallel` its part of their rows, see `ops.context`; all stop at the same
@@ -84,8 +82,7 @@ def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> L
     for step in range(loop.saved, config.steps + 1):  # so many steps are done
         is_last, is_due = step == config.steps, step > 0 and step % config.eval_every == 0
         loop.stop_if_asked(step)
-        # Once in a while: score the model. A stop or a kill loses no step, and a resume scores
-        # again.
+        # Once in a while: score the model. A stop loses no step; a resume scores again.
         if is_due and (setup.score_last or not is_last):
             loop.score(step)
         if is_last:
@@ -162,8 +159,7 @@ class Loop:
                                       else "before step 1")
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of the step, unless it is there. Raises NumericsError for weights or
-        moments that are not finite."""
+        """Write the step's checkpoint, unless it is there. Raises NumericsError if not finite."""
         if step == self.saved:
             return
         parts, state = self.division.parts, self.optimizer.state
@@ -211,8 +207,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: see `Run`. begin
     returns what is trained; score the content of the result file but for "run". Raises as
-    `pick_device`, `connected`, `require_same`, `require_fitting`, `Run`, `checkpoint.lock` and
-    `fit` do."""
+    `pick_device`, `connected`, `require_same`, `require_fitting`, `Run`, `lock` and `fit` do."""
     out, stop = Path(config.out), callbacks.stop
     picked = pick_device(device, give_back=config.train.shard)
     n_in_row = config.train.context_parallel

@@ -1,8 +1,7 @@
 """Masked language modelling: the masks of a row.
 
 Row r of a stream is its tokens [r context, (r + 1) context); the last row may be shorter. Rows do
-not overlap, as every token can be a target in its own row. Masks are a pure function of (seed,
-epoch, row)."""
+not overlap: every token can be a target in its own row. Masks depend on seed, epoch and row."""
 
 from collections.abc import Iterator, Sequence
 

@@ -18,8 +18,7 @@ Data = TokenStream | Mixture
 
 
 class Objective(Protocol):
-    """The four methods that `loop.fit` calls. A batch is a tuple of arrays whose first axis is the
-    row."""
+    """The four methods that `loop.fit` calls. A batch is a tuple of arrays, by row first."""
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """This rank's rows of a step, each whole: a pure function of seed, step and rank."""
@@ -28,8 +27,8 @@ class Objective(Protocol):
         """The targets in these rows, each of which has a loss: the weight of a micro-batch."""
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
-        """A loss in nats for each target, of any shape, float32 at least; where `ranks` share the
-        rows, for this rank's part."""
+        """A loss in nats for each target, of any shape, at least float32; `ranks` share the
+        rows."""
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """The held-out scores by name, among them "loss". progress is called with the number of
@@ -74,8 +73,7 @@ class NextToken:
 
 
 class MaskedTokens(NextToken):
-    """Masked language modelling, for models that are not causal: predict a row's masked tokens from
-    all its tokens."""
+    """Masked language modelling, if not causal: predict masked tokens from the whole row."""
 
     scores = ("loss",)  # masked tokens are no text, so they have no bits per byte
 

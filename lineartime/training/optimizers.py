@@ -31,8 +31,7 @@ class Muon(torch.optim.Muon):
 
     def __init__(self, model: LanguageModel, parts: Sequence[ParameterPart], config: TrainConfig,
                  state: MutableMapping[Tensor, Any]):
-        """state: AdamW's, in which each "momentum_buffer" is kept too, so that one state is
-        saved."""
+        """state: AdamW's, in which each "momentum_buffer" is kept too: one state is saved."""
         sizes = model.in_sizes()
         own = [part for part in parts if part.by_muon and part.start < part.stop]
         self.kept = state

@@ -71,8 +71,7 @@ def require_fitting(n: int, shard: bool, ranks: Ranks) -> None:
 
 
 def own_rows(n_rows: int, micro_batch_rows: int, shard: bool, ranks: Ranks) -> list[int]:
-    """The rows of a step that this rank reads: consecutive micro-batches, or if sharded every
-    W-th."""
+    """The rows of a step that this rank reads: consecutive micro-batches; if sharded every W-th."""
     rows, column = range(n_rows), ranks.in_column
     if not shard:
         return list(rows[column.share(n_rows)])
@@ -141,9 +140,8 @@ def is_matrix(name: str, p: Tensor) -> bool:
 
 @cache
 def cut_for_ranks(shapes: tuple[torch.Size, ...], n_ranks: int) -> list[list[tuple[int, int]]]:
-    """The elements [start, stop) of each of several flattened tensors that each rank has,
-    consecutive and about equally many: whole slices along the first axis, and multiples of
-    `VECTOR`."""
+    """The elements [start, stop) of each of several flattened tensors that each rank has, about
+    equally many: whole slices along the first axis, and multiples of `VECTOR`."""
     total, shares = sum(map(math.prod, shapes)), []
     for rank in range(n_ranks):
         # The rank has about [begin, end) of all elements. In each tensor both are rounded up to the
@@ -180,8 +178,7 @@ def exchange(total: list[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def sum_over_row(gradient: list[Tensor], ranks: Ranks) -> None:
-    """Replace the gradient of this rank's part of some rows by the rows'. ranks: who shares
-    them."""
+    """Replace the gradient of this rank's part of some rows, which `ranks` share, by the rows'."""
     if ranks.size == 1:
         return
     # Each rank adds its own parts in the order of the row, and gives them to the others.
@@ -209,10 +206,9 @@ def gather_parts(tensors: list[Tensor], ranks: Ranks) -> None:
 
 def norm_of(gradient: list[Tensor], parts: list[ParameterPart], ranks: Ranks) -> Tensor:
     """The norm of all ranks' gradients, `[]` on the CPU: the same bits for any number of ranks.
-    gradient: of each part, of any shape."""
+    gradient: of this rank's parts, of any shapes."""
     # A part is whole rows of its parameter. One rank adds a row's squares, always in the same
-    # order, and all ranks add the rows as one process would: by parameter, from the first to the
-    # last.
+    # order, and all ranks add the rows as one process would: by parameter, in their order.
     squares = [row_squares(g.reshape(-1, math.prod(part.parameter.shape[1:])))
                for g, part in zip(gradient, parts, strict=True)]
     n_rows = gather(torch.tensor([len(square) for square in squares]), ranks).tolist()

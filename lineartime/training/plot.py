@@ -66,15 +66,14 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw a run into its folder; returns the picture's path. Raises as `plot_side_by_side`
-    does."""
+    """Draw a run into its folder; returns the picture's path. Raises as `plot_side_by_side`."""
     return plot_side_by_side({read_curves(run_dir).title: run_dir}, run_dir / PLOT_FILE)
 
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
-    """Draw the losses and the learning rates of runs over tokens; returns the picture's path.
-    run_dirs: label to run. Losses compare where the tokenizer is the same. Raises as `read_curves`
-    does, and ResourceError."""
+    """Draw the losses and the learning rates of runs, by label, over tokens; returns the picture's
+    path. Losses compare where the tokenizer is the same. Raises as `read_curves`, and
+    ResourceError."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -97,8 +96,7 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
 
 
 def draw_losses(axes: "Axes", curves: Curves, label: str, colour: str) -> None:
-    """The held-out losses as points, and the training loss as a line, which is paler beside
-    points."""
+    """The held-out losses as points, and the training loss as a line, paler beside points."""
     start = len(curves.loss) // 30  # the loss falls so fast there that the rest would be pressed flat
     tokens = curves.tokens[start:]
     axes.plot(tokens, smoothed(curves.loss)[start:], color=colour, marker=marker_of(tokens), linewidth=1.2,

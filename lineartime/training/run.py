@@ -1,5 +1,4 @@
-"""A run's folder: description, metrics, checkpoints. It stays valid if the process dies at any
-moment."""
+"""A run's folder: description, metrics, checkpoints. It stays valid whenever the process dies."""
 
 import json
 import logging
@@ -41,12 +40,11 @@ logger = logging.getLogger(__name__)
 
 class Run:
     """A run's folder: its description (`run.json`), its metrics, its checkpoints. Each of several
-    ranks has a `Run`. Rank 0 alone writes description and metrics; every rank writes a part of a
+    ranks has a `Run`. Rank 0 alone writes description and metrics, every rank a part of a
     checkpoint."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
-        """Open or create the folder. facts: what the numbers depend on beside the settings, such as
-        the data's hash.
+        """Open or create the folder. facts: what the numbers depend on, such as the data's hash.
 
         A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the
         folder holds another run; CheckpointError if the run there has lost its description."""
@@ -59,8 +57,7 @@ class Run:
         return self.config.train.shard and self.ranks.size > 1
 
     def describe(self, facts: dict[str, Any]) -> str:
-        """Write the description, or compare it with the one there; returns the run's id. Raises as
-        `Run`."""
+        """Write the description, or compare it with the one there; returns the run's id."""
         out, config = self.out, self.config
         # What a run is: its settings, and the facts that its numbers depend on.
         description = {"preset": config.preset, "task": config.task, "data": config.data,
@@ -88,8 +85,8 @@ class Run:
 
     def lengthen(self, train: TrainConfig, steps: int) -> None:
         """Give the run more steps, if a run of that length would have made the same steps so far,
-        and remove the result of its old end. Raises UsageError if the learning rate has fallen
-        already, and without a checkpoint."""
+        and remove its old result. Raises UsageError if the rate has fallen already, and without a
+        checkpoint."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
         last_at_peak = {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps)
@@ -109,8 +106,7 @@ class Run:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged; returns the
         number of steps done. Without a checkpoint `first` gives the weights to begin with, or the
         model keeps its own. parts: what the rank updates; it reads no other moments, whatever
-        number of ranks has written them. Raises CheckpointError, and DataError for damaged
-        metrics."""
+        number of ranks wrote them. Raises CheckpointError, and DataError for damaged metrics."""
         # The weights that this rank holds: all of them, or its parts of a sharded model.
         newest = checkpoint.newest(self.out, self.ranks)
         held = parts if self.config.train.shard else parameter_parts(model)
@@ -131,8 +127,7 @@ class Run:
 
     def load_moments(self, saved: checkpoint.Checkpoint, parts: Sequence[ParameterPart],
                      optimizer: torch.optim.AdamW) -> None:
-        """Give the optimizer its state in the form that its first step makes; Muon uses no
-        "step"."""
+        """Give the optimizer its state in the form that its first step makes."""
         moments = checkpoint.read_parts(saved.path, OPTIMIZER, {
             f"{kind}.{part.name}": part.place for part in parts for kind in part.moments})
         with torch.no_grad():
@@ -146,8 +141,8 @@ class Run:
     def save(self, step: int, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
         """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the
-        texts `extra_files` by file name. Every rank writes its parts of the moments and, if
-        sharded, the weights."""
+        texts `extra_files` by file name. Every rank writes its parts of moments and, if sharded,
+        weights."""
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
         tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.updated][kind])
@@ -199,8 +194,7 @@ def put(weights: dict[str, Tensor], parts: Sequence[ParameterPart]) -> None:
 
 
 def held_by(part: ParameterPart, x: Tensor) -> Tensor:
-    """A part's weights or moments as a checkpoint has them: the parameter's shape if whole, else
-    flat."""
+    """A part's weights or moments as in a checkpoint: the parameter's shape if whole, else flat."""
     n = part.stop - part.start
     if n == part.parameter.numel():
         return x.view(-1)[:n].view(part.parameter.shape)

@@ -67,9 +67,8 @@ SIZES: dict[str, dict[str, Any]] = {
              "tokens_per_step": 131_072, "micro_batch_tokens": 16_384, "steps": 20_000, "learning_rate": 1e-3,
              "eval_every": 500, "eval_tokens": 262_144, "save_every": 500},
     "paper": {}}
-"""Sizes of a model and its training by name, as a GAU has them. "tiny" takes minutes on a laptop,
-"small" hours; "base" is for one GPU; "paper" is the preset of the task, with the steps and rates of
-Tables 6-10."""
+"""Sizes of a model and its training, as a GAU has them. "tiny" takes minutes on a laptop, "small"
+hours; "base" is for one GPU; "paper" is the task's preset, with steps and rates of Tables 6-10."""
 HALF_RATE = ("transformer", "transformer+", "transformer++", "combiner")
 """Presets that take half of a size's learning rate, by the search at "tiny" in docs/results.md."""
 PAIRS = {"clip": 1.0, "clip_scope": "global", "adam_beta2": 0.95}
@@ -79,8 +78,8 @@ DEFAULT_SIZE = "tiny"
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a size sets for a preset beside the settings `given`; "paper" sets nothing. A pair of
-    attention and FFN counts as two GAUs and has the values of `PAIRS`. Raises UsageError for an
-    unknown size or model."""
+    attention and FFN is two GAUs and has the values of `PAIRS`. Raises UsageError for an unknown
+    name."""
     require_name("size", size, SIZES)
     require_name("model", model, PRESETS)
     preset, own = PRESETS[model], dict(SIZES[size])
@@ -155,8 +154,7 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         preset, task, weights = nearest_preset(source), "wiki40b", StartingWeights(settings["from"], source)
         config = replace_fields(source, source.kept_scale | named(settings, MODEL_FIELDS))
         sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
-        # A size's rates are for drawn weights: trained ones would first lose much of what they
-        # know.
+        # A size's rates are for drawn weights: trained ones would lose much of what they know.
         for name in ("optimizer", "learning_rate", "muon_learning_rate"):
             sized.pop(name, None)
         settings = sized | settings
@@ -272,8 +270,7 @@ def read_source(name: str) -> ModelConfig:
 
 
 def require_same_tokens(weights: str, data: str) -> None:
-    """Raise UsageError unless the data's tokenizer gives the tokens that the weights have
-    learned."""
+    """Raise UsageError unless the data's tokenizer gives the tokens that weights know."""
     from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
     from lineartime.data.tokens import tokenizer_of
 

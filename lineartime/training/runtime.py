@@ -46,8 +46,8 @@ def pick_device(device: torch.device | str | None = None, *, give_back: bool = F
 
 
 def choose_allocator(give_back: bool = False) -> str:
-    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum, in the heap; returns the
-    choice in words.
+    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum; returns the choice in
+    words.
 
     By default malloc returns them to the system, which then clears and maps their pages anew at
     every step. Larger tensors always go back: holes between them would waste more of the heap. With

@@ -1,11 +1,10 @@
-"""Models that one process cannot hold: FSDP2 shards parameters, gradients and moments over the
-ranks.
+"""Models that one process cannot hold: FSDP2 shards weights, gradients and moments over the ranks.
 
 Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and
-then freed; the embedding, the last norm and the head are one unit more. Parameters stay in
-float32 and autocast is inside, because a policy of bfloat16 would round the angles of positions
-too. Every rank takes every W-th micro-batch, and the gradients of W consecutive ones are the lower
-levels of the tree in `ordered`: any number of ranks ends in the same bits."""
+then freed; the embedding, the last norm and the head are one unit more. Parameters stay in float32
+and autocast is inside, because a policy of bfloat16 would round the angles of positions too. Every
+rank takes every W-th micro-batch, and the gradients of W consecutive ones are the lower levels of
+the tree in `ordered`: any number of ranks ends in the same bits."""
 
 import gc
 import hashlib
@@ -41,8 +40,8 @@ class OrderedReduceScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object,
                  async_op: bool = False) -> None:
-        """input_tensor: `[W N]`, the gradients by the rank they go to; output_tensor: `[N]`. op is
-        a sum."""
+        """input_tensor: `[W N]`, gradients by the rank they go to; output_tensor: `[N]`. op is a
+        sum."""
         # Not PyTorch's reduce-scatter, which adds in an order that depends on the number of ranks.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor * self.share, group=group)
@@ -54,9 +53,8 @@ def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.d
     """Give a model on the meta device its initial values and shard it in place, a layer at a time;
     returns what adds its gradients. A process on its own shards nothing.
 
-    The values of a layer are drawn from (seed, place), so they do not depend on the number of
-    ranks. A model that is never sharded draws all of them from one generator, and starts from
-    others."""
+    A layer's values are drawn from (seed, place), so they do not depend on the number of ranks. A
+    model that is never sharded draws all from one generator, and starts from others."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing of ours writes to it
     reduce_scatter = OrderedReduceScatter()
     mesh = init_device_mesh(device.type, (ranks.size,)) if ranks.size > 1 else None
@@ -69,8 +67,7 @@ def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.d
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
-    # A layer is given memory, its values, and then its share, so that no process ever has the whole
-    # model.
+    # A layer is given memory, its values, and then its share, so no process ever has all.
     for place, layer in enumerate(model.residual_layers()):
         layer.to_empty(device=device)
         torch.manual_seed(seed_of(seed, f"layers.{place}"))

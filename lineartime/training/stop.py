@@ -14,8 +14,7 @@ from lineartime.base.words import Progress
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT requests a stop at the next safe moment; the second ends the
-    process at once."""
+    """The first SIGTERM or SIGINT requests a stop at a safe moment; the second ends at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -48,8 +47,7 @@ class StopSignal:
 
     @contextmanager
     def listening(self, tell: Callable[[str], None] = lambda name: None) -> Iterator["StopSignal"]:
-        """Handle the signals inside the block. tell is called with the name of the first, in its
-        handler."""
+        """Handle the signals in the block; their handler calls tell with the name of the first."""
         def asked(number: int, frame: FrameType | None) -> None:
             if self.number is not None:
                 return
