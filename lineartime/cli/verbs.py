@@ -88,11 +88,8 @@ def main(app: typer.Typer = app, program: str = "lineartime") -> None:
 
 def run_verb(app: typer.Typer, program: str, arguments: list[str]) -> int | None:
     """The exit code of a command line that ended well."""
-    try:
-        code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
-        sys.stdout.flush()
-    except SystemExit:  # rich makes it of a BrokenPipeError
-        return 0
+    code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
+    sys.stdout.flush()
     if code == 130:
         raise KeyboardInterrupt
     return code

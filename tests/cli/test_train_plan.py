@@ -1,26 +1,28 @@
-"""What a run is before its first step: its size, its plan, its time; and how it answers a signal."""
+"""What a run is before its first step: its size, its plan, its time; its lines for TensorBoard; and signals."""
 
 import json
 import os
 import re
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import lineartime
-import lineartime.training.language
-from command_line import Call
+from command_line import Call, assert_refused
 from lineartime.base.errors import UsageError
 from lineartime.cli import train
 from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
 from lineartime.data.tokens import read_manifest
+from lineartime.folders import read_metrics
+from lineartime.training.language import TrainResult
 from lineartime.training.run_config import config_for_data, run_config
 from lineartime.training.stop import StopSignal
-from tiny_runs import assert_same, command, what_is_left
+from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 PLACE = {"data": "D", "out": "R"}
 
@@ -102,8 +104,8 @@ def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str |
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[tuple[str | None, float]] = []
     monkeypatch.setattr(train, "say_plan", lambda config, _, size: plans.append((size, config.train.learning_rate)))
-    monkeypatch.setattr("lineartime.training.language.train", lambda config, **options: lineartime.training.language.TrainResult(
-        tmp_path, config, {}, "", True))
+    monkeypatch.setattr("lineartime.training.language.train",
+                        lambda config, **options: TrainResult(tmp_path, config, {}, "", True))
     (tmp_path / "run.toml").write_text(f'model = "flash"\nn_layers = 1\nd_model = 16\ntokens_per_step = 4096\n{line}')
     (tmp_path / "rest.toml").write_text(f"tokens_per_step = 4096\n{line}")
     assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
@@ -181,3 +183,30 @@ def test_the_first_signal_is_answered() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             assert heard == ["SIGTERM"] and stop.number == signal.SIGTERM
             signal.signal(signal.SIGTERM, lambda number, frame: None)  # the second would end this process
+
+
+def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = call("train", "flash", "--data", tmp_path, "--out", tmp_path / "run", "--log", "tensorboard")
+    assert_refused(code, err, 2, "the library is not installed: tensorboard; pip install tensorboard, or leave")
+
+
+def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
+    """Also of a run that went on and wrote lines again; and nothing is written for a run that is complete."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, wanted = tmp_path / "run", {}
+    arguments = [*command(prepare_text(tmp_path), run, steps=4), "--log", "tensorboard"]
+    with closing(train.Tracker(str(run / "tensorboard"))) as on_step:
+        for step in (1, 2):
+            on_step({"step": step, "steps": 2, "loss": 5.0, "clock": {"time": 1.7e9, "tokens_per_s": 100.0}})
+    for _ in range(2):
+        assert call(*arguments)[0] == 0
+    assert len([*(run / "tensorboard").iterdir()]) == 2
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for line in read_metrics(run):
+        for name, value in train.numbers_of(line):
+            wanted.setdefault(name, []).append((line["step"], pytest.approx(value)))
+    assert {"loss", "held_out/loss", "clock/tokens_per_s"} <= {*wanted}
+    assert {name: [(each.step, each.value) for each in events.Scalars(name)] for name in wanted} == wanted
