@@ -1,10 +1,9 @@
 """The layout of rows: which token lies where, once for all layers, and the way back.
 
 Padding goes to the end of its row, where it shifts neither positions nor chunks. With
-`ModelConfig.document_grid` "row" positions and chunks count from the beginning of the row, as in
-the paper's listings. With "own" positions count from the beginning of each document, and a document
-begins with a chunk or lies in one. The layers compute as always, and the results go back to where
-the tokens were."""
+`document_grid` "row" positions and chunks count from the beginning of the row, as in the paper's
+listings. With "own" positions count from the beginning of each document, and a document begins with
+a chunk or lies in one. The layers compute as always."""
 
 import itertools
 from typing import NamedTuple
@@ -66,26 +65,22 @@ def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_id
 
 
 def padding_last(valid_BT: Tensor) -> Tensor:
-    """The order with each row's tokens first and its padding last, see `in_order`. ONNX has no
-    stable sort."""
+    """The order with each row's tokens first and its padding last, see `in_order`."""
+    # Not a stable sort, which ONNX does not have.
     count_BT, padding_BT = valid_BT.cumsum(1), (~valid_BT).cumsum(1)
     return torch.where(valid_BT, count_BT, count_BT[:, -1:] + padding_BT).argsort(1)
 
 
 def in_order(x_BT: Tensor, order_BL: Tensor) -> Tensor:
-    """`[B, T, ...]` in another order along T: place l has the ids or vectors of place order_BL[b,
-    l]."""
+    """`[B, T, ...]` in another order along T: place l has what place order_BL[b, l] had."""
     if x_BT.dim() > 2:
         order_BL = order_BL[..., None].expand(-1, -1, x_BT.shape[-1])
     return x_BT.gather(1, order_BL)
 
 
 def check_segment_ids(segment_ids_BT: Tensor) -> None:
-    """Raise UsageError unless segment ids are as `lay_out` describes them, and fit into the int32
-    of kernels.
-
-    A CUDA device checks without host synchronisation, so the error is a device-side assertion.
-    Compiled code has no check."""
+    """Raise UsageError unless segment ids are as `lay_out` says, and fit into the int32 of kernels.
+    A CUDA device checks without host synchronisation, by an assertion; compiled code does not."""
     if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
         return
     before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
@@ -124,10 +119,8 @@ def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
     """By how many places each document's first token moves on, and with it all tokens behind it:
     `[B, T]`, 0 for other tokens. A document that does not fit into the rest of a chunk begins the
-    next one.
-
-    share: whether a document that fits stays there. It is computed as it would be alone: it reads
-    no state, and its id keeps it from its neighbours in the chunk."""
+    next one. share: whether one that fits stays there, where it reads no state and its id keeps it
+    from its neighbours."""
     moved_BT, n_tokens_B = np.zeros(begins_BT.shape, np.int64), (segment_ids_BT >= 0).sum(1).tolist()
     for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.tolist(), n_tokens_B, strict=True):
         end = 0  # the place behind the documents so far

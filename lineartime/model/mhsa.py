@@ -1,5 +1,4 @@
-"""The Transformer's two layers: multi-head self-attention, whose core is one of five, and the
-feed-forward network."""
+"""The Transformer's layers: multi-head self-attention with one of five cores, and feed-forward."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,14 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.base.settings import check_rules, require
-from lineartime.config import (
-    COMBINER,
-    MC_TFM_PLUS_PLUS,
-    PERFORMER,
-    TRANSFORMER_PLUS_PLUS,
-    ModelConfig,
-    layer_config,
-)
+from lineartime.config import COMBINER, MC_TFM_PLUS_PLUS, PERFORMER, TRANSFORMER_PLUS_PLUS, ModelConfig, layer_config
 from lineartime.model.attention.combiner import Combiner
 from lineartime.model.attention.mixed_chunk import MixedChunk
 from lineartime.model.attention.performer import Performer
@@ -45,8 +37,8 @@ class MultiHeadAttention(ResidualLayer):
     With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are
     inside. A token sees itself and those before it, or with causal=False all. The arguments are a
     `ModelConfig`, or fields of one by name (d_model, n_heads, attn_type, ...); other fields are
-    those of the preset with this attn_type. `forward`, `empty_cache` and `extend` are used as in
-    `GatedAttentionUnit`. Raises UsageError for a wrong field or ffn = gau."""
+    those of the preset with this attn_type. It is used as a `GatedAttentionUnit` is. Raises
+    UsageError for a wrong field or ffn = gau."""
 
     kind = "attention"
 
@@ -134,8 +126,7 @@ class MultiHeadAttention(ResidualLayer):
 
 
 class FeedForward(ResidualLayer):
-    """x + W_o act(W_u y) with y = norm(x), or with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs.
-    1-2).
+    """x + W_o act(W_u y), y = norm(x); with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs. 1-2).
 
     The arguments are a `ModelConfig`, or fields of one by name; other fields are those of
     Transformer++. Raises UsageError for a wrong field or ffn = gau."""
@@ -156,7 +147,7 @@ class FeedForward(ResidualLayer):
             self.init_weights(config.init_std)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """W_o of the inner activations: `[B, T, D]`. info is unused."""
+        """W_o of the inner activations: `[B, T, D]`."""
         u_BTE, *v = self.in_proj(normed_BTD).split(self.config.d_inner, dim=-1)
         inner_BTE = ACTIVATIONS[self.config.activation](u_BTE)
         return self.out_proj(inner_BTE * v[0] if v else inner_BTE)

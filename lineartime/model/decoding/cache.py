@@ -24,8 +24,7 @@ class Cache:
     n_heads: int = 1
     """Adjacent entries of the batch that make up a row."""
     z_BKS: Tensor | None = None
-    """With `key_conv` the last K tokens' z, or keys; position p at place p modulo K. See
-    `memory.KeyConv`."""
+    """The last K tokens' z, or keys, of `memory.KeyConv`; position p at place p modulo K."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors with state of the rows, by name; the first axis counts rows times heads."""
@@ -56,8 +55,8 @@ class Cache:
 
 @dataclasses.dataclass
 class ChunkState(Cache):
-    """The cache of one layer of mixed chunk attention: the open chunk, and a sum over closed
-    chunks. Its size does not depend on T."""
+    """The cache of mixed chunk attention: the open chunk, and a sum over closed chunks. Its size
+    does not depend on T."""
 
     constant: ClassVar[tuple[str, ...]] = ("bias_M",)
     k_quad_BCS: Tensor
@@ -72,8 +71,7 @@ class ChunkState(Cache):
     """Keys and values of the chunk before the open one, if local attention overlaps."""
     gate_BC: Tensor | None = None
     written_B: Tensor | None = None
-    """With chunk_pooling "written" the gates of the open chunk's tokens, and the gates' sum over
-    those in `kv_BSE`."""
+    """With chunk_pooling "written" the gates of the open chunk, and their sum over `kv_BSE`."""
     bias_M: Tensor | None = None
     """The layer's position bias at key position minus query position: 1 - M, ..., 0."""
 
@@ -87,8 +85,7 @@ class ChunkState(Cache):
         With overlap the chunk becomes the one before the open one."""
         if self.k_before_BCS is not None and self.v_before_BCE is not None:
             self.k_before_BCS[at.full], self.v_before_BCE[at.full] = self.k_quad_BCS[at.full], self.v_BCE[at.full]
-        # Tokens of earlier documents count 0, and so does the sum, if the document has no closed
-        # chunk yet.
+        # Tokens of earlier documents count 0, and so does the sum before the first closed chunk.
         k_BCS, v_BCE, is_carried_B11 = self.k_lin_BCS[at.full], self.v_BCE[at.full], at.weight_B11[at.full] > 0
         if at.document_BC is not None:
             k_BCS = k_BCS * at.document_BC[at.full][..., None]
@@ -102,17 +99,14 @@ class ChunkState(Cache):
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
     def past(self, inputs: DecodeInputs) -> Past:
-        """What precedes the open chunk, see `reference.Past`, in the document that each row was in
-        before the new tokens."""
+        """What precedes the open chunk in each row's current document, see `reference.Past`."""
         n_carried_B = inputs.n_carried_B(self.chunk_size).to(self.kv_BSE.dtype)
-        # What divides the sum: the tokens in it, or with chunk_pooling "written" the sum of their
-        # gates.
+        # What divides the sum: the tokens in it, or with chunk_pooling "written" their gates' sum.
         count_B = n_carried_B if self.written_B is None else torch.where(n_carried_B > 0, self.written_B, 0.0)
         return torch.where(n_carried_B[:, None, None] > 0, self.kv_BSE, 0.0), count_B
 
     def factor(self, at: TokenPosition, gate_BN: Tensor | None) -> Tensor:
-        """What the linear half of a new token is multiplied by: `[B, 1, 1]`. Stores the token's
-        gate, if it has one."""
+        """What multiplies the linear half of a new token, `[B, 1, 1]`. Stores its gate, if any."""
         if self.gate_BC is None or self.written_B is None or gate_BN is None:
             return at.weight_B11
         self.gate_BC[at.place] = gate_BN[:, 0]
@@ -121,9 +115,7 @@ class ChunkState(Cache):
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                 inputs: DecodeInputs, pooling: str, gate_BGC: Tensor | None = None) -> Tensor:
         """The linear half for the chunks from the open one on: `[B, G, C, E]`. Full chunks are
-        added to `kv_BSE`.
-
-        gate_BGC: with pooling "written" the gates of tokens in their slots."""
+        added to `kv_BSE`. gate_BGC: with pooling "written" the gates of tokens in their slots."""
         c = self.chunk_size
         # The states at the boundaries of the chunks, as in training, from the past on. A query
         # reads the state at the beginning of its chunk, if that is of the query's document.
@@ -154,8 +146,7 @@ class ChunkState(Cache):
 
 @dataclasses.dataclass
 class KeyValueCache(Cache):
-    """The cache of one layer of quadratic attention: all keys and values so far, `[B, L, ...]`; it
-    grows with T."""
+    """The cache of quadratic attention: all keys and values so far, `[B, L, ...]`."""
 
     growing: ClassVar[tuple[str, ...]] = ("k_BL", "v_BL")
     constant: ClassVar[tuple[str, ...]] = ("bias_L",)
@@ -166,15 +157,13 @@ class KeyValueCache(Cache):
     """The layer's position bias at key position minus query position: 1 - length, ..., 0."""
 
     def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """Append each row's new keys and values; returns all keys and values, `[B, inputs.longest,
-        ...]`."""
+        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`."""
         if inputs.longest > self.k_BL.shape[1]:
             self.k_BL, self.v_BL = with_room(self.k_BL, inputs.longest), with_room(self.v_BL, inputs.longest)
         k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # autocast makes a shorter type
         if k_BN.requires_grad or self.k_BL.requires_grad:  # a gradient needs what was read as it was
             self.k_BL, self.v_BL = self.k_BL.clone(), self.v_BL.clone()
-        # Rows of one length take a slice. Otherwise tokens are written by index; only the last case
-        # leaves out padding.
+        # Rows of one length take a slice; otherwise tokens are written by index.
         if inputs.common_position is not None:
             at = slice(inputs.common_position, inputs.longest)
             self.k_BL[:, at], self.v_BL[:, at] = k_BN, v_BN
@@ -203,6 +192,5 @@ def larger(x_BL: Tensor, length: int) -> Tensor:
 
 
 def with_room(x_BL: Tensor, length: int) -> Tensor:
-    """`larger`, to at least twice the present length, so that an append takes constant time on
-    average."""
+    """`larger`, at least twice as long: an append takes constant time on average."""
     return larger(x_BL, max(length, 2 * x_BL.shape[1]))

@@ -1,6 +1,5 @@
 """Attention of the next tokens of rows whose past is in a cache. The result does not depend on how
-rows are split into calls. B counts rows times heads: the heads of a row are adjacent entries of the
-batch. """
+rows are split into calls. B counts rows times heads: a row's heads are adjacent entries."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -21,8 +20,7 @@ from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 
 def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: KeyValueCache,
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
-    """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v to the
-    cache."""
+    """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
     bias, index_BNL = bias_of_row(rel_pos_bias, inputs.longest, cache), inputs.bias_index()
     if index_BNL is not None:
@@ -32,10 +30,8 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
 
 
 def bias_of_row(rel_pos_bias: RelPosBias, length: int, cache: KeyValueCache) -> Tensor:
-    """The position bias at key position minus query position: 1 - length, ..., 0. It is kept in the
-    cache."""
-    # A graph computes it each time: it may not depend on how long rows were before. A gradient
-    # needs a new one too.
+    """`RelPosBias.before`, which is kept in the cache."""
+    # A gradient needs a new one, and so does a graph, which may not depend on how long rows were.
     if cache.bias_L is None or torch.compiler.is_exporting() or torch.is_grad_enabled() or len(cache.bias_L) < length:
         cache.bias_L = rel_pos_bias.before(cache.k_BL.shape[1])
     require(torch.compiler.is_exporting() or length <= len(cache.bias_L), "row longer than the position table",
@@ -52,8 +48,7 @@ def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: Mod
 
 def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: RelPosBias | None) -> Cache:
     """The cache of `n_rows` rows that have no token yet: `KeyValueCache`, or with chunks
-    `ChunkState`. It has the dtype and device of `weight`, but sums, gates and biases are in float32
-    at least."""
+    `ChunkState`, of `weight`'s device and dtype; sums, gates and biases in float32 at least."""
     n, s, e, c = n_rows * config.n_heads, config.qk_width, config.v_width, config.chunk_size
     if c is None:
         return KeyValueCache(weight.new_zeros(n, 0, s), weight.new_zeros(n, 0, e), config.n_heads)
@@ -71,8 +66,7 @@ def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: 
 
 def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   gate_BN: Tensor | None) -> Tensor:
-    """`extend_chunks` by one token per row. Chunks that are full now are closed; in a graph the
-    caller does that."""
+    """`extend_chunks` by one token per row. In a graph the caller closes chunks that are full."""
     # Add the token to the open chunk, in place.
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
@@ -117,8 +111,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     n_slots = max(-(-n_filled // c), 1) * c
 
     to_slots = partial(in_slots, slot_BN=slot_BN, n_slots=n_slots, chunk_size=c)
-    # Tokens of the open chunk get id 0 if they are of the row's current document; earlier ones
-    # count as padding.
+    # Tokens of the open chunk that are not of the row's current document count as padding.
     slot_C, open_start_B = torch.arange(c, device=v_BNE.device), inputs.seq_lens_B - offset_B
     first_B = inputs.start_B - open_start_B
     open_ids_BC = torch.where((slot_C < offset_B[:, None]) & (slot_C >= first_B[:, None]), 0, -1)
@@ -132,8 +125,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     if config.chunk_parts != "global":
         q_quad, k_quad, v, ids = to_slots(q_quad_BNS), k_quad_BGCS, v_BGCE, segment_ids_BGC
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
-            # Prepend the chunk before the open one, for its keys and values; its own output is
-            # dropped.
+            # The chunk before the open one gives keys and values; its own output is dropped.
             before_BC = (slot_C - c >= first_B[:, None]) & (open_start_B[:, None] >= c)
             q_quad = F.pad(q_quad, [0, 0, 0, 0, 1, 0])
             k_quad = torch.cat([cache.k_before_BCS[:, None], k_quad], dim=1)
@@ -146,8 +138,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         if cache.k_before_BCS is not None:
             cache.k_before_BCS, cache.v_before_BCE = k_quad[rows, n_closed_B], v[rows, n_closed_B]
 
-    # The linear half, which moves the state on; then the chunk that is open now becomes the
-    # cache's.
+    # The linear half moves the state on. Then the chunk that is open now becomes the cache's.
     gate_BGC = None if gate_BN is None else to_slots(gate_BN, cache.gate_BC)
     lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, inputs, config.chunk_pooling,
                              gate_BGC)
@@ -162,10 +153,8 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
 
 def in_slots(new_BN: Tensor, open_BC: Tensor | None = None, fill: int = 0, *, slot_BN: Tensor, n_slots: int,
              chunk_size: int) -> Tensor:
-    """The tokens of the open chunk, then the new ones, as chunks: `[B, G, C, ...]`; `fill` where
-    there are none.
-
-    new_BN: `[B, N, ...]`. open_BC: `[B, C, ...]`, or None. slot_BN: the slot of each new token, of
+    """The tokens of the open chunk, `[B, C, ...]`, then the new ones, `[B, N, ...]`, as chunks:
+    `[B, G, C, ...]`; `fill` where there are none. slot_BN: the slot of each new token, of
     `n_slots`; -1 for padding, which goes to an extra first slot that is cut off."""
     all_BT = new_BN.new_full((new_BN.shape[0], n_slots + 1, *new_BN.shape[2:]), fill)
     if open_BC is not None:

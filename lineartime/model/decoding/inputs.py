@@ -1,5 +1,4 @@
-"""The positions and documents of the next tokens of rows, which may differ in length: computed once
-for all layers."""
+"""Positions and documents of the next tokens of rows, which may differ in length."""
 
 import dataclasses
 import itertools
@@ -8,12 +7,12 @@ import torch
 from torch import Tensor
 
 from lineartime.config import ModelConfig
+from lineartime.model.document_grid import in_order
 
 
 @dataclasses.dataclass
 class DecodeInputs:
-    """Positions and documents of the next N tokens of each row: computed once per call, read by
-    every layer."""
+    """The next N tokens of each row: made once per call, read by every layer."""
 
     seq_lens_B: Tensor
     """Tokens of each row so far, without the new ones."""
@@ -38,15 +37,13 @@ class DecodeInputs:
         self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
         """Start position of each token's document."""
         self.document_BN = begins_BN.cumsum(1)
-        """0 for the row's current document, then 1, 2, ...; for padding that of the row's last
-        token."""
+        """0 for the row's current document, then 1, 2, ...; for padding as for the last token."""
         self.segment_ids_BN = torch.where(self.valid_BN, self.document_BN, -1)
         """The same; -1 for padding."""
         self.longest = self.window or 0
         """Tokens of the longest row, with the new ones; with a window the window."""
         self.any_begins, self.one_document = True, False
-        """Whether a new token may start a document; whether all tokens of each row are known to be
-        one document."""
+        """Whether a new token may start a document; whether each row is known to be one."""
         self.single_token = begins_BN.shape[1] == 1
         """Whether every row has exactly one new token, the common case of decoding."""
         self.common_position: int | None = None
@@ -61,14 +58,15 @@ class DecodeInputs:
             self.single_token = len(index_N) == 1 and min(self.n_new) == 1
             if len({*self.lengths}) == 1 and min(self.n_new) == len(index_N):
                 self.common_position = self.lengths[0]
+        # What follows is computed when the first layer asks for it.
         self.folded: DecodeInputs | None = None
-        self.visible_BNL: Tensor | None = None  # this and what follows is computed once for all layers
+        self.visible_BNL: Tensor | None = None
         self.index_BNL: Tensor | None = None
         self.cuts: dict[tuple[int, ...], Cut] = {}
         self.token_positions: dict[torch.dtype, TokenPosition] = {}
 
     def for_heads(self, n_heads: int) -> "DecodeInputs":
-        """The same inputs with every row repeated `n_heads` times; computed once for all layers."""
+        """The same inputs with every row repeated `n_heads` times."""
         if n_heads == 1:
             return self
         if self.folded is None:
@@ -78,10 +76,9 @@ class DecodeInputs:
         return self.folded
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
-        """Where to cut each row's new tokens, so that whole chunks can be computed together. If any
-        row adds to an open chunk, each row is cut behind what fills its own. Otherwise it is cut
-        behind its whole chunks, which may be all new tokens. Empty if no row fills a chunk other
-        than the open one."""
+        """Where to cut each row's new tokens, so that whole chunks can be computed together: behind
+        what fills its open chunk, if any row adds to one, else behind its whole chunks, which may
+        be all new tokens. Empty if no row fills a chunk other than the open one."""
         # The quick way out of every step of decoding, and of a graph, which knows no lengths.
         if not self.lengths or self.begins_BN.shape[1] < chunk_size:
             return ()
@@ -91,7 +88,7 @@ class DecodeInputs:
         return (before if any(before) else whole) if any(whole) else ()
 
     def cut(self, first: tuple[int, ...]) -> "Cut":
-        """The new tokens of each row in two parts; computed once for all layers."""
+        """The new tokens in two parts: the first so many of each row, and the others."""
         if first not in self.cuts:
             self.cuts[first] = Cut(self, first)
         return self.cuts[first]
@@ -103,16 +100,15 @@ class DecodeInputs:
         return torch.where(self.valid_BN.view(*self.valid_BN.shape, *[1] * (x_BN.dim() - 2)), x_BN, 0.0)
 
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
-        """The row's new tokens split by document: start, stop, and whether a document begins at the
-        start."""
+        """The row's new tokens by document: start, stop, and whether it begins at the start."""
         n_new = int(self.n_new_B[row])
         starts = [n for n in self.begins_BN[row, :n_new].nonzero().flatten().tolist() if n]
         bounds = [0, *starts, n_new]
         return [(a, b, bool(self.begins_BN[row, a])) for a, b in itertools.pairwise(bounds) if b > a]
 
     def visible(self) -> Tensor | None:
-        """True where a query may see the key at position l: of its document, and not later. `[B or
-        1, N, L]`, L = `longest`; None where every key is visible."""
+        """True where a query may see the key at position l, which is of its document and not later:
+        `[B or 1, N, L]`, L = `longest`; None where every key is visible."""
         if self.common_position is not None and self.one_document and self.single_token:
             return None
         if self.visible_BNL is None:
@@ -123,8 +119,7 @@ class DecodeInputs:
         return self.visible_BNL
 
     def bias_index(self) -> Tensor | None:
-        """Where in `KeyValueCache.bias` that of each offset is; None where all rows have one query
-        at one position."""
+        """Where in `KeyValueCache.bias_L` each offset is; None for one query at one position."""
         if self.common_position is not None and self.single_token:
             return None
         if self.index_BNL is None:
@@ -145,50 +140,45 @@ class DecodeInputs:
         return (self.seq_lens_B % chunk_size + self.n_new_B) // chunk_size
 
     def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
-        """`TokenPosition` of each row's only new token; computed once for all layers. dtype: that
-        of `kv_BSE`."""
+        """`TokenPosition` of each row's only new token. dtype: that of `kv_BSE`."""
         if dtype not in self.token_positions:
             self.token_positions[dtype] = TokenPosition(self, config, dtype)
         return self.token_positions[dtype]
 
 
 class Cut:
-    """The next tokens of rows in two parts: the first so many of each row, and the others."""
+    """The next tokens of rows in two parts, with the `inputs` of each, see `DecodeInputs.cut`."""
 
     def __init__(self, inputs: DecodeInputs, first: tuple[int, ...]):
         device, n_tokens = inputs.begins_BN.device, inputs.begins_BN.shape[1]
-        self.row_B1 = torch.arange(len(first), device=device)[:, None]
-        self.n_first = max(first)
-        n_others = max(1, *(n_new - n for n, n_new in zip(first, inputs.n_new, strict=True)))
         first_B1, index_N = torch.tensor(first, device=device)[:, None], torch.arange(n_tokens, device=device)
-        # Row b's tokens first[b], first[b] + 1, ... move to the front of the second part.
-        self.others_BN = (first_B1 + index_N[:n_others]).clamp(max=n_tokens - 1)
-        """Which of the new tokens are the second part's; any in the place of its padding."""
-        joined_BN = torch.where(index_N < first_B1, index_N, index_N + self.n_first - first_B1)
-        self.joined_BN = joined_BN.clamp(max=self.n_first + n_others - 1)
-        """Where each token is when the second part follows the first."""
+        n_first, n_others = max(first), max(1, *(n_new - n for n, n_new in zip(first, inputs.n_new, strict=True)))
+        # Row b's tokens first[b], first[b] + 1, ... are the second part, whose padding has any.
+        self.orders = (index_N[:n_first].expand(len(first), -1),
+                       (first_B1 + index_N[:n_others]).clamp(max=n_tokens - 1))
+        # Where each token is when the second part follows the first.
+        joined_BN = torch.where(index_N < first_B1, index_N, index_N + n_first - first_B1)
+        self.joined_BN = joined_BN.clamp(max=n_first + n_others - 1)
         # The second part begins in the document of the first part's last token.
-        first_B, begins_BN = first_B1[:, 0], inputs.begins_BN
+        first_B, (begins_BN, others_begin_BN) = first_B1[:, 0], self.split(inputs.begins_BN)
         last_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]
         self.inputs = (
-            DecodeInputs(inputs.seq_lens_B, inputs.start_B, first_B, begins_BN[:, : self.n_first]),
+            DecodeInputs(inputs.seq_lens_B, inputs.start_B, first_B, begins_BN),
             DecodeInputs(inputs.seq_lens_B + first_B, torch.where(first_B > 0, last_B, inputs.start_B),
-                         inputs.n_new_B - first_B, begins_BN[self.row_B1, self.others_BN]))
-        """Of both parts."""
+                         inputs.n_new_B - first_B, others_begin_BN))
 
     def split(self, x_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Both parts of a tensor `[B, N, ...]`."""
-        return x_BN[:, : self.n_first], x_BN[self.row_B1, self.others_BN]
+        return in_order(x_BN, self.orders[0]), in_order(x_BN, self.orders[1])
 
     def join(self, first_BN: Tensor, others_BN: Tensor) -> Tensor:
         """The inverse of `split`."""
-        return torch.cat([first_BN, others_BN], dim=1)[self.row_B1, self.joined_BN]
+        return in_order(torch.cat([first_BN, others_BN], dim=1), self.joined_BN)
 
 
 class TokenPosition:
-    """The position of one new token per row in its chunk. If all rows are at the same position,
-    only the filled part of the open chunk is read; otherwise the whole chunk is read, with a
-    mask."""
+    """The position of one new token per row in its chunk. If it is the same in all rows, only the
+    filled part of the open chunk is read; otherwise the whole chunk, with a mask."""
 
     def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
         assert config.chunk_size is not None
@@ -197,15 +187,12 @@ class TokenPosition:
         # Where the token is: at which slot of its chunk, and how far its document reaches back.
         offset_B = position_B % c
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
-        """Slot of the token in the open chunk, and of its document's first token: below 0 in an
-        earlier chunk."""
+        """Slots of the token and of its document's first: below 0 in an earlier chunk."""
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
         each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
-        """Factor of the linear half: 0 if the document has no closed chunk, whatever the value of
-        `kv_BSE`."""
-        # What it sees: of the chunk before (with overlap) and of its own, the tokens of its
-        # document up to itself.
+        """Factor of the linear half: 0 if the document has no closed chunk."""
+        # It sees its document up to itself, in its own chunk and with overlap in the one before.
         distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
         of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
         self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
