@@ -1,4 +1,5 @@
-"""What measures: speed and memory, the paper's tables and figures, recall. It imports lineartime, never the reverse.
+"""What measures: speed and memory, the paper's tables and figures, recall. It imports lineartime,
+never the reverse.
 
 `python -m benchmarks VERB` runs from a checkout; README.md here lists what each verb makes."""
 

@@ -12,14 +12,15 @@ from lineartime.base.files import read_json_lines
 
 
 def rows_in(path: Path, parse: Callable[[Any], dict[str, Any]] = dict, what: str = "a row") -> list[dict[str, Any]]:
-    """The rows of a file, oldest first; none where there is no file. A last line that was cut off is left out. Raises
-    DataError for a file of something else. parse, what: as in `read_json_lines`."""
+    """The rows of a file, oldest first; none where there is no file. A last line that was cut off
+    is left out. Raises DataError for another file. parse, what: as in
+    `read_json_lines`."""
     return read_json_lines(path, parse, what) if path.exists() else []
 
 
 def append_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append rows to a file, one line each, and flush it to the disk. An incomplete last line is removed first. Raises
-    ResourceError."""
+    """Append rows to a file, one line each, and flush it to the disk. An incomplete last line is
+    removed first. Raises ResourceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:

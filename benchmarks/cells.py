@@ -1,4 +1,4 @@
-"""Named calls and shapes of models, from `cells.toml`, and how a call is made in a process of its own."""
+"""Named calls and shapes of models, from `cells.toml`, and calls in a process of their own."""
 
 import ctypes
 import os
@@ -27,8 +27,8 @@ TOLD_EVERY_S = 30.0
 
 
 def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
-    """The calls of lists or of tables (what stands before the slash in a call's name), in order. Raises UsageError for
-    an unknown name."""
+    """The calls of lists or of tables (what stands before the slash in a call's name), in order.
+    Raises UsageError for an unknown name."""
     known = {name: dict(calls) for name, calls in LISTS.items()}
     for call, words in (each for calls in LISTS.values() for each in calls.items()):
         known.setdefault(call.partition("/")[0], {})[call] = words
@@ -39,7 +39,8 @@ def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
 
 def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | None = None,
                   settings: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A preset in a shape, then with settings. A field that only some models have, such as heads, is given to those."""
+    """A preset in a shape, then with settings. A field that only some models have, such as heads,
+    is given to those."""
     plain, shape = model_config(preset, task), shape or {}
     fields = {name: value for name, value in shape.items() if not isinstance(value, dict)}
     fields |= shape.get("gau" if plain.ffn == "gau" else "pairs", {})
@@ -51,7 +52,7 @@ def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | No
 
 
 def measure_call(name: str, arguments: Sequence[str], rows: Path) -> int:
-    """Make a call of `python -m benchmarks`, whose rows are written together or not at all; its exit code."""
+    """Make a call of `python -m benchmarks`, with all of its rows or none; its exit code."""
     aside = rows.with_name(f".{rows.name}.call")
     aside.unlink(missing_ok=True)
     code = run([*BENCHMARKS, *arguments, "--json", str(aside)])
@@ -62,9 +63,11 @@ def measure_call(name: str, arguments: Sequence[str], rows: Path) -> int:
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """Ask Linux to send this process a signal when its parent ends, so that it does not go on holding a run's lock.
+    """Ask Linux to send this process a signal when its parent ends, so that it does not go on
+    holding a run's lock.
 
-    parent: the process id of the parent, which may have ended before this call; then this process ends too."""
+    parent: the process id of the parent, which may have ended already; then this process ends
+    too."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would take it and be gone after exec
     if sys.platform == "linux":
@@ -76,12 +79,12 @@ def end_with_parent(parent: int, number: int) -> None:
 def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
         stop: Callable[[], bool] = lambda: False, tell: Callable[[str], object] = lambda _: None,
         threads: int | None = None) -> int:
-    """Run a command of this checkout in a session of its own; its exit code. It ends with this process too, however
-    that ends.
+    """Run a command of this checkout in a session of its own; its exit code. It ends with this
+    process too, however that ends.
 
-    log: gets its output, in place of the terminal. save_s: seconds that it may take to save when this process ends; 0:
-    it is killed. stop: whether to ask it to save and end now; it then has all the time it needs. tell: gets the last
-    line of the log twice a minute. threads: of OpenMP."""
+    log: gets its output, in place of the terminal. save_s: seconds that it may take to save when
+    this process ends; 0: it is killed. stop: whether to ask it to save and end now; it then has all
+    the time it needs. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                  "PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     dies_with = partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL)

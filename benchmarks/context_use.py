@@ -30,14 +30,16 @@ TOKENS_AT_ONCE = 1 << 15
 @torch.inference_mode()
 def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Sequence[int], *,
                         document_tokens: int | None = None, precision: str = "float32") -> Row:
-    """Losses in nats per token of the same tokens of a split at each context, see `losses_and_gains`: of those with
-    half of the longest context ("after") before them in their document; the end-of-document token counts as one.
+    """Losses in nats per token of the same tokens of a split at each context, see
+    `losses_and_gains`: of those with half of the longest context ("after") before them in their
+    document; the end-of-document token counts as one.
 
-    contexts: rising. At context L a token sees the last L / 2 + 1 to L tokens of its document, because rows overlap by
-    half and only their second half is scored. document_tokens: only the first so many tokens of each document are read,
-    at least the longest context. For a model with chunks give contexts whose half is whole chunks, or a token's chunk
-    starts elsewhere at another context; nothing checks it. Raises UsageError for wrong contexts or a model that is not
-    causal, DataError if no document is long enough, NumericsError for a loss that is not finite."""
+    contexts: rising. At context L a token sees the last L / 2 + 1 to L tokens of its document,
+    because rows overlap by half and only their second half is scored. document_tokens: only the
+    first so many tokens of each document are read, at least the longest context. For a model with
+    chunks give contexts whose half is whole chunks, or a token's chunk starts elsewhere at another
+    context; nothing checks it. Raises UsageError for wrong contexts or a model that is not causal,
+    DataError if no document is long enough, NumericsError for a loss that is not finite."""
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
@@ -64,8 +66,9 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
 
 
 def losses_and_gains(documents: Sequence[int], n_D: np.ndarray, nll_DL: np.ndarray) -> Row:
-    """"losses" over all scored tokens at each context, "gains" over the shortest, and their standard errors, which are
-    clustered by document, None for a single one; and each document's own losses. n_D: scored tokens; nll_DL: sums.
+    """"losses" over all scored tokens at each context, "gains" over the shortest, and their
+    standard errors, which are clustered by document, None for a single one; and each document's own
+    losses. n_D: scored tokens; nll_DL: sums.
 
     With D_i the gain summed over the n_i tokens of document i, of m documents, the error is
     sqrt(m / (m - 1) sum (D_i - gain n_i)^2) / sum n_i."""
@@ -92,8 +95,8 @@ def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: i
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
-    """Rows (start, begin, stop) that score each target from `first` on once. A row reads the tokens from `start`, and
-    its targets [begin, stop), at most half of `context`, are scored."""
+    """Rows (start, begin, stop) that score each target from `first` on once. A row reads the tokens
+    from `start`, and its targets [begin, stop), at most half of `context`, are scored."""
     half = context // 2
     for begin in range(first, n_tokens, half):
         yield begin + half - context, begin, min(begin + half, n_tokens)

@@ -23,7 +23,8 @@ from lineartime.weights.generation.generate import decode_step
 from lineartime.weights.generation.step import DecodeStep
 
 BLOCK_TOKENS = 256
-"""Tokens of a timed block where a model has no chunks; else whole chunks, as closing one is part of the price."""
+"""Tokens of a timed block where a model has no chunks; else whole chunks: closing one has a
+price."""
 PEER_TOKENS = 32
 """The same of a peer, which closes no chunks."""
 FEW = 8
@@ -39,12 +40,14 @@ def whole_chunks(config: ModelConfig) -> int:
 def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int], setup: Setup, *, batch_size: int = 1,
                      precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768,
                      compiled: bool = False) -> list[Row]:
-    """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per model, type, context.
+    """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per
+    model, type, context.
 
-    Blocks of greedy tokens are timed, `setup.repeats` of each case, all in turns: whole chunks, so that each block
-    closes as many as a long text does per token. Weights are random, and the state is filled with random numbers: the
-    time does not depend on what they are. quadratic_up_to: models whose state grows are not measured beyond it.
-    compiled: each step is one graph of `torch.compile`, on a GPU a CUDA graph."""
+    Blocks of greedy tokens are timed, `setup.repeats` of each case, all in turns: whole chunks, so
+    that each block closes as many as a long text does per token. Weights are random, and the state
+    is filled with random numbers: the time does not depend on what they are. quadratic_up_to:
+    models whose state grows are not measured beyond it. compiled: each step is one graph of
+    `torch.compile`, on a GPU a CUDA graph."""
     measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
     cases, variant = [], "compiled" if compiled else "eager"
     for label, config in configs.items():
@@ -68,7 +71,8 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
 
 def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int,
                    compiled: bool, place: Row) -> Generator[Row, Row, None]:
-    """The job of a case: makes the state, then decodes a block whenever it is asked, or a few tokens without timing."""
+    """The job of a case: makes the state, then decodes a block whenever it is asked, or a few
+    tokens without timing."""
     on, settings = measure.set_up(**place)
     model = peers.build(peers.parse_label(label), ModelConfig(**config)).to(on).eval()
     model.to(getattr(torch, precision))
@@ -83,8 +87,8 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
     ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
     while True:
         order = yield answer
-        # A token of another state comes before, so that the weights are where they are while a text is decoded,
-        # whatever the cases before have done to the processor's memory.
+        # A token of another state comes before, so that the weights are where they are while a text
+        # is decoded, whatever the cases before have done to the processor's memory.
         other(ids_B)
         measure.wait(on)
         marks = [measure.mark(on)]
@@ -107,7 +111,8 @@ Step = Callable[[Tensor], Tensor]
 
 
 def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, compiled: bool) -> tuple[Step, Step]:
-    """Steps of a model of ours after `n_tokens` tokens, with room for `n_new`, and steps of another, empty state."""
+    """Steps of a model of ours after `n_tokens` tokens, with room for `n_new`, and steps of
+    another, empty state."""
     model.check_length(n_tokens + n_new)
     state = filled_state(model, n_tokens, batch_size, n_tokens + n_new)
     step = compiled_step(model, state, n_tokens + n_new) if compiled else lambda ids_B: decode_step(model, ids_B, state)
@@ -115,7 +120,7 @@ def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, 
 
 
 def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step:
-    """The step as one graph, whose tensors stay where they are: the new state is copied into the old one."""
+    """The step as one graph, whose tensors stay in place: the new state is copied into them."""
     graph = DecodeStep(model, room if any(cache.growing for cache in state.caches) else None)
     run, tensors = torch.compile(graph, mode="reduce-overhead"), graph.to_tensors(state)
 
@@ -131,7 +136,8 @@ def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step
 
 @torch.inference_mode()
 def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device) -> tuple[Step, Step, Row]:
-    """The same of a peer, whose cache has one row that was read, again and again; and what its row says of it."""
+    """The same of a peer, whose cache has one row that was read, again and again; and what its row
+    says of it."""
     _, cache = model.extend(torch.randint(model.head.out_features, (1, n_tokens), device=device))
     cache.reorder_cache(torch.zeros(batch_size, dtype=torch.long, device=device))
     kept = [each for each in tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(each, Tensor)]
@@ -142,7 +148,8 @@ def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device
 
 @torch.inference_mode()
 def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int) -> DecodingState:
-    """A state of the shape and type that `n_tokens` tokens in each row leave, with random numbers in it."""
+    """A state of the shape and type that `n_tokens` tokens in each row leave, with random
+    numbers."""
     state, c = model.decoding_state(batch_size), model.config.chunk_size or 1
     state.reserve(room)
     state.seq_lens_B.fill_(n_tokens)

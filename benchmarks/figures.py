@@ -1,5 +1,5 @@
-"""All pictures: speed and memory by context, the figures of the paper, and curves of recall. A picture is panels of
-lines beside each other, with one legend below; it is drawn as PNG."""
+"""All pictures: speed and memory by context, the figures of the paper, and curves of recall. A
+picture is panels of lines beside each other, with one legend below; it is drawn as PNG."""
 
 import hashlib
 import itertools
@@ -38,7 +38,8 @@ DOTTED: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "lin
 
 @dataclass(frozen=True)
 class Line:
-    """Points from left to right: place and height, and perhaps the least and the most that the height may be."""
+    """Points from left to right: place and height, and perhaps the least and the most that the
+    height may be."""
 
     name: str
     """In the legend, if there is one."""
@@ -66,14 +67,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels under a caption, which says all that the alternative text of the picture has to say."""
+    """Panels under a caption, which is also the alternative text."""
 
     caption: str
     panels: tuple[Panel, ...]
 
 
 def digest(picture: Picture) -> str:
-    """A hash of all that a picture is drawn from; the file carries it, so that one of older rows is found out."""
+    """A hash of all that a picture is drawn from; a file of older rows is found out by it."""
     # The pictures in the repository were drawn when a panel also had `dots`, after its lines.
     text = json.dumps(asdict(picture)).replace(', "x_scale"', ', "dots": [], "x_scale"')
     return hashlib.sha256(text.encode()).hexdigest()
@@ -104,7 +105,7 @@ def figure_of(picture: Picture) -> Figure:
 
 
 def finish_figure(figure: Figure, caption: str) -> None:
-    """Put the caption above the panels, and one legend for all of them below, for which the figure grows."""
+    """Put the caption above the panels, and below one legend, for which the figure grows."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -133,7 +134,7 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
 
 
 def scale_axes(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
-    """Scales of a panel and what is written along its axes. Logarithmic heights are those of all panels."""
+    """Scales of a panel and what is written along its axes. Logarithmic heights are of all."""
     if panel.contexts:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(NullLocator())
@@ -153,8 +154,8 @@ def scale_axes(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
 
 
 def speed_pictures(table: pd.DataFrame) -> dict[str, Picture]:
-    """The pictures of a table of whole models by file name, of time and of memory; none without two contexts to
-    join."""
+    """The pictures of a table of whole models by file name, of time and of memory; none without two
+    contexts to join."""
     first = table.iloc[0]
     machine = "cpu" if first["device"] == "cpu" else re.sub(r"\W+", "-", first["hardware"].lower()).strip("-")
     parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
@@ -200,7 +201,8 @@ def figures_of(results: Results) -> dict[str, Picture]:
 
 
 def line(name: str, names: Iterable[str], heights: pd.DataFrame) -> Line:
-    """A line of a panel. heights: by place: height, least and most. names: of all lines in a picture, for colours."""
+    """A line of a panel. heights: by place: height, least and most. names: of all lines in a
+    picture, for colours."""
     ordered = sorted(names, key=lambda each: each not in IN_FRONT)
     style = {"color": COLOURS[ordered.index(name) % len(COLOURS)]}
     return Line(name, tuple(heights.astype(float).itertuples(name=None)),
@@ -214,12 +216,13 @@ def lines(names: Iterable[str], heights: pd.DataFrame) -> tuple[Line, ...]:
 
 
 def cost_panels(results: Results) -> list[Panel]:
-    """Figures 5 to 8: the time of a step by context, then a panel for each context: quality, which is minus the
-    held-out loss, against steps x time. The dashed line is the best of the reference's mean curve.
+    """Figures 5 to 8: the time of a step by context, then a panel for each context: quality, which
+    is minus the held-out loss, against steps x time. The dashed line is the best of the reference's
+    mean curve.
 
-    Only cells that were both trained and timed are in it. The first third of a curve, where quality rises steeply,
-    is left out, but nothing after the last point before the dashed line. Costs ten times apart are on a logarithmic
-    scale."""
+    Only cells that were both trained and timed are in it. The first third of a curve, where quality
+    rises steeply, is left out, but nothing after the last point before the dashed line. Costs ten
+    times apart are on a logarithmic scale."""
     known, panels = costs(results), latency_panels(results)
     unit_s, units = (60.0, "minutes") if (known.seconds * known.steps).max() < 7200 else (3600.0, "hours")
     for column in own_columns(results):
@@ -245,7 +248,8 @@ def cost_panels(results: Results) -> list[Panel]:
 
 
 def latency_panels(results: Results) -> list[Panel]:
-    """Time against the context, with quartiles: per token, or where columns differ in more than the context, of a step.
+    """Time against the context, with quartiles: per token, or where columns differ in more than the
+    context, of a step.
 
     Nothing without two contexts to join."""
     of_step, steps = results.table.kind == "step", results.steps
@@ -298,7 +302,7 @@ def speedup_panels(results: Results) -> list[Panel]:
 
 
 def own_columns(results: Results) -> list[str]:
-    """The columns that the scale runs itself, without those that only runs of other tables have filled."""
+    """The columns that the scale runs itself, without those of other tables' runs."""
     planned = {column for _, column in results.table.cells[results.scale.name]}
     return [column for column in results.columns if column in planned]
 
@@ -319,7 +323,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
 
 
 def recall_picture(rows: Sequence[Row], task: str) -> Picture:
-    """Accuracy by number of facts, by length, and by step, each model's mean over its seeds with the range."""
+    """Accuracy by number of facts, by length, and by step, each model's mean and range."""
     (what, n_values), (lengths, n_facts) = ABOUT[task], sizes(rows, task)
     models = learned(rows, task)
     if len(models) > len(COLOURS):
@@ -330,7 +334,8 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
         by_number.append(Line(name, spread_points({n: accuracies(runs, lengths[0], n) for n in n_facts}), style))
         by_length.append(Line(name, spread_points({length: accuracies(runs, length) for length in lengths}), style))
         by_step.append(Line(name, tuple((step, right) for step, _, right in runs[0]["curve"]), style))
-    # A model that would know a row's values but not their keys. It is drawn on top, as models often end there.
+    # A model that would know a row's values but not their keys. It is on top: models often end
+    # there.
     known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
     mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]
     by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))

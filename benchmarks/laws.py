@@ -1,8 +1,9 @@
-"""Laws that a decoder must keep for packing, padding, caches and beams to be right, asked of any class of transformers.
+"""Laws that a decoder must keep for packing, padding, caches and beams to be right, asked of any
+class of transformers.
 
-A model is tiny and random, with weights so large that its state matters. A law compares two ways to the same numbers.
-It also returns how far off they would be without what the law is about (the mask, the cache): if that is nothing, the
-model would keep the law whatever it does, so it is not tried."""
+A model is tiny and random, with weights so large that its state matters. A law compares two ways to
+the same numbers. It also returns how far off they would be without what the law is about (the mask,
+the cache): if that is nothing, any model would keep the law, so it is not tried."""
 
 import copy
 import dataclasses
@@ -33,7 +34,7 @@ from lineartime.hf import LineartimeConfig
 SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("laws.toml").read_text(encoding="utf-8"))
 CLASSES: dict[str, dict[str, Any]] = SIZES["classes"]
 LIMIT = 1e-3
-"""The largest difference of a law that holds, in root mean squares of what is right. Parts of some use float32."""
+"""The largest difference of a law that holds, in root mean squares. Parts of some use float32."""
 MATTERS = 30 * LIMIT
 """What the state or the mask must change at least for a law to say something."""
 HOLDS, BROKEN, REFUSED, UNTRIED = "holds", "broken", "refused", "not tried"
@@ -59,8 +60,9 @@ def gap(got: Tensor, right: Tensor) -> float:
 
 def forward(model: Any, ids_BT: Tensor, cache: Any = None, mask: Tensor | None = None, *, keep: bool = False,
             **more: Any) -> tuple[Tensor, Any]:
-    """The logits, and the cache if it is kept, by the names that the class has for them. It is called as `generate`
-    calls it: with positions if it takes any, and if it takes none with a mask for the prompt alone."""
+    """The logits, and the cache if it is kept, by the names that the class has for them. It is
+    called as `generate` calls it: with positions if it takes any, and if it takes none with a mask
+    for the prompt alone."""
     taken = inspect.signature(type(model).forward).parameters
     name = next((name for name in ("past_key_values", "cache_params", "state") if name in taken), "")
     if keep and not name:
@@ -83,7 +85,7 @@ def forward(model: Any, ids_BT: Tensor, cache: Any = None, mask: Tensor | None =
 
 
 def read(model: Any, pieces: Sequence[Tensor], cache: Any = None, n_read: int = 0) -> tuple[Tensor, Any]:
-    """The logits of a text that is read in pieces, and the cache behind it. n_read: tokens in the cache."""
+    """The logits of a text that is read in pieces, and its cache. n_read: tokens in the cache."""
     logits = []
     for ids_BT in pieces:
         n_read += ids_BT.shape[1]
@@ -101,7 +103,8 @@ def in_pieces(model: Any, draw: Draw, size: int) -> tuple[float, float]:
 
 
 def padded(model: Any, draw: Draw, side: str) -> tuple[float, float]:
-    """The shorter of two rows, padded on one side: its prompt, then tokens that are decoded from its own end."""
+    """The shorter of two rows, padded on one side: its prompt, then tokens that are decoded from
+    its own end."""
     n, next_BN = 32, draw(2, 4)
     long, short, padding, valid = draw(1, N), draw(1, n), draw(1, N - n), torch.ones(1, n, dtype=torch.long)
     order = 1 if side == "right" else -1
@@ -196,7 +199,7 @@ def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def saved(model: Any, draw: Draw) -> tuple[float, float]:
-    """A deep copy of the cache, and its tensors written to a file and read into the cache of another prompt."""
+    """A deep copy of the cache, and its tensors written to a file and read into another cache."""
     prompt, other, wrong, question = draw(1, N), draw(1, N), draw(1, 5), draw(1, PIECE)
     right, _ = read(model, [prompt, question])
     (_, cache), (_, loaded) = read(model, [prompt]), read(model, [other])
@@ -231,7 +234,7 @@ LAWS: dict[str, Law] = {
 
 
 def tiny_model(name: str, settings: dict[str, Any]) -> Any:
-    """A model of a class, with random weights. Raises UsageError for a name or settings that there are not."""
+    """A model of a class, with random weights. Raises UsageError for an unknown name or setting."""
     logging.set_verbosity_error()  # no warnings that kernels are not installed
     fields = CLASSES.get(name, {}) | settings
     preset = fields.pop("preset", name)
@@ -255,7 +258,8 @@ def our_config(preset: str, fields: dict[str, Any]) -> Any:
 
 
 def tiny_config(name: str, fields: dict[str, Any]) -> Any:
-    """A tiny configuration of a class of transformers. Raises UsageError for a name or field that does not exist."""
+    """A tiny configuration of a class of transformers. Raises UsageError for a name or field that
+    does not exist."""
     require_name("class", name, [*CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
     kind = CONFIG_MAPPING[name]
     known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
@@ -265,7 +269,8 @@ def tiny_config(name: str, fields: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def enlarge(model: Any) -> None:
-    """Make matrices and convolutions so large that what they give is as large as what they get, or larger."""
+    """Make matrices and convolutions so large that what they give is no smaller than what they
+    get."""
     for weight in model.parameters():
         spread, aim = float(weight.std()) if weight.dim() > 1 else 0.0, 1.5 / weight.shape[-1] ** 0.5
         if 0 < spread < aim:
@@ -292,7 +297,7 @@ def ask(model: Any, law: str) -> Row:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE for the configuration of any class. Raises UsageError for a text without a value."""
+    """NAME=VALUE for any configuration. Raises UsageError without a value."""
     name, _, value = text.partition("=")
     require(bool(name and value), "not a setting", text, "write NAME=VALUE")
     try:

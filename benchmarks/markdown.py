@@ -1,4 +1,5 @@
-"""What all reports share: numbers and words of a table, and the line under it that says where it comes from."""
+"""What all reports share: numbers and words of a table, and the line that says where they come
+from."""
 
 import math
 import re
@@ -42,7 +43,8 @@ def folded(summary: str, body: str) -> str:
 
 
 def source_line(rows: Sequence[Row]) -> str:
-    """Where the numbers come from: machine, commits, versions of torch, and the commands that make such rows today."""
+    """Where the numbers come from: machine, commits, versions of torch, and the commands that make
+    such rows today."""
     commands = unique(map(command_of, rows))
     on_a_line = [" ".join(escaped(command).replace("`", "").split()) for command in commands[:COMMANDS]]
     made_by = ", ".join(f"`{command}`" for command in on_a_line)
@@ -53,7 +55,8 @@ def source_line(rows: Sequence[Row]) -> str:
 
 
 def command_of(row: Row) -> str:
-    """The command that makes such a row today: the verbs that measure were once verbs of `lineartime`, and more."""
+    """The command that makes such a row today: the verbs that measure were once verbs of
+    `lineartime`, and more."""
     old_verb = r"(-m )?\blineartime (benchmark |(?=recall |reproduce ))"
     if row["command"].endswith(".call"):  # of `run`, whose calls have a file of their own
         return f"python -m benchmarks run {row['cell'].partition('/')[0]}"

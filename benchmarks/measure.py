@@ -1,8 +1,7 @@
 """How everything is measured: side by side, each case in a process of its own.
 
-The cases take turns, many times over, so that a machine that slows down slows all of them. The processor time of a
-process stands beside the time on the clock: on a CPU, other programs disturb it less.
-"""
+The cases take turns, many times over, so that a machine that slows down slows all of them. The
+processor time of a process stands beside the time on the clock: other programs disturb it less."""
 
 import ctypes
 import itertools
@@ -32,12 +31,12 @@ from lineartime.training.runtime import available_bytes, choose_settings, peak_b
 Progress = Callable[[str], None]
 """Is told in a line what is measured next."""
 Job = Callable[..., Generator[Row, Row, None]]
-"""A generator that runs in a process of its own: it yields answers, and each after the first is for an order."""
+"""A generator that runs in a process of its own: each answer after the first is for an order."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How often is measured, on which device, with how many threads, and who is told of progress."""
+    """How often is measured, on which device, with how many threads, who hears of progress."""
 
     repeats: int = 5
     threads: int = 1
@@ -55,25 +54,27 @@ class Case:
     """What is measured in a process of its own, and has a row of its own."""
 
     job: Job
-    """Its first answer has the row's "settings", and its "check" if there is one. An order then says whether a call is
-    "timed", how many calls come before it ("warm"), and whether to give back the memory after it ("release"); the
-    answer has the "times" of all timed calls so far, and what else the row gets."""
+    """Its first answer has the row's "settings", and its "check" if there is one. An order then
+    says whether a call is "timed", how many calls come before it ("warm"), and whether to give back
+    the memory after it ("release"); the answer has the "times" of all timed calls so far, and what
+    else the row gets."""
     arguments: Row
     row: Row
     """The columns that are known before: label, context_tokens, dtype, ..."""
     n_tokens: int
     """Of a timed call."""
     first: Callable[[], Row] = dict
-    """More arguments of the job, made when it is this case's turn to be checked; or {"failed": why}."""
+    """More arguments of the job, made when the case is checked; or {"failed":
+    why}."""
 
 
 def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: int, *,
                  hold: bool | None = None) -> list[Row]:
-    """Check every case, then let those that passed take turns; a row for each, with "failed" and no times where a case
-    did not pass or its process died.
+    """Check every case, then let those that passed take turns; a row for each, with "failed" and no
+    times where a case did not pass or its process died.
 
-    benchmark, warm_up: columns of all rows. hold: whether a process keeps its memory between its turns, and a round
-    that is not timed comes first; by default where there is enough for all."""
+    benchmark, warm_up: columns of all rows. hold: whether a process keeps its memory between its
+    turns, and a round that is not timed comes first; by default where there is enough for all."""
     # All processes import at once, and wait to be asked.
     workers = [Worker(case.job, case.arguments) for case in cases]
     try:
@@ -106,8 +107,8 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
 
 
 def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> Row:
-    """The newest row of a file with these columns; where there is none, it is measured and appended. made: its other
-    columns; it may raise. Raises DataError and ResourceError for the file."""
+    """The newest row of a file with these columns; where there is none, it is measured and
+    appended. made: its other columns; may raise. Raises DataError and ResourceError."""
     for row in reversed(rows_in(path)):
         if key.items() <= row.items():
             return row
@@ -137,7 +138,7 @@ def peak_since(before: int, device: torch.device) -> Row:
 
 
 Times = dict[str, list[float]]
-"""Milliseconds by the name of their clock: "wall_ms", "cpu_ms" of the process and, by its own events, "gpu_ms"."""
+"""Milliseconds by the name of their clock: "wall_ms", "cpu_ms" of the process and "gpu_ms"."""
 
 Mark = tuple[float, float, torch.cuda.Event | None]
 """Milliseconds of the clock and of the processor, and a GPU's event."""
@@ -170,8 +171,8 @@ def add_times(times: Times, marks: Sequence[Mark]) -> None:
 
 
 def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:
-    """A row's columns of time: the spread of each clock; "clock", the one that is compared (the GPU's, else that of the
-    processor); and by it "tokens_per_s". n_tokens: tokens of a call."""
+    """A row's columns of time: the spread of each clock; "clock", the one that is compared (the
+    GPU's, else that of the processor); and by it "tokens_per_s". n_tokens: tokens of a call."""
     clock, found = "gpu" if "gpu_ms" in times else "cpu", {name: spread(each) for name, each in times.items()}
     return found | {"clock": clock, "tokens_per_s": n_tokens * 1e3 / found[f"{clock}_ms"]["median"]}
 
@@ -199,7 +200,8 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
-    """Begin a job in its process: threads, random numbers, settings; the device, and the settings that were chosen."""
+    """Begin a job in its process: threads, random numbers, settings; the device, and the settings
+    that were chosen."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     on = torch.device(device)
@@ -209,7 +211,7 @@ def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
 class Worker:
     """A job, which is a generator, in a process of its own; it goes on when it is told.
 
-    The process starts at once, so that several can import together, and does nothing before `ask`."""
+    The process starts at once, so that several import together, and waits for `ask`."""
 
     def __init__(self, job: Job, arguments: Row):
         spawn = multiprocessing.get_context("spawn")
@@ -220,7 +222,8 @@ class Worker:
         self.failed: Row | None = None
 
     def ask(self, order: Row | None = None) -> Row:
-        """The next answer to an order; {"failed": why} once the process has died. The first order adds arguments."""
+        """The next answer to an order; {"failed": why} after its death. The first order adds
+        arguments."""
         if self.failed is not None:
             return self.failed
         try:
@@ -243,7 +246,7 @@ class Worker:
 
 
 def serve(pipe: Connection, job: Job, arguments: Row) -> None:
-    """In the process of a worker: send what the job yields, each when it is asked for, or why it failed."""
+    """In the process of a worker: send what the job yields, when it is asked, or why it failed."""
     os.dup2(2, 1)  # what a library prints is no result
     try:
         answers = job(**arguments, **pipe.recv())

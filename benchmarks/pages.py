@@ -1,9 +1,9 @@
-"""Pages with places for what was measured, between `<!-- NAMES: begin -->` and `<!-- NAMES: end -->`.
+"""Pages with places for what was measured, between `<!-- NAMES: begin -->` and `<!-- NAMES: end
+-->`.
 
-`speed` has every table of speed, `speed small` a picture and a short table made of the tables of these names; `table
-lm_wiki40b cpu` a table of the paper at a scale, `recall pairs` a task of recall. Places of other reports stay as they
-are.
-"""
+`speed` has every table of speed, `speed small` a picture and a short table made of the tables of
+these names; `table lm_wiki40b cpu` a table of the paper at a scale, `recall pairs` a task of
+recall. Places of other reports stay as they are."""
 
 import os
 import re
@@ -41,8 +41,9 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
 
 
 def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any], drawn: dict[str, Picture]) -> str:
-    """A page's text with its places of a kind filled. drawn: gets the pictures by file name. images: where they will
-    be, for the links to them. Raises as `with_places`, and UsageError for what does not exist."""
+    """A page's text with its places of a kind filled. drawn: gets the pictures by file name.
+    images: where they will be, for the links to them. Raises as `with_places`, and UsageError for
+    what does not exist."""
     folder = Path(os.path.relpath(images, page.parent)).as_posix()
 
     def links(pictures: dict[str, Picture]) -> list[str]:
@@ -54,8 +55,8 @@ def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any], drawn: dic
 
 
 def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
-    """A page's text whose places of a kind hold what is made of the names in their marks. Raises UsageError for a page
-    without a whole place, DataError for one that is no UTF-8, OSError."""
+    """A page's text whose places of a kind hold what is made of the names in their marks. Raises
+    UsageError for a page without a whole place, DataError for one that is no UTF-8, OSError."""
     try:
         text = read_bytes(page).decode()
     except UnicodeDecodeError as e:
@@ -70,7 +71,7 @@ def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
 
 def shown(kind: Kind, rows: Sequence[Any], names: list[str],
           links: Callable[[dict[str, Picture]], list[str]] = lambda pictures: []) -> str:
-    """What a place shows, given the names in its mark. links: makes the Markdown of its pictures by file name."""
+    """What a place shows, given the names in its mark. links: makes Markdown of its pictures."""
     if kind == "laws":
         from benchmarks import laws  # transformers takes seconds to import
 
@@ -91,5 +92,6 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str],
 
 
 def fill_place(page: Path, name: str, made: str) -> None:
-    """Fill a page's place of this name, for scripts that make their own tables. Raises as `with_places`."""
+    """Fill a page's place of this name, for other scripts. Raises as
+    `with_places`."""
     write_atomically(page, with_places(page, name, lambda _: f"{made}\n"))

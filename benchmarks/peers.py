@@ -1,4 +1,4 @@
-"""Who is measured: our models, the paper's unfused attention, and others' models at the size of ours."""
+"""Who is measured: our models, the paper's unfused attention, and others' models of our size."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -58,7 +58,8 @@ class Label:
 
 
 def parse_label(text: str) -> Label:
-    """A model and its variants, with colons. Raises UsageError for an unknown one and for what does not go together."""
+    """A model and its variants, with colons. Raises UsageError for an unknown one and for what does
+    not go together."""
     model, *names = text.split(":")
     require_name("model", model, [*PRESETS, *PACKAGES])
     for name in names:
@@ -84,9 +85,9 @@ def about(name: str) -> Row:
 
 
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
-    """The model, not compiled, with new weights from torch's generator. Raises UsageError for a peer that is not
-    installed or has another size than `config`, and NumericsError for one that is causal where `config` is not, or the
-    reverse."""
+    """The model, not compiled, with new weights from torch's generator. Raises UsageError for a
+    peer that is not installed or has another size than `config`, and NumericsError for one that is
+    causal where `config` is not, or the reverse."""
     if label.model not in PACKAGES:
         model = LanguageModel(config)
         model.activation_checkpointing = "checkpointed" in label.how
@@ -100,7 +101,7 @@ def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
 
 
 def build_peer(name: str, config: ModelConfig, fields: Row) -> "Peer":
-    """A peer with new weights. fields: of its configuration in transformers. Raises as `build` does."""
+    """A peer with new weights. fields: of its configuration. Raises as `build`."""
     package = PACKAGES.get(name, "transformers")
     require(installed_version(package) is not None, "a peer is not installed", name, f"pip install {package}")
     peer = flash_pytorch(config) if name == "flash-pytorch" else of_transformers(name, config, fields)
@@ -109,8 +110,8 @@ def build_peer(name: str, config: ModelConfig, fields: Row) -> "Peer":
 
 
 def flash_pytorch(config: ModelConfig) -> "Peer":
-    """The FLASH of that package with the sizes of ours, the head's matrix tied to the embedding as in ours, and our
-    initial values for matrices."""
+    """The FLASH of that package with the sizes of ours, the head's matrix tied to the embedding as
+    in ours, and our initial values for matrices."""
     from flash_pytorch import FLASHTransformer
 
     body = FLASHTransformer(
@@ -127,11 +128,12 @@ def flash_pytorch(config: ModelConfig) -> "Peer":
 
 
 def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
-    """A model of transformers with the width, vocabulary and number of parameters of `config` and initial values of its
-    own, the head's matrix tied to the embedding. Raises UsageError where the numbers are 3 % apart.
+    """A model of transformers with the width, vocabulary and number of parameters of `config` and
+    initial values of its own, the head's matrix tied to the embedding. Raises UsageError where the
+    numbers are 3 % apart.
 
-    fields: of its configuration; `forgets` among them is the share of its state that a layer forgets with each token at
-    first, in place of what it draws."""
+    fields: of its configuration; `forgets` among them is the share of its state that a layer
+    forgets with each token at first, in place of what it draws."""
     from transformers import AutoConfig, AutoModel
 
     no_tokens = dict.fromkeys(f"{which}_token_id" for which in ("pad", "bos", "eos", "cls", "sep"))
@@ -154,7 +156,8 @@ def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
 
 @torch.no_grad()
 def check_sight(peer: "Peer", config: ModelConfig) -> None:
-    """Raise NumericsError unless a peer's first tokens see later ones exactly where those of `config` do."""
+    """Raise NumericsError unless a peer's first tokens see later ones just as those of `config`
+    do."""
     ids_1T = torch.arange(min(config.context, 300))[None] % config.vocab_size
     half = ids_1T.shape[1] // 2
     other_1T = torch.cat([ids_1T[:, :half], ids_1T[:, half:].flip(1)], 1)
@@ -164,7 +167,7 @@ def check_sight(peer: "Peer", config: ModelConfig) -> None:
 
 
 class Peer(nn.Module):
-    """Another's model, called as ours are: ids to logits, or with targets to losses by the same function."""
+    """Another's model, called as ours are: ids to logits, or with targets to losses."""
 
     body: Any
 
@@ -186,7 +189,7 @@ class Peer(nn.Module):
 
     @torch.inference_mode()
     def extend(self, ids_BT: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Logits after the last of new tokens, `[B, V]`, and the model's own cache, which has them too."""
+        """Logits after the last of new tokens, `[B, V]`, and the model's own cache with them."""
         name = "cache_params" if self.body.config.model_type == "mamba2" else "past_key_values"
         out = self.body(ids_BT, use_cache=True, **{name: cache})
         return self.head(out.last_hidden_state[:, -1]), out[name]
@@ -216,8 +219,8 @@ class Peer(nn.Module):
 
 
 def state_size(model: "LanguageModel | Peer") -> int | None:
-    """Numbers in the matrices through which one row reads what is far back, whatever its length; None where it has no
-    such matrices. The last tokens, which a chunk or a convolution keeps, do not count."""
+    """Numbers in the matrices through which one row reads what is far back, whatever its length;
+    None where it has no such matrices. The last tokens, in a chunk or convolution, do not count."""
     if isinstance(model, LanguageModel):
         caches = model.decoding_state(1).caches if model.config.decodes else []
         matrices = [x for cache in caches for name, x in cache.tensors().items() if name.startswith("kv_")]

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def provenance() -> dict[str, Any]:
-    """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy the machine was."""
+    """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy
+    the machine was."""
     import torch  # here, because a report of rows needs `machine` alone, and no torch
 
     program = Path(sys.argv[0])
@@ -31,8 +32,9 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where its programs differ from it; measured rows and their tables are not
-    counted, for a study writes them. Without git what the environment's LINEARTIME_COMMIT says, or None."""
+    """The checkout's commit, with "+changes" where its programs differ from it; measured rows and
+    their tables are not counted, for a study writes them. Without git what the environment's
+    LINEARTIME_COMMIT says, or None."""
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,8 @@
 """What measured rows say of speed and memory: ratios, times and memory by context, as Markdown.
 
-A table is a data frame with a row for each measurement, in the order of time. A ratio is made of two rows of one run
-(one call of `python -m benchmarks`), which measured them in turn. The newest run that has both counts.
-"""
+A table is a data frame with a row for each measurement, in the order of time. A ratio is made of
+two rows of one run (one call of `python -m benchmarks`), which measured them in turn. The newest
+run that has both counts."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ KIND = ["side", "variant", "dtype"]
 """Columns that tell the lines of a table apart."""
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama", "float32"), ("lfm2", "float32"),
            ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
-"""The lines of the short table: with whom FLASH is compared, in which type. FLASH loses most in float32."""
+"""The lines of the short table: with whom FLASH is compared, in which type."""
 Pictures = Callable[[pd.DataFrame], Sequence[str]]
 """A table's pictures in Markdown."""
 
@@ -49,18 +49,20 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def measurement(row: Row) -> Row:
-    """The columns of a table, from a row as `python -m benchmarks` writes it. Raises KeyError, TypeError, ValueError.
+    """The columns of a table, from a row as `python -m benchmarks` writes it. Raises KeyError,
+    TypeError, ValueError.
 
-    `side` is what is compared with what: the model, "model/unfused" for attention that is not fused, "model/reference"
-    for the PyTorch reference where there are kernels. `ms` (with quartiles) is milliseconds per token by the clock that
-    counts, NaN where the measurement failed. `n_tokens` is of a step; of what else is timed, rows at once."""
+    `side` is what is compared with what: the model, "model/unfused" for attention that is not
+    fused, "model/reference" for the PyTorch reference where there are kernels. `ms` (with
+    quartiles) is milliseconds per token by the clock that counts, NaN where the measurement failed.
+    `n_tokens` is of a step; of what else is timed, rows at once."""
     decoding, failed = row["benchmark"] == "decode", row.get("failed") or ""
     times = dict.fromkeys(("median", "q1", "q3"), math.nan) if failed else row[f"{row['clock']}_ms"]
     n_tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
     if not failed and not 0 < times["q1"] <= times["median"] <= times["q3"]:
         raise ValueError("its quartiles are not times")
     return {
-        # A decoding state may have been made up; then its context is a length, and no text that was read.
+        # A decoding state may have been made up; then no text was read.
         "benchmark": row["benchmark"] + ("-read" if row.get("context") == "read" else ""),
         "name": (row.get("cell") or "").partition("/")[0], "run": row["run"],
         "side": row["model"] + (f"/{row['attention']}" if row.get("attention") in ("unfused", "reference") else ""),
@@ -74,7 +76,8 @@ def measurement(row: Row) -> Row:
 
 
 def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
-    """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and size of FLASH."""
+    """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and
+    size of FLASH."""
     if not rows:
         return []
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
@@ -102,8 +105,9 @@ def dtypes_of(table: pd.DataFrame) -> list[str]:
 
 
 def newest(table: pd.DataFrame) -> pd.DataFrame:
-    """The last measured row of each side, variant, type and context; one that failed only where none went well. Sides
-    are in the order they were measured first, in each its variants and types in theirs, and in those contexts grow."""
+    """The last measured row of each side, variant, type and context; one that failed only where
+    none went well. Sides are in the order they were measured first, in each its variants and types
+    in theirs, and in those contexts grow."""
     table = table.assign(well=table.ms.notna(), n_side=table.groupby("side", sort=False).ngroup(),
                          n_kind=table.groupby(KIND, sort=False).ngroup())
     last = table.sort_values("well", kind="stable").drop_duplicates([*KIND, "context"], keep="last")
@@ -111,18 +115,20 @@ def newest(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(table: pd.DataFrame, rival: str, *, by_type: bool, variant: str | None = None) -> pd.DataFrame:
-    """FLASH and another side at each context (by_type: and in each type), in the newest run that has both: each in its
-    fastest variant, or in the one that is given; without by_type, each in its fastest type.
+    """FLASH and another side at each context (by_type: and in each type), in the newest run that
+    has both: each in its fastest variant, or in the one that is given; without by_type, each in its
+    fastest type.
 
-    Columns of the rival end in "_rival". `value` is the rival's median time over ours; `low` and `high` are a quartile
-    of the rival over our opposite quartile. `unmatched` lists the variants that only our side was measured in, where
-    none is given. A side that failed in every variant is there with its failure, without times."""
+    Columns of the rival end in "_rival". `value` is the rival's median time over ours; `low` and
+    `high` are a quartile of the rival over our opposite quartile. `unmatched` lists the variants
+    that only our side was measured in, where none is given. A side that failed in every variant is
+    there with its failure, without times."""
     keys = ["context", "dtype"] if by_type else ["context"]
     table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
     shown = table if variant is None else table[table.variant == variant]
     fastest, fastest_rival = (shown[shown.side == side].sort_values("ms", kind="stable").drop_duplicates(
         ["n_run", *keys]) for side in (OURS, rival))
-    # Rows of one run stand beside each other; of several runs that have both sides the newest stays.
+    # Rows of one run stand beside each other; of several runs the newest stays.
     both = fastest.merge(fastest_rival, on=["n_run", *keys], suffixes=("", "_rival"))
     both = both.sort_values("n_run").drop_duplicates(keys, keep="last").sort_values("context")
     # What FLASH was measured in and the other was not makes a ratio unfair: it is marked.
@@ -150,9 +156,9 @@ def sources(table: pd.DataFrame) -> list[str]:
 
 
 def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
-    """A picture and a table of a few lines: FLASH's speed over others in training steps, from the tables that have one
-    of the names, alone or with a hyphen behind it, on devices like that of the one with most contexts; the picture has
-    those of its machine."""
+    """A picture and a table of a few lines: FLASH's speed over others in training steps, from the
+    tables that have one of the names, alone or with a hyphen behind it, on devices like that of the
+    one with most contexts; the picture has those of its machine."""
     chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
@@ -184,9 +190,9 @@ def title(table: pd.DataFrame) -> str:
 
 
 def ratio_table(table: pd.DataFrame) -> str:
-    """FLASH's speed over each rival, by context: each side's fastest, then both eager; below 1 in bold. Steps are
-    compared in each type, decoding in each side's fastest. A star marks where FLASH had a variant that the other had
-    not."""
+    """FLASH's speed over each rival, by context: each side's fastest, then both eager; below 1 in
+    bold. Steps are compared in each type, decoding in each side's fastest. A star marks where FLASH
+    had a variant that the other had not."""
     lines = []
     for rival in table.side.unique() if OURS in set(table.side) else ():
         shown: list[list[tuple[int, int]]] = []
@@ -203,8 +209,8 @@ def ratio_table(table: pd.DataFrame) -> str:
 
 
 def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[tuple[list[str], list[Row]]]) -> str:
-    """Ratios as a table, with a note of the variants that only FLASH was measured in: of each line its words, and rows
-    of `compare`."""
+    """Ratios as a table, with a note of the variants that only FLASH was measured in: of each line
+    its words, and rows of `compare`."""
     texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
     note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
@@ -212,7 +218,7 @@ def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[t
 
 
 def ratio_text(pair: Row) -> str:
-    """A ratio and its quartiles; below 1 in bold. A star marks a variant that only FLASH was measured in."""
+    """A ratio and its quartiles; below 1 in bold. A star marks a variant of FLASH alone."""
     star = "\\*" * bool(pair["unmatched"])
     if math.isnan(pair["value"]):
         return " and ".join(who for who, ms in (("FLASH", pair["ms"]), ("other", pair["ms_rival"]))
@@ -223,14 +229,14 @@ def ratio_text(pair: Row) -> str:
 
 def by_context(words: Sequence[str], contexts: Sequence[int],
                lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
-    """A table with a column for each context: of each line its words, and what is known by context."""
+    """A table with a column for each context: of each line words, and texts by context."""
     return markdown([*words, *map(tokens, contexts)], without_repeats(
         [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
 
 
 def value_tables(table: pd.DataFrame) -> list[str]:
-    """Folded tables by context, with a line for each model, variant and type: of steps tokens per second and memory, of
-    decoding times and the size of the state."""
+    """Folded tables by context, with a line for each model, variant and type: of steps tokens per
+    second and memory, of decoding times and the size of the state."""
     if table.benchmark.iat[0] in ("step", "forward"):
         shown: dict[str, Callable[[Row], str]] = {"Tokens per second": lambda row: f"{1e3 / row['ms']:,.0f}"}
         if table.peak_mib.notna().any():

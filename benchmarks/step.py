@@ -1,4 +1,4 @@
-"""Time and memory of whole training steps, the models in turn: forward, loss, backward, clipping, optimizer."""
+"""Time and memory of whole training steps, forward, loss, backward, clipping, optimizer."""
 
 import math
 import re
@@ -30,7 +30,7 @@ from lineartime.training.ordered import parameter_parts
 
 Precision = Literal["float32", "bfloat16"]
 LIMITS = {"float32": 1e-3, "bfloat16": 0.06}
-"""Largest relative error of the loss and of any parameter's gradient that is let pass, against eager float32."""
+"""Largest relative error of loss and gradients that passes, against eager float32."""
 WARM_UP = 2
 """Steps before the first that is timed: that of the check, and one in turn with the others."""
 
@@ -54,10 +54,12 @@ class StepCase:
 
 
 def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False) -> Iterator[list[Row]]:
-    """Time and memory of whole training steps; yields the rows of the cases that were measured together.
+    """Time and memory of whole training steps; yields the rows of the cases that were measured
+    together.
 
-    Those of one context and type take a step in turn, round and round; with `together` those of one type do. Before a
-    time counts, the loss and the gradient have been compared with those of the same weights in eager float32."""
+    Those of one context and type take a step in turn, round and round; with `together` those of one
+    type do. Before a time counts, the loss and the gradient have been compared with those of the
+    same weights in eager float32."""
     measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=setup.repeats,
                                **{"tokens of a step": min((min(case.tokens, case.config.context) for case in cases),
                                                           default=1)})
@@ -80,7 +82,7 @@ def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = 
 
 
 def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Case:
-    """A case with the columns of its row. place: of a `Setup`. wanted: makes what it is compared with."""
+    """A case with the columns of its row. wanted: makes what it is compared with."""
     label, config, is_peer = case.label, case.config, case.label.model in peers.PACKAGES
     n_tokens = case.n_rows * config.context
     row: Row = {"model": label.model, "variant": label.variant, "label": label.text,
@@ -100,8 +102,8 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
 
 def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str,
                    loss: float) -> Generator[Row, Row, None]:
-    """The job of a case: checks and warms up, then takes a step whenever it is asked, see `measure.Case`. wanted: the
-    file of the gradients that the first step must have; loss: its loss."""
+    """The job of a case: checks and warms up, then takes a step whenever it is asked, see
+    `measure.Case`. wanted: the file of the first step's gradients; loss: its loss."""
     imported = (rss_bytes() or 0) * (place["device"] == "cpu")
     on, settings = measure.set_up(**place)
     parsed, fields = peers.parse_label(label), ModelConfig(**config)
@@ -171,8 +173,8 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
 
 
 def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Generator[Row, Row, None]:
-    """The job that makes what steps are compared with: the loss and gradient of new weights by the reference, in eager
-    float32, row by row; the gradient goes into a file."""
+    """The job that makes what steps are compared with: the loss and gradient of new weights by the
+    reference, in eager float32, row by row; the gradient goes into a file."""
     on, _ = measure.set_up(**place)
     fields = ModelConfig(**config)
     model = peers.build(peers.parse_label(label), fields).to(on).train()
@@ -187,13 +189,15 @@ def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Ge
 
 
 def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, gradients: str, limit: float) -> Row:
-    """A row's "check": the largest relative error of a step's loss and of the gradients that it has left, whose norm is
-    given. gradients: the file of those that are wanted. Raises NumericsError where it is above the limit.
+    """A row's "check": the largest relative error of a step's loss and of the gradients that it has
+    left, whose norm is given. gradients: the file of those that are wanted. Raises NumericsError
+    where it is above the limit.
 
-    Each parameter's gradient is measured against its own norm: new weights let attention contribute little, and what is
-    wrong with it would be lost in the whole. One that is nearly 0 is measured against 1e-9 of the whole. That of a
-    single number is a sum over all tokens that cancels, in one layer or another to nothing: it is measured together
-    with those of the same name in other layers, and may be ten times as far off."""
+    Each parameter's gradient is measured against its own norm: new weights let attention contribute
+    little, and what is wrong with it would be lost in the whole. One that is nearly 0 is measured
+    against 1e-9 of the whole. That of a single number is a sum over all tokens that cancels, in one
+    layer or another to nothing: it is measured together with those of the same name in other
+    layers, and may be ten times as far off."""
     errors = {"the loss": abs(loss - wanted_loss) / wanted_loss}
     together: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, expected in load_file(gradients).items():
@@ -227,8 +231,8 @@ def random_batch(config: ModelConfig, n_rows: int, device: torch.device) -> tupl
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig], reads: bool = False) -> list[StepCase]:
-    """The cases of labels at contexts in types, those of one context side by side. config_of: a preset's model. Raises
-    UsageError for an unknown label."""
+    """The cases of labels at contexts in types, those of one context side by side. config_of: a
+    preset's model. Raises UsageError for an unknown label."""
     parsed = [peers.parse_label(text) for text in labels]
     return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads)
             for context in contexts for precision in precisions for label in parsed]

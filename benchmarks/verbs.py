@@ -79,8 +79,8 @@ def benchmark_decode(
     quadratic_up_to: Annotated[int, "Longest context for models with a key-value cache."] = 32768,
     compiled: Annotated[bool, "Each step is one graph of torch.compile."] = False,
 ) -> None:
-    """Time per generated token after contexts of different lengths.
-    Contexts are not read, which would take minutes: the state is filled with random numbers. Peers read one row."""
+    """Time per generated token after contexts of different lengths. Contexts are not read, which
+    would take minutes: the state is filled with random numbers. Peers read one row."""
     for name in models:
         require_name("model", name, [*PRESETS, *PEERS])
     measured = decode.benchmark_decode(
@@ -98,8 +98,8 @@ def benchmark_step(
     together: Annotated[bool, "Measure all contexts and types side by side, not one after another."] = False,
     reads: Annotated[bool, "Only forward, to the logits of the last token, without a gradient."] = False,
 ) -> None:
-    """Time and memory of whole training steps, side by side: forward, loss, backward, clipping, optimizer.
-    Any --set applies to every model that has the field."""
+    """Time and memory of whole training steps, side by side: forward, loss, backward, clipping,
+    optimizer. Any --set applies to every model that has the field."""
     cases = step.step_cases(labels or DEFAULT, how.contexts or (512, 2048, 8192), how.precisions, tokens=tokens,
                             config_of=how.config, reads=reads)
     for rows in step.benchmark_step(cases, how.setup, together=together):
@@ -107,7 +107,8 @@ def benchmark_step(
 
 
 def benchmark_op(how: How, name: Annotated[str, f"{', '.join(op.OPS)}.", "OP"], tokens: Tokens = 8192) -> None:
-    """Forward and backward of one op: the reference, the same compiled and, on a GPU, the kernels, side by side."""
+    """Forward and backward of one op: the reference, the same compiled and, on a GPU, the kernels,
+    side by side."""
     for precision in how.precisions:
         for context in how.contexts or (2048,):
             config = replace(how.config(op.OPS.get(name, "flash")), context=context)
@@ -121,8 +122,8 @@ def benchmark_run(
     threads: Annotated[int, "Processor threads."] = 1,
     device: Device = None,
 ) -> None:
-    """Measure the named cells of cells.toml, each by a call of its own; the same command goes on where it stopped.
-    Calls whose rows the file has are left out."""
+    """Measure the named cells of cells.toml, each by a call of its own; the same command goes on
+    where it stopped. Calls whose rows the file has are left out."""
     calls, failed = named_calls(names), []
     rows.parent.mkdir(parents=True, exist_ok=True)
     where = ["--threads", str(threads), "--device", pick_device(device).type]
@@ -171,8 +172,9 @@ def recall(
     rows: Annotated[Path, "File of rows, looked at for what is there and added to.", "--json FILE"] = Path(
         "out/recall.jsonl"),
 ) -> None:
-    """Train small models to find in a row what was written there before, and ask them, also in longer rows.
-    The same command goes on where it stopped. Trained models are asked without more training."""
+    """Train small models to find in a row what was written there before, and ask them, also in
+    longer rows. The same command goes on where it stopped. Trained models are asked without more
+    training."""
     known = study.STUDY["models"]
     trained = [name for name in models if name not in known and (name in shipped_models() or Path(name).is_dir())]
     wrong = settings.keys() - ({"context"} if trained else {*MODEL_FIELDS, *TRAIN_FIELDS})
@@ -214,8 +216,8 @@ def measure_laws(
                                          "given again.", "--set NAME=VALUE"] = (),
     rows: Annotated[Path | None, "File that gets one JSON row per class.", "--json FILE"] = None,
 ) -> None:
-    """What packing, padding, caches and beams must not change, asked of tiny random models of any causal class.
-    Each law holds, is broken without a word, is refused, or is not tried."""
+    """What packing, padding, caches and beams must not change, asked of tiny random models of any
+    causal class. Each law holds, is broken without a word, is refused, or is not tried."""
     from benchmarks import laws  # transformers takes seconds to import
 
     for name in names or laws.CLASSES:

@@ -1,11 +1,11 @@
 """The paper's FLASH in plain PyTorch, from Codes 2, 4 and 8: read this first.
 
-`Flash(...).load_state_dict(model.state_dict())` takes the weights of a FLASH of `lineartime` and gives the same logits,
-in float64 to 1e-12 (tests/test_examples.py). It leaves out what the package adds: packed documents, padding, rows that
-end inside a chunk, decoding, kernels.
+`Flash(...).load_state_dict(model.state_dict())` takes the weights of a FLASH of `lineartime` and
+gives the same logits, in float64 to 1e-12 (tests/test_examples.py). It leaves out what the package
+adds: packed documents, padding, rows that end inside a chunk, decoding, kernels.
 
-Shape letters: B rows, T tokens, G chunks of C tokens, D the width of the model, E twice that, S = 128, V tokens.
-"""
+Shape letters: B rows, T tokens, G chunks of C tokens, D the width of the model, E twice that, S =
+128, V tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 
 def sinusoid(position_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """sin and cos of position x 10000^(-i / half): two [T, width / 2], the angles of Codes 2 and 3."""
+    """sin and cos of position x 10000^(-i / half): two [T, width / 2], the angles of Codes 2 and
+    3."""
     half = width // 2
     angle_TR = position_T.double()[:, None] * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     return angle_TR.sin(), angle_TR.cos()
@@ -27,7 +28,8 @@ def rope(x: Tensor, position_T: Tensor) -> Tensor:
 
 
 class RelPosBias(nn.Module):
-    """b[i, j] depends on j - i alone: a table for short chunks, two rotated vectors for long ones (Code 4)."""
+    """b[i, j] depends on j - i alone: a table for short chunks, two rotated vectors for long ones
+    (Code 4)."""
 
     def __init__(self, n: int):
         super().__init__()
@@ -57,7 +59,8 @@ class ScaleOffset(nn.Module):
 
 
 class FlashLayer(nn.Module):
-    """x + W_o (u * (quadratic attention in each chunk + linear attention across chunks) v) (Code 8)."""
+    """x + W_o (u * (quadratic attention in each chunk + linear attention across chunks) v) (Code
+    8)."""
 
     def __init__(self, d: int, chunk_size: int, causal: bool, s: int = 128, expansion: int = 2):
         super().__init__()
@@ -78,7 +81,8 @@ class FlashLayer(nn.Module):
         a_BGCC = F.relu(q_quad @ k_quad.transpose(-1, -2) / self.c + self.rel_pos_bias()).square()
         if self.causal:
             a_BGCC = a_BGCC.tril()
-        # Linear attention: each chunk reads the mean of k v over the chunks before it, or over all chunks.
+        # Linear attention: each chunk reads the mean of k v over the chunks before it, or over all
+        # chunks.
         kv_BGSE = k_lin.transpose(-1, -2) @ v_BGCE / self.c
         if self.causal:
             n_before = torch.arange(kv_BGSE.shape[1], dtype=x_BTD.dtype).clamp(min=1)[:, None, None]

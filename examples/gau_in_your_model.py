@@ -1,4 +1,5 @@
-"""GAU layers in a model of your own: texts of any length are packed into one row or padded, and get the same labels.
+"""GAU layers in a model of your own: texts of any length are packed into one row or padded, and get
+the same labels.
 
     python examples/gau_in_your_model.py
 
@@ -15,7 +16,8 @@ PAD = 0
 
 
 class ByteClassifier(nn.Module):
-    """Bytes to two classes: two bidirectional GAU layers in chunks of 16, then the mean over each document."""
+    """Bytes to two classes: two bidirectional GAU layers in chunks of 16, then the mean over each
+    document."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -33,7 +35,8 @@ class ByteClassifier(nn.Module):
         return self.head((x_BTD * mask_BT1).sum(1) / mask_BT1.sum(1))
 
     def forward_packed(self, bytes_1T: Tensor, document_1T: Tensor) -> Tensor:
-        """logits_N2 of N documents in one row. document_1T: 0, 0, ..., 1, 1, ...: no document sees another."""
+        """logits_N2 of N documents in one row. document_1T: 0, 0, ..., 1, 1, ...: no document sees
+        another."""
         x_1TD = self.embed(bytes_1T)
         for layer in self.layers:
             x_1TD = layer(x_1TD, segment_ids=document_1T)
@@ -61,7 +64,8 @@ def padded(lists: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def main() -> tuple[float, float]:
-    """The share of right answers on new lists, and the largest change of a logit when a list is read alone."""
+    """The share of right answers on new lists, and the largest change of a logit when a list is
+    read alone."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = ByteClassifier()
@@ -77,7 +81,8 @@ def main() -> tuple[float, float]:
     lists, labels_B = made(128, generator)
     with torch.no_grad():
         right = (model(*padded(lists)).argmax(1) == labels_B).float().mean().item()
-        # A list among others, padded to the longest, has the logits that it has alone: padding changes nothing.
+        # A list among others, padded to the longest, has the logits that it has alone: padding
+        # changes nothing.
         alone = torch.cat([model(each[None], torch.ones(1, len(each), dtype=torch.bool)) for each in lists[:8]])
         change = (model(*padded(lists))[:8] - alone).abs().max().item()
         # Packed into one row, no list sees another; where chunks begin is then the row's.

@@ -1,10 +1,10 @@
-"""A text that goes on after a long prompt: the prompt is read in constant memory, and a token costs the same after it.
+"""A text that goes on after a long prompt: the prompt is read in constant memory, and a token costs
+the same after it.
 
     python examples/long_prompt.py [TOKENS]
 
-It reads the beginning of the book that ships with the package, and measures what a token takes and how large the state
-is after 1,000 tokens and after TOKENS.
-"""
+It reads the beginning of the book that ships with the package, and measures what a token takes and
+how large the state is after 1,000 tokens and after TOKENS."""
 
 import sys
 import time
@@ -17,7 +17,8 @@ from lineartime.weights.generation.generate import decode_step, prefill
 
 
 def main(n_tokens: int = 20_000) -> list[tuple[int, int, float]]:
-    """Print the text; of each prompt its tokens, the bytes of the state after it, and milliseconds a token."""
+    """Print the text; of each prompt its tokens, the bytes of the state after it, and milliseconds
+    a token."""
     model, tokenizer, _ = lineartime.load_model("small")
     book = resources.files("lineartime").joinpath("text", "jane_eyre.txt").read_text(encoding="utf-8")
     ids = [tokenizer.end_of_document, *tokenizer.encode(book)]

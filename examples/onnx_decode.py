@@ -1,11 +1,11 @@
-"""Decode without PyTorch: the decode step of a model as ONNX, run by onnxruntime, with the text that PyTorch gives.
+"""Decode without PyTorch: the decode step of a model as ONNX, run by onnxruntime, with the text
+that PyTorch gives.
 
     pip install '.[onnx]'
     python examples/onnx_decode.py [MODEL [PROMPT]]
 
-onnxruntime 1.32 also runs ONNX's own operator, LinearAttention of opset 27. This graph does not use it: the operator
-adds each token to its state, and FLASH adds a whole chunk.
-"""
+onnxruntime 1.32 also runs ONNX's own operator, LinearAttention of opset 27. This graph does not use
+it: the operator adds each token to its state, and FLASH adds a whole chunk."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,8 @@ FILE = Path("out/decode_step.onnx")
 
 
 def export(model: lineartime.LanguageModel, file: Path) -> None:
-    """Write the step of one row of a model with a constant state: ids and state to logits and new state."""
+    """Write the step of one row of a model with a constant state: ids and state to logits and new
+    state."""
     step = lineartime.DecodeStep(model)
     with torch.no_grad():
         program = torch.export.export(step, (torch.zeros(1, dtype=torch.long), step.empty_state(1)))
@@ -29,7 +30,8 @@ def export(model: lineartime.LanguageModel, file: Path) -> None:
 
 
 def decode(file: Path, prompt: list[int], n_new: int, end: int) -> list[int]:
-    """The n_new likeliest tokens after a prompt, or fewer to the end of the document. Needs numpy and onnxruntime."""
+    """The n_new likeliest tokens after a prompt, or fewer to the end of the document. Needs numpy
+    and onnxruntime."""
     session = onnxruntime.InferenceSession(file)
     token, *state = session.get_inputs()
     now = [np.zeros(each.shape, {"tensor(int64)": np.int64, "tensor(float)": np.float32}[each.type]) for each in state]

@@ -1,10 +1,10 @@
-"""A training loop without our trainer: prepared text, a FLASH, AdamW, and a held-out score before and after.
+"""A training loop without our trainer: prepared text, a FLASH, AdamW, and a held-out score before
+and after.
 
     python examples/train_loop.py [STEPS]
 
-Prepared text is memory-mapped, and the rows of a step are a function of (seed, step): a loop that is stopped can go on
-at any step without a state of its own for the data.
-"""
+Prepared text is memory-mapped, and the rows of a step are a function of (seed, step): a loop that
+is stopped can go on at any step without a state of its own for the data."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,8 @@ def main(steps: int = 60, data: Path = DATA) -> tuple[float, float]:
             group["lr"] = 4e-3 * min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
         rows_BL = batch_rows(train, seed=0, step=step, rows_per_step=ROWS, context=CONTEXT)
         ids_BL = torch.from_numpy(rows_BL)
-        # With targets the model returns -ln p of each, and never holds the logits of all tokens at once.
+        # With targets the model returns -ln p of each, and never holds the logits of all tokens at
+        # once.
         loss = model(ids_BL[:, :-1], targets=ids_BL[:, 1:]).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -1,8 +1,9 @@
-"""Single studies, a script each: `python -m studies.NAME` from a checkout. Rows and tables are in benchmarks/."""
+"""Single studies, a script each: `python -m studies.NAME` from a checkout. Rows are in
+benchmarks/."""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ def rows_of(name: str) -> Path:
 
 def run(doc: str, name: str, measure: Callable[[argparse.Namespace], None], table: Callable[[list[Row]], str],
         place: str, options: dict[str, dict[str, Any]]) -> None:
-    """The command line of a study: measure what has no row; with --into write the table into its place of a page."""
+    """The command line of a study: measure what has no row; with --into write the table into its
+    place of a page."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     for option, more in options.items():
         parser.add_argument(f"--{option}", **more)
@@ -27,15 +29,3 @@ def run(doc: str, name: str, measure: Callable[[argparse.Namespace], None], tabl
     given = parser.parse_args()
     sys.exit(exit_code(lambda: fill_place(given.into, place, table(rows_in(given.rows))) if given.into else
                        measure(given)))
-
-
-def named_models(given: list[str]) -> dict[str, str]:
-    """Folders of models by name, from "small" or "NAME=RUN"."""
-    return dict(each.split("=", 1) if "=" in each else (each, each) for each in given)
-
-
-def missing(rows: Path, key: Row, lengths: Sequence[int]) -> list[int]:
-    """The lengths that have no row with these columns."""
-    there = rows_in(rows)
-    return [length for length in lengths
-            if not any((key | {"tokens": length}).items() <= row.items() for row in there)]

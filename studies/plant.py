@@ -1,12 +1,13 @@
 """Passages of books in which names that are no words stand with a digit, and are asked again later.
 
-    python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT      DATA: prepared books; OUT: a train.jsonl
+    python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT
     python -m studies.plant DATA TOKENS SHORTEST ROW OUT
 
-The first writes passages of SHORTEST to LONGEST tokens, names not counted. A name is told every LEAST to MOST words,
-and LEAST is 1.2 or more; with 0 and 0 there are no names. The second writes passages that fill rows of ROW tokens, so
-that no row cuts a name from its question. Each name of a passage is told once, and asked once at its end. A model that
-learned from such passages is asked recall in text on other books and digits."""
+DATA is prepared books, OUT a train.jsonl. The first writes passages of SHORTEST to LONGEST tokens, names not counted. A name is told every
+LEAST to MOST words, and LEAST is 1.2 or more; with 0 and 0 there are no names. The second writes
+passages that fill rows of ROW tokens, so that no row cuts a name from its question. Each name of a
+passage is told once, and asked once at its end. A model that learned from such passages is asked
+recall in text on other books and digits."""
 
 import json
 import re
@@ -37,7 +38,7 @@ def facts(generator: torch.Generator) -> list[str]:
 
 
 def placed(text: str, told: Sequence[str], asked: Sequence[str], generator: torch.Generator) -> str:
-    """The text with each of `told` before a word, at random places in this order, and `asked` at its end."""
+    """The text with each of `told` before a word, at random places, and `asked` at its end."""
     words = [word.start() for word in re.finditer(r" (?=\w)", text)]
     cuts = sorted(words[i] for i in torch.randperm(len(words), generator=generator)[: len(told)].tolist())
     parts = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, None], strict=True)]
@@ -45,7 +46,8 @@ def placed(text: str, told: Sequence[str], asked: Sequence[str], generator: torc
 
 
 def planted(text: str, least: float, most: float, generator: torch.Generator) -> str:
-    """The text with a fact for `least` to `most` words, most of them repeated, near or far, and 32 more at its end."""
+    """The text with a fact for `least` to `most` words, most of them repeated, near or far, and 32
+    more at its end."""
     known, n_words = facts(generator), len(re.findall(r" (?=\w)", text))
     n = 1 + int(n_words / between(least, most, generator))
     told = [known[i] for i in torch.randint(len(known), (n,), generator=generator).tolist()]

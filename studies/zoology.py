@@ -1,12 +1,12 @@
 """Multi-query associative recall at the sizes that Zoology publishes (Arora et al., 2023).
 
-    python -m studies.zoology                                     trains and asks what has no row; hours of one core
+    python -m studies.zoology                                     asks what has no row; hours
     python -m studies.zoology --into benchmarks/tables/memory.md  writes the table
 
-Each step has one of its five training sets, drawn in proportion to their tokens; the seven test sets have 1,000 rows
-each. Models, and training but for the length of it, are those of `python -m benchmarks recall`. There are far fewer
-steps: 12 M tokens, none of them read twice, where Zoology reads 24 M tokens up to 32 times. A run that was stopped
-begins anew."""
+Each step has one of its five training sets, drawn in proportion to their tokens; the seven test
+sets have 1,000 rows each. Models, and training but for the length of it, are those of `python -m
+benchmarks recall`. There are far fewer steps: 12 M tokens, none of them read twice, where Zoology
+reads 24 M tokens up to 32 times. A run that was stopped begins anew."""
 
 import argparse
 import itertools
@@ -95,7 +95,7 @@ def rate_of(model: str, rows: Sequence[Row]) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each model: the step from which it has learned, and accuracies at the test sizes."""
+    """A line for each model: when it has learned, and accuracies."""
     lines = []
     for model in (each for each in MODELS if each in {row["model"] for row in rows}):
         rate = rate_of(model, rows)

@@ -1,4 +1,5 @@
-"""What every test runs under: one thread, repeatable property tests, uninitialised memory that cannot pass for data."""
+"""What every test runs under: one thread, repeatable property tests, uninitialised memory that
+cannot pass for data."""
 
 import importlib.util
 import os
@@ -24,7 +25,8 @@ collect_ignore_glob = [] if HAS_TRITON else ["*/test_kernel_*.py"]
 
 
 def pytest_configure(config):
-    """Kernels run in Triton's interpreter, but in tests for a GPU. It is chosen before they are imported."""
+    """Kernels run in Triton's interpreter, but in tests for a GPU. It is chosen before they are
+    imported."""
     if HAS_TRITON and config.option.markexpr != "gpu":
         import interpreter  # noqa: F401
 
@@ -39,8 +41,9 @@ UNINITIALISED = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided
 
 @pytest.fixture(autouse=True, scope="session")
 def poison():
-    """Memory that the package asks for uninitialised holds NaN (an integer's least value, True), so that reading it
-    before it is written fails a test. PyTorch does the same in deterministic mode, which changes more than that."""
+    """Memory that the package asks for uninitialised holds NaN (an integer's least value, True), so
+    that reading it before it is written fails a test. PyTorch does the same in deterministic mode,
+    which changes more than that."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in UNINITIALISED:
             patch.setattr(owner, name, poisoned(getattr(owner, name)))
@@ -86,8 +89,8 @@ def data(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose what runs
 def pytest_collection_modifyitems(items):
-    """What measures is no part of the package: its tests are left to `make test-all`. The longest test comes first,
-    which would otherwise run alone at the end."""
+    """What measures is no part of the package: its tests are left to `make test-all`. The longest
+    test comes first, which would otherwise run alone at the end."""
     for item in items:
         if item.nodeid.startswith("tests/benchmarks/"):
             item.add_marker(pytest.mark.rest)

@@ -1,4 +1,5 @@
-"""The configuration is the paper's tables; what makes no sense is refused in one line that names the place."""
+"""The configuration is the paper's tables; what makes no sense is refused in one line that names
+the place."""
 
 import itertools
 import json
@@ -28,8 +29,8 @@ from lineartime.training.run_config import RUN_FIELDS, parse_setting, run_config
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
 
-# Tables 8-10, row by row. PG-19's table has no Transformer and no Performer, and no table has MC-TFM++, which is
-# Transformer++ with the attention of FLASH.
+# Tables 8-10, row by row. PG-19's table has no Transformer and no Performer, and no table has
+# MC-TFM++, which is Transformer++ with the attention of FLASH.
 COLUMNS = ("flash-quad", "flash", "transformer", "transformer+", "transformer++", "combiner", "performer", "mc-tfm++")
 TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
     "wiki40b": {

@@ -1,4 +1,5 @@
-"""README and the pages of docs/ name files, functions and tests that are there, and their examples run."""
+"""README and the pages of docs/ name files, functions and tests that are there, and their examples
+run."""
 
 import ast
 import re
@@ -37,7 +38,8 @@ def defined(path: Path) -> set[str]:
 
 
 def ends_in(path: Path, name: str) -> bool:
-    """Whether `name`, a file's name with as many of its folders as are given, is that of this file."""
+    """Whether `name`, a file's name with as many of its folders as are given, is that of this
+    file."""
     return f"/{path.as_posix()}".endswith(f"/{name}")
 
 
@@ -48,8 +50,9 @@ def links(text: str) -> list[tuple[str, str]]:
 
 
 def wrong_names(text: str, folder: Path) -> list[str]:
-    """The names `file.py:function` of a page that are not defined in the file that the name's link leads to or, where
-    it is no link, in the only file of that name; and labels that are another file's name than their link's."""
+    """The names `file.py:function` of a page that are not defined in the file that the name's link
+    leads to or, where it is no link, in the only file of that name; and labels that are another
+    file's name than their link's."""
     wrong = []
     for label, target in links(text):
         named = FILE.fullmatch(label)

@@ -19,7 +19,8 @@ def example(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("causal", "chunk_size"), [(True, 16), (False, 16), (True, 512)])
 def test_the_minimal_file_gives_the_logits_of_the_package(causal: bool, chunk_size: int) -> None:
-    """Of random weights of every kind, so large that each part counts; 512 is the other form of the position bias."""
+    """Of random weights of every kind, so large that each part counts; 512 is the other form of the
+    position bias."""
     torch.manual_seed(0)
     config = lineartime.model_config("flash", n_layers=2, d_model=64, query_key_dim=32, vocab_size=100,
                                      chunk_size=chunk_size, causal=causal)

@@ -1,5 +1,6 @@
-"""The project stays small and in order: a budget of lines for each folder, which only a change of these numbers lets
-grow; imports that go down; functions that fit a screen; code on pages that does too."""
+"""The project stays small and in order: a budget of lines for each folder, which only a change of
+these numbers lets grow; imports that go down; functions that fit a screen; code on pages that does
+too."""
 
 import ast
 import re
@@ -36,7 +37,8 @@ def test_no_folder_grows() -> None:
 
 
 def imported(tree: ast.AST) -> set[Path]:
-    """The modules of the package that a module imports, anywhere in it, but for the package's front door."""
+    """The modules of the package that a module imports, anywhere in it, but for the package's front
+    door."""
     found = set()
     for node in ast.walk(tree):
         names = [(each.name, "") for each in node.names] if isinstance(node, ast.Import) else []

@@ -1,1 +1,1 @@
-"""The paper's tables and figures made again: what is in them, how large, and the runs themselves."""
+"""The paper's tables and figures made again: their cells, scales and runs."""

@@ -1,10 +1,10 @@
-"""The studies of text, the tables `memory` and `memory_texts`: what a long memory is worth in nats per token, compared
-seed by seed.
+"""The studies of text, the tables `memory` and `memory_texts`: what a long memory is worth in nats
+per token, compared seed by seed.
 
-A difference is a model's loss less another's, of runs of one seed, which read the same text in the same order: below 0
-the model is better. Losses are a data frame with a line for each row and seed, and a column for each place that is
-compared: a context, a class of recurrence, or a number of tokens trained on.
-"""
+A difference is a model's loss less another's, of runs of one seed, which read the same text in the
+same order: below 0 the model is better. Losses are a data frame with a line for each row and seed,
+and a column for each place that is compared: a context, a class of recurrence, or a number of
+tokens trained on."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,10 @@ from lineartime.base.words import markdown
 
 LOCAL = "FLASH (LocalOnly)"
 OWN_REFERENCE = dict.fromkeys(("Transformer++, width 256", "FLASH+, width 256"), "FLASH, width 256")
-"""Rows that are not compared with the table's reference, and the row of their width that they are compared with."""
+"""Rows that are not compared with the table's reference, and the row that they are compared
+with."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t of a 95 % interval for 2, 3, ... seeds; for more than 10 the last is a little too wide."""
+"""Student's t of a 95 % interval for 2, 3, ... seeds; for more than 10 a little too wide."""
 DIFFERENCES = ("**Differences to FLASH, whole split.** Nats per token, paired by seed: the model's loss less FLASH's, "
                "below 0 the model is better. Here and below ± is the 95 % interval of the mean over the seeds "
                "(Student's t), bold where it leaves 0 out; chance alone makes one in twenty bold.")
@@ -86,7 +87,8 @@ def told_apart(values: "pd.Series[float]") -> bool:
 
 
 def difference_text(by_seed: Any) -> str:
-    """"-0.130 ± 0.140": the mean and its 95 % interval, bold where that leaves 0 out; without one for one seed."""
+    """"-0.130 ± 0.140": the mean and its 95 % interval, bold where that leaves 0 out; without one
+    for one seed."""
     values = pd.Series(by_seed, dtype=float).dropna()
     if values.empty:
         return "-"
@@ -139,9 +141,10 @@ def whole_part(results: Results) -> str:
 
 
 def at_equal_time(results: Results, row: str, base: str) -> tuple[float, float, "pd.Series[float]", "pd.Series[float]"]:
-    """The steps that a row and its base have made when the first of the two ends, and their losses there by seed,
-    interpolated between evaluations. The time of a run is its steps times the median time of one. There are no losses
-    before a curve's first point, or where steps were not timed side by side."""
+    """The steps that a row and its base have made when the first of the two ends, and their losses
+    there by seed, interpolated between evaluations. The time of a run is its steps times the median
+    time of one. There are no losses before a curve's first point, or where steps were not timed
+    side by side."""
     # The base's time of a step over the row's.
     speed = {name: speed for (name, _), speed in step_speedups(results, base).value.items()}.get(row, math.nan)
     ours, theirs = ({key[-1]: record["curve"] for key, record in of_cell(results.trained, name).record.items()}
@@ -201,7 +204,7 @@ def gains(results: Results) -> str:
 
 
 def tokens_part(results: Results) -> str:
-    """Differences of the scored part by tokens trained on, and how far the second half of training moved them."""
+    """Differences of the scored part by tokens trained on, and what the second half moved."""
     losses, lines = losses_of(results, by_tokens), []
     points = list(losses) or [0]
     half = max((point for point in points if 2 * point <= points[-1]), default=points[0])

@@ -1,6 +1,6 @@
-"""A peer of `tables.toml` learns a text as `lineartime train` teaches our models: `reproduce` calls this for it.
+"""A peer of `tables.toml` learns a text as `lineartime train` teaches our models, for `reproduce`.
 
-    python -m benchmarks.paper.peer NAME SETTINGS.toml DEVICE [--contexts N,N,... --document-tokens N]"""
+    python -m benchmarks.paper.peer NAME SETTINGS.toml DEVICE [--contexts N,N,...]"""
 
 import argparse
 import json
@@ -33,9 +33,9 @@ from lineartime.training.stop import StopSignal
 
 def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),
           document_tokens: int | None = None) -> None:
-    """Train a peer, or go on, and write the result file that `lineartime train` writes; with `contexts` also the file
-    `context_use.json` beside the run, as `benchmarks.context_use` does. Raises as `config_for_data`, `build_peer`,
-    `fit_once` and `measure_context_use` do."""
+    """Train a peer, or go on, and write the result file that `lineartime train` writes; with
+    `contexts` also the file `context_use.json` beside the run, as `benchmarks.context_use` does.
+    Raises as `config_for_data`, `build_peer`, `fit_once` and `measure_context_use` do."""
     config, fields = config_for_data(settings), PEERS[name]
     held_out, manifests = open_split(config.data, "validation"), read_manifests(config.data)
     package = {"package": "transformers", "version": installed_version("transformers")}

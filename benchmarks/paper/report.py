@@ -1,4 +1,4 @@
-"""The paper's tables with our numbers beside its own, as Markdown, made of records and `paper.toml` alone."""
+"""The paper's tables with our numbers beside its own, as Markdown."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ class Measure(NamedTuple):
 
 
 def texts_of(values: pd.Series | pd.DataFrame, text: Callable[[float], str] = number) -> Texts:
-    """By row and column "17.31 (17.12-17.45)": a value, and where they are known its least and most."""
+    """By row and column "17.31 (17.12-17.45)": a value, and its least and most if known."""
     return {cell: text(value) + (f" ({range_text(*map(text, ends))})" if ends and not math.isnan(ends[0]) else "")
             for cell, value, *ends in pd.DataFrame(values).itertuples()}
 
@@ -122,7 +122,7 @@ def tables_shown(records: Sequence[Record], names: Sequence[str]) -> list[Result
 
 
 def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
-    """A table at one scale: heading, pictures in Markdown, our numbers beside the paper's, and what they are."""
+    """A table at one scale: heading, pictures in Markdown, our numbers and the paper's, notes."""
     table = results.table
     parts = [f"### {table.title}, {results.scale.name} scale", *pictures]
     if not results.rows:
@@ -144,8 +144,8 @@ def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def grid(title: str, ours: Texts, theirs: Texts) -> str:
-    """Our numbers, and left of each column the paper's, where it has any. Where most of ours were not run, a line says
-    so, with those that were."""
+    """Our numbers, and left of each column the paper's, where it has any. Where most of ours were
+    not run, a line says so, with those that were."""
     known = {cell: text for cell, text in ours.items() if text != NOT_RUN}
     if 2 * len(known) < len(ours):
         words = "; ".join(f"{row}, {column}: {text}" for (row, column), text in known.items())
@@ -164,7 +164,8 @@ def grid(title: str, ours: Texts, theirs: Texts) -> str:
 
 
 def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
-    """Ours and the paper's; its speed-ups by time of a step are worked out where only the times are printed."""
+    """Ours and the paper's; its speed-ups by time of a step are made where only times are
+    printed."""
     table, texts, ours, theirs = results.table, measure.texts(results), {}, {}
     compared = [table.reference] if "{reference}" in measure.title else []
     for row, column in itertools.product(results.rows, results.columns):
@@ -181,7 +182,7 @@ def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Se
 
 
 def gap_grids(results: Results) -> list[str]:
-    """Table 5: what mixed chunks add to the perplexity, and to the loss, which is comparable between scales."""
+    """Table 5: what mixed chunks add to the perplexity, and to the loss."""
     made = {}
     for what in ("perplexity", "loss"):
         texts = texts_of(spread(gaps(results, what)), signed)

@@ -1,10 +1,10 @@
 """What the records of `python -m benchmarks reproduce` say of a table at a scale, as data frames.
 
-A record is a JSON object in a line, added when a run ends and never changed. Its "kind" is "train", "finetune" or
-"step". It holds the settings it was made with, and belongs to a cell when its scale, text, settings and questions are
-the cell's, but for the seed; so two tables share records. The newest record of a seed counts. What failed has "failed"
-and no results, and counts only where nothing went well.
-"""
+A record is a JSON object in a line, added when a run ends and never changed. Its "kind" is "train",
+"finetune" or "step". It holds the settings it was made with, and belongs to a cell when its scale,
+text, settings and questions are the cell's, but for the seed; so two tables share records. The
+newest record of a seed counts. What failed has "failed" and no results, and counts only where
+nothing went well."""
 
 import math
 from collections import Counter
@@ -32,8 +32,9 @@ Place = tuple[str, str, Kind, int | None]
 
 
 def numbers_of(row: Record) -> list[Any]:
-    """What a record that did not fail has in these columns. Losses are in nats per token of the whole held-out split
-    after training, F1 in percent, a step's times in milliseconds of one micro-batch of "tokens"."""
+    """What a record that did not fail has in these columns. Losses are in nats per token of the
+    whole held-out split after training, F1 in percent, a step's times in milliseconds of one
+    micro-batch of "tokens"."""
     if row["kind"] == "train":
         held_out = row["held_out"]
         return [row["settings"]["seed"], held_out["loss"], math.exp(held_out["loss"]),
@@ -48,7 +49,7 @@ def numbers_of(row: Record) -> list[Any]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, oldest first. Raises DataError for one that no table can be made of."""
+    """The records of a file, oldest first. Raises DataError for another file."""
     def parse(row: Record) -> Record:
         if not row.get("failed"):
             numbers_of(row)
@@ -74,7 +75,8 @@ def records_of(cell: Cell, records: Mapping[str, list[Record]], kind: Kind, seed
 
 @dataclass(frozen=True)
 class Results:
-    """One table at one scale. The frames have a "record" and its `COLUMNS`, and no lines for a cell without records."""
+    """One table at one scale. The frames have a "record" and its `COLUMNS`, and lines for cells
+    with records."""
 
     table: Table
     scale: Scale
@@ -113,9 +115,9 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
 
 
 def cells_with_records(table: Table, scale: ScaleName) -> list[Cell]:
-    """The cells whose records count at a scale, by column, then row: those that the scale runs, and others that runs of
-    another table happen to fit. Of those others none that equals another cell of its column at this scale, for nobody
-    could say whose the run is."""
+    """The cells whose records count at a scale, by column, then row: those that the scale runs, and
+    others that runs of another table happen to fit. Of those others none that equals another cell
+    of its column at this scale, for nobody could say whose the run is."""
     cells = [Cell(table, row, column, SCALES[scale]) for column in table.columns for row in table.models]
     keys = [(cell.column, cell.key("step")) for cell in cells]
     planned, alike = table.cells[scale], Counter(keys)
@@ -141,7 +143,7 @@ def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_cell(frame: Any, row: str | None, column: str | None = None) -> Any:
-    """A cell's lines of a data frame or series, perhaps none; those of all columns where none is named."""
+    """A cell's lines of a data frame or series, perhaps none; by default of all columns."""
     lines = frame[frame.index.get_level_values("row") == row]
     return lines if column is None else lines[lines.index.get_level_values("column") == column]
 
@@ -153,16 +155,17 @@ def spread(values: pd.Series) -> pd.DataFrame:
 
 
 def curve_of(results: Results, row: str | None, column: str) -> pd.DataFrame:
-    """Held-out loss in nats per token, of a part of the split: a line for each step that all seeds have, a column for
-    each seed."""
+    """Held-out loss in nats per token, of a part of the split: a line for each step that all seeds
+    have, a column for each seed."""
     records = of_cell(results.trained, row, column).record
     return pd.DataFrame({key[-1]: dict(record["curve"]) for key, record in records.items()}).dropna().sort_index()
 
 
 def costs(results: Results) -> pd.DataFrame:
-    """By row and column, of what was both trained and timed: the steps of training; the seconds of one, which are its
-    tokens times the time per token as measured side by side, for runs are not alone on their machine; the best of the
-    reference's mean curve; and the steps after which the row's is there ("reached")."""
+    """By row and column, of what was both trained and timed: the steps of training; the seconds of
+    one, which are its tokens times the time per token as measured side by side, for runs are not
+    alone on their machine; the best of the reference's mean curve; and the steps after which the
+    row's is there ("reached")."""
     trained, timed = results.trained.groupby(level=CELL, sort=False).first(), results.steps
     seconds = trained.tokens / trained.steps * timed["median"] / timed.tokens / 1e3
     found = pd.DataFrame({"steps": trained.steps, "seconds": seconds}).dropna()
@@ -172,16 +175,16 @@ def costs(results: Results) -> pd.DataFrame:
 
 
 def gaps(results: Results, what: str) -> pd.Series:
-    """By row of Table 5, column and seed: how much more of it there is with mixed chunks. Runs of one seed read the
-    same text in the same order."""
+    """By row of Table 5, column and seed: how much more of it there is with mixed chunks. Runs of
+    one seed read the same text in the same order."""
     values = results.trained[what].unstack("row").reindex(columns=[row for pair in GAPS.values() for row in pair])
     found = {row: values[mixed] - values[plain] for row, (plain, mixed) in GAPS.items()}
     return pd.concat(found, names=["row"]).dropna()
 
 
 def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
-    """By row and column: the reference's time of a step over the row's ("value"), and quartile over opposite quartile
-    ("low", "high")."""
+    """By row and column: the reference's time of a step over the row's ("value"), and quartile over
+    opposite quartile ("low", "high")."""
     ours = results.steps[["median", "q1", "q3"]].div(results.steps.tokens, axis=0)
     theirs = of_cell(ours, reference).droplevel("row").reindex(ours.index, level="column")
     return pd.DataFrame({"value": theirs["median"] / ours["median"], "low": theirs.q1 / ours.q3,
@@ -189,11 +192,12 @@ def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
 
 
 def speedups(results: Results, reference: str | None) -> pd.DataFrame:
-    """By row and column, as in row 75 of docs/paper.md: the time that the reference takes to its best mean loss over
-    the time that the row takes to the same loss. "value" is of the mean curve, "seeds" of each seed's own; NaN never
-    gets there.
+    """By row and column, as in row 75 of docs/paper.md: the time that the reference takes to its
+    best mean loss over the time that the row takes to the same loss. "value" is of the mean curve,
+    "seeds" of each seed's own; NaN never gets there.
 
-    There is no line where the training of one or the other is not known, or its step's time beside the other's."""
+    There is no line where the training of one or the other is not known, or the times of their
+    steps."""
     found = []
     for (row, column), by_step in step_speedups(results, reference).value.items():
         ours, theirs = curve_of(results, row, column), curve_of(results, reference, column).mean(axis=1)
@@ -206,8 +210,8 @@ def speedups(results: Results, reference: str | None) -> pd.DataFrame:
 
 
 def steps_to(loss: float, curve: pd.Series) -> float:
-    """Steps at which a curve, losses by step, first is down at a loss, linear between its points; NaN where it never
-    is."""
+    """Steps at which a curve, losses by step, first is down at a loss, linear between its points;
+    NaN where it never is."""
     down = curve.index[curve <= loss]
     last = curve.loc[:down[0]].tail(2) if len(down) else None
     return math.nan if last is None else float(np.interp(-loss, -last, last.index))

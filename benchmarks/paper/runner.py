@@ -1,8 +1,8 @@
-"""The runs of a table: what is missing is prepared, trained, fine-tuned and timed, and each ends in a row.
+"""The runs of a table: what is missing is prepared, trained, fine-tuned and timed, and each ends in
+a row.
 
-A run is a process of its own, `lineartime train` with the settings of its cell, and goes on where it stopped. Rows are
-added as they come, so that a kill costs what the newest checkpoints lack and nothing else.
-"""
+A run is a process of its own, `lineartime train` with the settings of its cell, and goes on where
+it stopped. Rows are added as they come, so a kill costs what the newest checkpoints lack."""
 
 import hashlib
 import json
@@ -81,7 +81,8 @@ class Place:
         return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs, 1))
 
     def below_texts(self, name: str) -> str:
-        """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts are named."""
+        """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts
+        are named."""
         if name.startswith("hub:"):
             return name
         if self.texts is None:
@@ -115,8 +116,8 @@ def missing_times(cells: Sequence[Cell], records: Records) -> list[list[Cell]]:
 def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> int:
     """Run what a table at a scale still lacks; returns how many rows were added.
 
-    Raises UsageError and DataError for text that is not there, Stopped after the runs have saved, and what a run that
-    failed said."""
+    Raises UsageError and DataError for text that is not there, Stopped after the runs have saved,
+    and what a run that failed said."""
     cells = cells_of(table, scale)
     with checkpoint.lock(place.out):
         records = by_key(read_records(place.rows))
@@ -163,7 +164,8 @@ def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSigna
 
 
 def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[Record]:
-    """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where it was stopped."""
+    """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where
+    it was stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     trained_run, rows = folder / "run", []
     given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(trained_run)}
@@ -197,7 +199,8 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
 
 
 def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | None:
-    """Score a trained run as its table says, but for what has been scored; the first failure, as `call` returns it."""
+    """Score a trained run as its table says, but for what has been scored; the first failure, as
+    `call` returns it."""
     for name, options in job.cell.table.evaluations.items():
         file = folder / f"{name}.json"
         if stop.number is None and not file.exists():
@@ -210,7 +213,8 @@ def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | No
 
 
 def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
-    """What a row has of its cell, and the command that makes it, without the folders of the machine that it ran on."""
+    """What a row has of its cell, and the command that makes it, without the folders of the machine
+    that it ran on."""
     return {"kind": kind, "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(seed),
             "command": f"python -m benchmarks reproduce {cell.table.name} --scale {cell.scale.name}"}
 
@@ -250,7 +254,8 @@ def finetuned(folder: Path) -> Record:
 
 
 def times_of(folder: Path) -> Record:
-    """Seconds of all steps and milliseconds of one, by the clock and the processor; other programs may slow both."""
+    """Seconds of all steps and milliseconds of one, by the clock and the processor; other programs
+    may slow both."""
     clocks = [line["clock"] for line in read_metrics(folder) if "held_out" not in line]
     n_tokens = read_run(folder)["train"]["tokens_per_step"]
     seconds = {"cpu": [clock["cpu_s"] for clock in clocks],
@@ -261,10 +266,11 @@ def times_of(folder: Path) -> Record:
 
 def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: StopSignal,
          program: Sequence[str] | None = None) -> str | None:
-    """Run a verb of ours in a process of its own, its output in a file; asked to stop, it saves and ends.
+    """Run a verb of ours in a process of its own, its output in a file; asked to stop, it saves and
+    ends.
 
-    program: in place of `lineartime`. Returns the error that a table shows: the numbers went bad, or memory ran out.
-    Raises any other."""
+    program: in place of `lineartime`. Returns the error that a table shows: the numbers went bad,
+    or memory ran out. Raises any other."""
     if stop.number is not None:
         return None
     place.tell(f"  {label}: starts")
@@ -283,8 +289,8 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
 
 
 def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:
-    """Time a training step of every cell of a column, in turn; the rows, which are written. On a processor one thread:
-    the processor time of several has their waiting in it."""
+    """Time a training step of every cell of a column, in turn; the rows, which are written. On a
+    processor one thread: the processor time of several has their waiting in it."""
     def progress(line: str) -> None:
         stop.check(STOPPED)
         place.tell(f"  {column[0].column}: {line}")

@@ -1,6 +1,7 @@
-"""The paper's tables and figures as cells, each a model in a row and a column, read from `tables.toml`, with the cells
-that each scale runs; and the paper's numbers, from `paper.toml`. At a scale of `scales.toml` a cell is a run: a flat
-table of settings for `lineartime train`, and a text. Two cells with the same settings and text share a run."""
+"""The paper's tables and figures as cells, each a model in a row and a column, read from
+`tables.toml`, with the cells that each scale runs; and the paper's numbers, from `paper.toml`. At a
+scale of `scales.toml` a cell is a run: a flat table of settings for `lineartime train`, and a text.
+Two cells with the same settings and text share a run."""
 
 import json
 import tomllib
@@ -18,7 +19,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """A row: a preset with fields of the model or of its training replaced, at every scale and at one."""
+    """A row: a preset with fields replaced, at every scale and at one."""
 
     preset: str
     fields: Settings
@@ -45,7 +46,8 @@ class Table:
     models: dict[str, Model]
     columns: dict[str, Column]
     cells: dict[ScaleName, list[tuple[str, str]]]
-    """Row and column of what each scale runs. A model with an option that is gone keeps its records and is not run."""
+    """Row and column of what each scale runs. A model with an option that is gone keeps its records
+    and is not run."""
     measures: list[str]
     kind: Literal["train", "step"] = "train"
     timed: bool = True
@@ -80,14 +82,15 @@ def read_toml(name: str, **options: Any) -> dict[str, Any]:
 
 CONTENT = read_toml("tables")
 PEERS: dict[str, Settings] = CONTENT.pop("peers")
-"""Models of transformers: their configurations, but for width and vocabulary. A cell's settings name one as "peer"."""
+"""Models of transformers: their configurations, but for width and vocabulary. A cell's settings
+name one as "peer"."""
 TABLES = {name: table_of(name, entry, CONTENT["presets"]) for name, entry in CONTENT.items() if name != "presets"}
 """By name, in the order of `tables.toml`."""
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
 
 PAPER: dict[str, dict[str, Any]] = read_toml("paper", parse_float=str)
-"""By name of the table: numbers, with the digits they were printed with, by measure, row and column; perhaps "hardware"
-and "note"."""
+"""By name of the table: numbers, with the digits they were printed with, by measure, row and
+column; perhaps "hardware" and "note"."""
 assert PAPER.keys() == TABLES.keys()
 
 
@@ -198,7 +201,8 @@ class Cell:
         return {name: value for name, value in chosen.items() if name not in ("gau", "pairs")}
 
     def key(self, kind: Kind) -> str:
-        """What cells have in common that share their runs, and what a record of this kind has that is the cell's."""
+        """What cells have in common that share their runs, and what a record of this kind has that
+        is the cell's."""
         return key_of(kind, self.text.name, self.settings(None), self.questions if kind == "finetune" else None)
 
 

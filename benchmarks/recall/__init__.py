@@ -1,1 +1,1 @@
-"""Recall as an instrument: can a model find in a row what was written there before, and how far back?"""
+"""Recall as an instrument: can a model find what stands earlier in its row?"""

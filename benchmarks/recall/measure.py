@@ -21,8 +21,8 @@ from lineartime.training.ordered import parameter_parts
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer
 TEST_ROWS = 48
-"""Rows that are asked for each number of facts, at the trained length; at n times the length an n-th, but at least a
-task's `test_rows`."""
+"""Rows that are asked for each number of facts, at the trained length; at n times the length an
+n-th, but at least a task's `test_rows`."""
 N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
@@ -32,8 +32,8 @@ LEARNED = 0.9
 class Recall:
     """The objective of `training.compute_gradient`: the loss of the answers alone.
 
-    In the first half of the training the numbers of facts are added one after another, the fewest first. All seeds read
-    the same rows: a seed draws the initial values alone."""
+    In the first half of the training the numbers of facts are added one after another, the fewest
+    first. All seeds read the same rows: a seed draws the initial values alone."""
 
     def __init__(self, task: Task, length: int, config: TrainConfig):
         self.task, self.length, self.config = task, length, config
@@ -78,8 +78,8 @@ def n_asked(task: Task, length: int) -> int:
 @torch.inference_mode()
 def asked(model: Model, task: Task, n_facts: int, length: int, n_rows: int,
           seed: int = 7) -> tuple[Tensor, Rows]:
-    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from `seed` at once, where a
-    step's batch is drawn after its number of facts."""
+    """Whether each answer is right, `[B, Q]`, and the rows, which no training has: drawn from
+    `seed` at once, where a step's batch is drawn after its number of facts."""
     rows = (task.test or task.draw)(n_rows, n_facts, length, torch.Generator().manual_seed(seed))
     right = []
     for first in range(0, n_rows, at_once := max(1, 2048 // length)):
@@ -94,8 +94,8 @@ def asked(model: Model, task: Task, n_facts: int, length: int, n_rows: int,
 
 
 def learn(model: Model, objective: Recall, on_step: OnStep = lambda _: None) -> Iterator[tuple[int, float, float]]:
-    """Train a model; yields step, mean loss since the last time in nats and accuracy, `N_SCORES` times. on_step: see
-    `measure`. Raises NumericsError for a loss that is not finite."""
+    """Train a model; yields step, mean loss since the last time in nats and accuracy, `N_SCORES`
+    times. on_step: see `measure`. Raises NumericsError for a loss that is not finite."""
     train, losses = objective.config, []
     began = time.perf_counter()
     optimizer = make_optimizer(parameter_parts(model), train)
@@ -115,9 +115,10 @@ def learn(model: Model, objective: Recall, on_step: OnStep = lambda _: None) -> 
 def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_step: OnStep = lambda _: None) -> Row:
     """Train a new model on a task and ask it: the columns of a row but for who and where.
 
-    "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from which on the
-    accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts. A model that diverges has "failed".
-    on_step is called after every step as `training.train` calls it, and may raise."""
+    "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from
+    which on the accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts. A
+    model that diverges has "failed". on_step is called after every step as `training.train` calls
+    it, and may raise."""
     began, curve = time.process_time(), []
     row: Row = {"n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model),
                 "length": length, "n_facts": list(task.n_facts)}
@@ -131,8 +132,9 @@ def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_ste
 
 
 def ask_at_lengths(model: Model, task: Task, length: int, progress: Callable[[int], None] | None = None) -> Row:
-    """The "accuracy" of `measure`, and "whole", the share of rows with all answers right, at the lengths that the
-    model's position tables allow. progress is called with the number of tokens read, of `n_asked`, and may raise."""
+    """The "accuracy" of `measure`, and "whole", the share of rows with all answers right, at the
+    lengths that the model's position tables allow. progress is called with the number of tokens
+    read, of `n_asked`, and may raise."""
     model.eval()
     accuracy: Row = {}
     whole: Row = {}
@@ -153,7 +155,7 @@ def ask_at_lengths(model: Model, task: Task, length: int, progress: Callable[[in
 
 
 def passed(curve: Sequence[Sequence[float]]) -> int | None:
-    """The step from which on every accuracy of a curve is at least `LEARNED`; None if the last is below it."""
+    """The step from which on every accuracy of a curve is at least `LEARNED`; or None."""
     first = None
     for step, _, right in curve:
         first = (first or int(step)) if right >= LEARNED else None

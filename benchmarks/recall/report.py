@@ -16,14 +16,14 @@ MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads":
 
 
 def learning(rows: Sequence[Row], task: str) -> list[Row]:
-    """The rows of models that learned a task here; a trained model, which was asked alone, has no learning rate."""
+    """The rows of models that learned a task here; one that was only asked has no learning rate."""
     return [row for row in rows if row["task"] == task and row["learning_rate"] is not None]
 
 
 def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Of each model that has learned a task, in the order of the study, its runs by seed at the learning rate that was
-    best with the first; a later row takes the place of an earlier one. Runs that differ from the model's oldest in a
-    setting are a model of their own, whose name says so."""
+    """Of each model that has learned a task, in the order of the study, its runs by seed at the
+    learning rate that was best with the first; a later row takes the place of an earlier one. Runs
+    that differ from the model's oldest in a setting are a model of another name."""
     oldest: dict[str, Row] = {}
     named: dict[str, dict[tuple[float, int], Row]] = {}
     for model in STUDY["models"]:
@@ -41,14 +41,15 @@ def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
 
 
 def name_beside(row: Row, oldest: Row) -> str:
-    """A model's name, and behind it the settings in which a row differs from another of the model."""
+    """A model's name, and behind it the settings in which a row differs from another."""
     own, other = (each["settings"] | each["training"] for each in (row, oldest))
     differ = [name for name in own | other if own.get(name) != other.get(name)]
     return ", ".join([row["model"], *(f"{name}={own.get(name, 'default')}" for name in differ)])
 
 
 def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> list[float]:
-    """By seed: of one number of facts, or the mean of all; none where the model takes no row of this length."""
+    """By seed: of one number of facts, or the mean of all; none at a length that the model
+    refuses."""
     told = [row["accuracy"][str(length)] for row in runs if str(length) in row.get("accuracy", {})]
     return [statistics.fmean(right.values()) if n_facts is None else right[str(n_facts)] for right in told]
 

@@ -1,4 +1,5 @@
-"""What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows that are there."""
+"""What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows
+that are there."""
 
 import math
 import shlex
@@ -28,15 +29,15 @@ RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
 
 
 def models_of(task: str) -> list[str]:
-    """The models that learn a task, in the order of the study; without those whose options are gone."""
+    """The models that learn a task, in the order of the study; but for those that are gone."""
     name = STUDY["tasks"][task]
     names = list(STUDY["models"]) if name == "all" else STUDY["lists"][name]
     return [name for name in names if not STUDY["models"][name].keys() & REMOVED.keys()]
 
 
 def task_of(name: str, data: Path | None) -> Task:
-    """A task by its name. data: prepared text, for `FORMS` alone. Raises UsageError for another name, for text that is
-    missing or of no use, and as `text_task` does."""
+    """A task by its name. data: prepared text, for `FORMS` alone. Raises UsageError for another
+    name, for text that is missing or of no use, and as `text_task` does."""
     require_name("task", name, [*TASKS, *FORMS])
     require((name in FORMS) == (data is not None), f"{' and '.join(FORMS)} read prepared text, no other task does",
             f"task = {name}", "give --data what `lineartime prepare` made" if name in FORMS else "leave out --data")
@@ -44,8 +45,8 @@ def task_of(name: str, data: Path | None) -> Task:
 
 
 def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
-    """A model of the study at its sizes, with any field replaced, see `shaped_config`; for a peer, the model of ours
-    that it is as large as. Raises UsageError for an unknown one."""
+    """A model of the study at its sizes, with any field replaced, see `shaped_config`; for a peer,
+    the model of ours that it is as large as. Raises UsageError for an unknown one."""
     require_name("model", model, STUDY["models"])
     own = {name: value for name, value in without_removed(STUDY["models"][model]).items() if name != "peer"}
     of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
@@ -53,20 +54,21 @@ def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfi
 
 
 def peer_of(model: str) -> Row | None:
-    """The configuration of a peer in transformers, but for its width and vocabulary; None for a model of ours."""
+    """The configuration of a peer in transformers, but for its width and vocabulary; None for a
+    model of ours."""
     return STUDY["models"][model].get("peer")
 
 
 def new_model(model: str, config: ModelConfig, seed: int) -> Model:
-    """A model of the study with new weights. config: of `config_of`. Raises as `build_peer` does."""
+    """A model of the study with new weights. Raises as `build_peer` does."""
     torch.manual_seed(seed)
     peer = peer_of(model)
     return LanguageModel(config) if peer is None else build_peer(model, config, peer)
 
 
 def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
-    """The study's training of the task of this name, with any field replaced; a micro-batch is the whole batch. Raises
-    UsageError for a batch that is not of whole rows.
+    """The study's training of the task of this name, with any field replaced; a micro-batch is the
+    whole batch. Raises UsageError for a batch that is not of whole rows.
 
     settings: fields of the model are left out."""
     given = {each: value for each, value in settings.items() if each in TRAIN_FIELDS}
@@ -79,7 +81,7 @@ def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:
-    """The columns of a row by which a run is found again: a model, a task, and how it is learned."""
+    """The columns of a row by which a run is found again: model, task, training."""
     settings, own = ({each.name: getattr(given, each.name) for each in fields(given)
                       if getattr(given, each.name) != each.default and each.name not in ("learning_rate", "seed")}
                      for given in (config, train))
@@ -90,7 +92,7 @@ def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Ro
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, oldest first; none where there is no file. Raises DataError for a file of something else."""
+    """The rows of a file, oldest first; none without a file. Raises DataError for another file."""
     def parse(row: Row) -> Row:
         for name in ("task", "model", "settings", "training", "learning_rate", "seed", "curve"):
             row[name]
@@ -100,19 +102,20 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def score(row: Row) -> float:
-    """The mean accuracy at the trained length over all numbers of facts; 0 for a run that failed."""
+    """The mean accuracy at the trained length over all numbers of facts; 0 if it failed."""
     right = row.get("accuracy", {}).get(str(row["length"]), {})
     return sum(right.values()) / len(right) if right else 0.0
 
 
 def best_rate(first: Sequence[Row]) -> float:
-    """The learning rate that is repeated with more seeds, by a model's rows with the first: the one with the best
-    `score`, and of equally good ones that which learned the task soonest."""
+    """The learning rate that is repeated with more seeds, by a model's rows with the first: the one
+    with the best `score`, and of equally good ones that which learned the task soonest."""
     return max(first, key=lambda row: (score(row), -(row["passed"] or math.inf)))["learning_rate"]
 
 
 def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings that a model cannot have on a task, or rows that are too short for its facts."""
+    """Raise UsageError for settings that a model cannot have on a task, or rows that are too short
+    for its facts."""
     training(name, task, settings)
     config = config_of(model, task, {each: settings[each] for each in settings.keys() & MODEL_FIELDS})
     require(config.context >= task.least, "the row is too short for its facts", f"context = {config.context}",
@@ -124,8 +127,9 @@ def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> Non
 
 def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any], path: Path,
                   on_step: OnStep) -> Iterator[Row]:
-    """The rows of a model on a task, of which those that the file lacks are measured and appended: every rate with the
-    first seed, and the `best_rate` with the others. name: the task's. Raises as `measure` and `add_missing`."""
+    """The rows of a model on a task, of which those that the file lacks are measured and appended:
+    every rate with the first seed, and the `best_rate` with the others. name: the task's. Raises as
+    `measure` and `add_missing`."""
     config = config_of(model, task, {each: value for each, value in settings.items() if each in MODEL_FIELDS})
     train = training(name, task, settings)
     # Where a row comes from, without the folders of the machine.
@@ -148,8 +152,8 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
 
 
 def ask_run(run: Path, data: Path, name: str, length: int, progress: Callable[[int], None] | None = None) -> Row:
-    """A trained model's accuracy on a task in text, which it has not learned. progress counts tokens, see
-    `ask_at_lengths`. Raises as `load_with_split` does."""
+    """A trained model's accuracy on a task in text, which it has not learned. progress counts
+    tokens, see `ask_at_lengths`. Raises as `load_with_split` does."""
     model, stream, facts = load_with_split(run, data)
     require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
     task = text_task(data, name)

@@ -1,8 +1,8 @@
-"""Synthetic tasks of recall: rows in which facts are written, and questions whose answers only the row holds.
+"""Synthetic tasks of recall: rows in which facts are written, and questions whose answers only the
+row holds.
 
-A fact is a key and a value. A question is a key; the token that must come next is its value. All other tokens are noise
-or structure, and are not scored. Every draw is a pure function of its generator.
-"""
+A fact is a key and a value. A question is a key; the token that must come next is its value. All
+other tokens are noise or structure, and are not scored. A draw depends on its generator alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,14 +66,15 @@ class Task:
     least: int = 1
     """Fewest tokens of a row with the most facts and their questions."""
     answers: tuple[int, ...] | None = None
-    """The tokens of which the most probable one is the answer; all, where a model knows those of the task alone."""
+    """The tokens of which the most probable one is the answer; all, where a model knows those of
+    the task alone."""
     end_of_document: int | None = None
     """Of text's vocabulary."""
 
 
 def commonest(n_values: int, n: int) -> float:
-    """The accuracy of a model that knows the n values of a row and not their keys, and answers with the most frequent
-    one: its share, the mean of 4,000 rows."""
+    """The accuracy of a model that knows the n values of a row and not their keys, and answers with
+    the most frequent one: its share, the mean of 4,000 rows."""
     draws = torch.randint(n_values, (4000, n), generator=torch.Generator().manual_seed(0))
     return torch.nn.functional.one_hot(draws, n_values).sum(1).amax(1).double().mean().item() / n
 
@@ -104,8 +105,8 @@ def ask(ids_BT: Tensor, keys_BN: Tensor, values_BN: Tensor, generator: torch.Gen
 
 
 def pairs(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """Multi-query associative recall: all facts at the beginning, key and value two neighbouring tokens; then noise;
-    questions at the end."""
+    """Multi-query associative recall: all facts at the beginning, key and value two neighbouring
+    tokens; then noise; questions at the end."""
     ids_BT = noise(n_rows, length, generator)
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     ids_BT[:, 0 : 2 * n_facts : 2], ids_BT[:, 1 : 2 * n_facts : 2] = keys_BN, values_BN
@@ -121,7 +122,8 @@ def joint(n_rows: int, n_facts: int, length: int, generator: torch.Generator) ->
 
 
 def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """Facts of two tokens anywhere in the row but in its last 64 tokens, noise between them, questions at the end."""
+    """Facts of two tokens anywhere in the row but in its last 64 tokens, noise between them,
+    questions at the end."""
     ids_BT = noise(n_rows, length, generator)
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     place_BN = 2 * choose(n_rows, (length - 2 * N_QUESTIONS) // 2, n_facts, generator)
@@ -130,8 +132,8 @@ def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -
 
 
 def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string of different symbols anywhere in noise, and at the end the string again: after each symbol comes what
-    came after it before. A string at a fixed place would be found by its place alone."""
+    """A string of different symbols anywhere in noise, and at the end the string again: after each
+    symbol comes what came after it before. At a fixed place it would be found by that alone."""
     ids_BT, first = noise(n_rows, length, generator), length - n_facts - 1
     string_BN = choose(n_rows, N_KEYS, n_facts + 1, generator)
     start_B1 = torch.randint(first - n_facts, (n_rows, 1), generator=generator)
@@ -141,8 +143,8 @@ def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator
 
 
 def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string whose symbols occur more than once, noise, a separator, and the string again: a symbol does not tell
-    what comes next, its place does."""
+    """A string whose symbols occur more than once, noise, a separator, and the string again: a
+    symbol does not tell what comes next, its place does."""
     ids_BT = noise(n_rows, length, generator)
     string_BN = FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
     ids_BT[:, 0] = ids_BT[:, length - n_facts - 1] = SEPARATOR
@@ -151,9 +153,10 @@ def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
 
 
 def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """Multi-query associative recall as Zoology defines it (Arora et al. 2023): a vocabulary of 8,192, its lower half
-    keys and its upper half values; the facts first; then every key once, 2 g tokens after the facts, where g is drawn
-    without replacement with probability proportional to (g + 1)^-0.99; random tokens elsewhere. Needs 4 n <= T."""
+    """Multi-query associative recall as Zoology defines it (Arora et al. 2023): a vocabulary of
+    8,192, its lower half keys and its upper half values; the facts first; then every key once, 2 g
+    tokens after the facts, where g is drawn without replacement with probability proportional to (g
+    + 1)^-0.99; random tokens elsewhere. Needs 4 n <= T."""
     half = ZOOLOGY_VOCABULARY // 2
     keys_BN = 1 + choose(n_rows, half - 1, n_facts, generator)
     values_BN = half + choose(n_rows, half, n_facts, generator)
@@ -181,8 +184,9 @@ TASKS = {
                     ZOOLOGY_VOCABULARY // 2, distinct=True, least=4 * SMALL[-1]),
 }
 
-# Recall inside real text: names that are no words, each with a digit behind it, anywhere in an article, and at the end
-# the names again. What stands around a name is language; its digit is in the row alone.
+# Recall inside real text: names that are no words, each with a digit behind it, anywhere in an
+# article, and at the end the names again. What stands around a name is language; its digit is in
+# the row alone.
 CONSONANTS, VOWELS, DIGITS = "bdfgklmnprstvz", "aeiou", "0123456789"
 
 
@@ -204,7 +208,8 @@ TEXT, RULER = "text", "ruler"
 FORMS = {
     TEXT: Form("digits behind names inside articles"),
     "once": Form("digits behind names inside articles, each asked once", n_questions=0),
-    # The needles of RULER (Hsieh et al. 2024), with one key and with four; but it asks in other words than it tells in.
+    # The needles of RULER (Hsieh et al. 2024), with one key and with four; but it asks in other
+    # words than it tells in.
     RULER: Form("digits of numbers of seven digits, in sentences inside articles",
                 " The special magic number for {} is: ", 7, ".", 1,
                 {"length": 1024, "n_facts": (1, 4), "times": (1, 2, 4, 8, 16, 32), "test_rows": 24})}
@@ -219,8 +224,8 @@ def invented(n: int, generator: torch.Generator) -> list[str]:
 
 
 def text_task(data: Path, name: str = TEXT) -> Task:
-    """The task on prepared text: training rows are of its training split, test rows of its validation split. name: of
-    `FORMS`. Raises as `open_split` does."""
+    """The task on prepared text: training rows are of its training split, test rows of its
+    validation split. name: of `FORMS`. Raises as `open_split` does."""
     tokenizer, form = load_tokenizer(data / TOKENIZER_FILE), FORMS[name]
     digits = tuple(tokenizer.encode(digit)[-1] for digit in DIGITS)
     train, test = (drawn_from(open_split(data, split), tokenizer, digits, form) for split in ("train", "validation"))
@@ -229,9 +234,10 @@ def text_task(data: Path, name: str = TEXT) -> Task:
 
 
 def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int], form: Form) -> Draw:
-    """Rows of a split. Facts, such as " Bav7", stand between any two tokens of the text, in order of their places; the
-    questions are keys without a value, or with all of it but its last digit. The text of a row goes on into the next
-    document; end-of-document tokens are left out, so that the row is one document. digits: the token of each digit."""
+    """Rows of a split. Facts, such as " Bav7", stand between any two tokens of the text, in order
+    of their places; the questions are keys without a value, or with all of it but its last digit.
+    The text of a row goes on into the next document; end-of-document tokens are left out, so that
+    the row is one document. digits: the token of each digit."""
 
     def draw(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
         rows = [one_row(n_facts, length, generator) for _ in range(n_rows)]
@@ -259,7 +265,7 @@ def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int],
 
 
 def article(stream: TokenStream, n_tokens: int, generator: torch.Generator) -> Tensor:
-    """So many tokens of a split from a random place on. Raises DataError if it is too short, or the row."""
+    """So many tokens of a split from a random place on. Raises DataError if one is too short."""
     n_read = n_tokens + n_tokens // 4 + 64
     if n_tokens < 1 or len(stream) < n_read:
         raise DataError("too few tokens for a row with its facts", f"{stream.folder}, {stream.split}")

@@ -1,4 +1,4 @@
-"""The laws that are asked of any class: ours keep them, and one that ignores what it is told does not."""
+"""The laws that are asked of any class: ours keep them, one that ignores masks does not."""
 
 import functools
 from pathlib import Path

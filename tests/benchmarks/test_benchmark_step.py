@@ -1,4 +1,4 @@
-"""Whole training steps: who is measured, that it is the same step, in which order, and what a row says."""
+"""Whole training steps: who, the same step, in which order, and the rows."""
 
 import dataclasses
 

@@ -52,7 +52,7 @@ def document(stream: TokenStream, i: int) -> torch.Tensor:
 @pytest.mark.parametrize(("contexts", "whole"), [([16, 32, 64], False), *rest(([5, 7, 33], True), ([2, 3], False))])
 def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives(stream: TokenStream, whole: bool,
                                                                                  contexts: list[int]) -> None:
-    """Against a loop over documents, contexts and rows that follows the definition and batches nothing."""
+    """Against a loop over documents, contexts and rows that batches nothing."""
     model, longest = tiny(stream, n_layers=1), contexts[-1]
     after = longest - longest // 2
     n_most = max(LENGTHS) + 1 if whole else longest

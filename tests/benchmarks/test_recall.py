@@ -1,4 +1,4 @@
-"""Tasks of recall ask for what their rows hold; a study trains, resumes, and says what came of it."""
+"""Tasks of recall ask for what their rows hold; a study trains and resumes."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def test_numbers_stand_behind_names_in_the_text_and_the_names_at_its_end(tmp_pat
 
 @pytest.mark.parametrize("name", TASKS)
 def test_no_test_row_is_trained_on_and_all_seeds_train_on_the_same(name):
-    """A generator takes 32 bits of its seed: step 7's batch and the test rows are drawn from one stream, shifted."""
+    """A generator takes 32 bits of its seed: step 7's batch and the test rows share a stream."""
     task = TASKS[name]
     batch, other = (Recall(task, task.length, study.training(name, task, {"seed": seed})).batch
                     for seed in (0, 1))
@@ -105,7 +105,7 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
 
 
 def test_what_is_asked_is_what_a_perfect_model_knows(monkeypatch):
-    """A model whose logits are the row's own answers is always right, one that is a place off is not."""
+    """A model whose logits are the row's own answers is right, one that is a place off is not."""
     task = TASKS["pairs"]
 
     class Oracle:

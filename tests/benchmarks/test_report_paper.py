@@ -72,7 +72,7 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
 @pytest.mark.parametrize(("kind", "read", "rows"), [
     ("table", read_records, "quality"), ("speed", read_speed, "speed"), ("recall", read_recall, "recall")])
 def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
-    """After new rows: python -m benchmarks report [speed or recall] --into PAGE, for each page with a place."""
+    """After new rows: python -m benchmarks report [speed or recall] --into PAGE, for each page."""
     measured = read(ROWS / f"{rows}.jsonl")
     pages = [page for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks" / "tables")
              for page in folder.glob("*.md") if f"<!-- {kind}" in page.read_text()]

@@ -1,4 +1,5 @@
-"""The paper's tables as runs: what they are set to, which they share, and that they are made, resumed and refused."""
+"""The paper's tables as runs: what they are set to, which they share, and that they are made,
+resumed and refused."""
 
 import dataclasses
 import json
@@ -83,8 +84,8 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.fixture
 def warm(warm_command, monkeypatch):
-    """Runs start at once. Evaluations start as they do outside of tests, and take seconds, in which they can be
-    stopped."""
+    """Runs start at once. Evaluations start as they do outside of tests, and take seconds, in which
+    they can be stopped."""
     monkeypatch.setattr(runner, "LINEARTIME", warm_command)
 
 
@@ -107,7 +108,7 @@ def test_a_table_is_made_and_only_once(tiny, warm, monkeypatch):
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 0
     assert place.rows.read_text() == before
     monkeypatch.setitem(tables.SCALES, "cpu", TINY)
-    # A stop asked for while a run trains: it saves, no row is made of it, and the same command goes on.
+    # A stop asked for while a run trains: it saves, no row is made of it, and it goes on.
     stop = StopSignal()
 
     def stop_soon(line):
@@ -156,7 +157,8 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
 
 
 def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
-    """By the same loop, in a process of its own; its settings say which it is, so its rows are not those of ours."""
+    """By the same loop, in a process of its own; its settings say which it is, so its rows are not
+    those of ours."""
     place, _ = tiny
     ours = dataclasses.replace(TABLES["speedup"].models["FLASH"], fields={})
     theirs = dataclasses.replace(ours, fields={"peer": "mamba2", "optimizer": "muon"})

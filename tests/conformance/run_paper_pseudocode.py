@@ -1,10 +1,10 @@
-"""Run the listings printed in the paper's appendix under TensorFlow 1 semantics and record their numbers.
+"""Run the listings printed in the paper's appendix under TensorFlow 1 semantics and record their
+numbers.
 
 usage: python run_paper_pseudocode.py PAPER.tex OUT_DIR [SEED]
 
-The listings are taken out of the LaTeX at run time. Each weight is set to random values, so that a reimplementation
-given the same weights must return the same output and gradients.
-"""
+The listings are taken out of the LaTeX at run time. Each weight is set to random values, so that a
+reimplementation given the same weights must return the same output and gradients."""
 
 import json
 import re
@@ -58,9 +58,11 @@ def load(paper: Path) -> dict[str, Any]:
 
 
 def run(build: Callable, feeds: dict, rng: np.random.Generator, inputs: tuple = (), rows: int | None = None) -> dict:
-    """Inputs, weights, output and the gradients of sum(output * cotangent) in the weights and the named inputs.
+    """Inputs, weights, output and the gradients of sum(output * cotangent) in the weights and the
+    named inputs.
 
-    With `rows`, only the first rows of a large output are kept, and the cotangent is zero below them."""
+    With `rows`, only the first rows of a large output are kept, and the cotangent is zero below
+    them."""
     tf.reset_default_graph()
     placeholders = {name: tf.placeholder(value.dtype, value.shape, name=name) for name, value in feeds.items()}
     out = build(placeholders)

@@ -1,1 +1,1 @@
-"""Fault drills of the whole program, which `make drills` runs; docs/reliability.md says what they show."""
+"""Fault drills of the whole program, which `make drills` runs; see docs/reliability.md."""

@@ -1,7 +1,8 @@
-"""`python -m drills PART=TRIALS ...`: run the trials that the log lacks, and say what came of all of them.
+"""`python -m drills PART=TRIALS ...`: run the trials that the log lacks, and say what came of all
+of them.
 
-Every trial is a line of `WORK/log.jsonl` as soon as it is over, so that drills that were cut off go on. `--rows FILE`
-gets a line for each part in the end."""
+Every trial is a line of `WORK/log.jsonl` as soon as it is over, so that drills that were cut off go
+on. `--rows FILE` gets a line for each part in the end."""
 
 import argparse
 import json
@@ -32,7 +33,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def run_trial(part: str, seed: int, number: int, work: Path) -> dict:
-    """One trial, in an empty folder beside the canary; what is outside the folder must stay as it is."""
+    """One trial, in an empty folder beside the canary; nothing outside may change."""
     made, canary = work / "made", work / "canary"
     shutil.rmtree(work / "trial", ignore_errors=True)
     before, started = (snapshot(made), snapshot(canary)), time.monotonic()

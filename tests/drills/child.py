@@ -1,4 +1,4 @@
-"""A forked process that runs the command line under limits, with its streams in files, and how it ended."""
+"""A forked process that runs the command line under limits, and how it ended."""
 
 import ctypes
 import gc
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, GRACE, MEMORY_MIB = 20.0, 5.0, 1024
-"""Limits of a trial: time, of the processor or waiting; time to end after SIGINT; memory beyond the program's own."""
+"""Limits of a trial: time, of the processor or waiting; time to end after SIGINT; further
+memory."""
 ADDRESSES, FILE_BYTES = 3 << 30, 256 << 20
 """What a child can have at most, so that the machine is safe from it."""
 PR_SET_PDEATHSIG = 1
@@ -55,7 +56,8 @@ class Streams:
 
 
 def warm_up() -> None:
-    """Import all that a verb imports, before the forks. No backward pass and no threads: neither survives a fork."""
+    """Import all that a verb imports, before the forks. No backward pass and no threads: neither
+    survives a fork."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                    "TORCH_CPP_LOG_LEVEL": "FATAL"}  # which the command line sets for ranks before it imports torch
     import pandas  # noqa: F401
@@ -185,8 +187,8 @@ def redirect(folder: Path, streams: Streams, out: int, err: int) -> None:
 def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = SECONDS) -> Ended:
     """Wait for the child to end.
 
-    at: after how many seconds it is sent which signal. A child that is over the time limit gets a SIGINT, and after
-    `GRACE` a SIGKILL."""
+    at: after how many seconds it is sent which signal. A child that is over the time limit gets a
+    SIGINT, and after `GRACE` a SIGKILL."""
     pid, started = child.pid, time.monotonic()
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     over, over_at, killed, ended = "", 0.0, False, False
@@ -242,8 +244,8 @@ def take(descriptor: int, text: bytearray) -> bool:
 
 
 def used_by(pid: int) -> tuple[float, bool]:
-    """A child's processor time in seconds, and whether it sleeps: not while it only waits for its turn on a busy
-    machine."""
+    """A child's processor time in seconds, and whether it sleeps: not while it only waits for its
+    turn on a busy machine."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -262,7 +264,7 @@ def run(do: Callable[[], object], folder: Path, streams: Streams | None = None, 
 
 
 def verb(arguments: list[str]) -> Callable[[], None]:
-    """The command line with these arguments, which may hold bytes that are no UTF-8 as surrogates."""
+    """The command line with these arguments, perhaps with surrogates for other bytes."""
     def call() -> None:
         from lineartime.cli import verbs
 

@@ -1,5 +1,5 @@
-"""Command lines that make no sense, and some that do: each ends in time, with a documented exit code and at most one
-error line, and touches nothing outside its folder."""
+"""Command lines that make no sense, and some that do: each ends in time, with a documented exit
+code and at most one error line, and touches nothing outside its folder."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Files that are damaged, and then read: an error or a warning names the file, or the result is the undamaged one's."""
+"""Files that are damaged, and then read: an error names the file, or the result is right."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from drills.folders import MADE, Command, verb
 
 
 def in_python(function: Callable[[Path], object]) -> Command:
-    """A function of the folder whose result is printed; an error ends the process as on the command line."""
+    """A function of the folder whose result is printed; errors end as on the command line."""
     return lambda made, it, out: child.as_verb(lambda: print(json.dumps(function(it))))
 
 
@@ -36,7 +36,7 @@ FOREIGN = "transformers says"
 
 
 def from_pretrained(it: Path) -> list[object]:
-    """What `transformers` makes of a few tokens. It reads the files itself: its errors count as ours would."""
+    """What `transformers` makes of a few tokens. Its errors count as ours."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -119,7 +119,7 @@ def change_bytes(path: Path, random: Random) -> str:
 
 
 def change_lines(path: Path, random: Random) -> str:
-    """A line deleted, doubled, swapped with another, with another digit, or one that is not of the file."""
+    """A line deleted, doubled, swapped with another, with another digit, or added."""
     lines = path.read_bytes().splitlines(True)
     at, other = random.randrange(len(lines)), random.randrange(len(lines))
     digits = [match.start() for match in re.finditer(rb"\d", lines[at])]
@@ -184,8 +184,8 @@ MORE = {".safetensors": [not_finite] * 5, ".json": [change_bytes] * 2,
 
 
 def damage(subject: Subject, made: Path, it: Path, random: Random) -> tuple[str, str]:
-    """Damage one file, or put that of another run or of an old version in its place; its name, from the folder above
-    `it` on, and how."""
+    """Damage one file, or put that of another run or of an old version in its place; its name, from
+    the folder above `it` on, and how."""
     files = sorted(path for path in it.rglob("*") if not path.is_dir() or path.is_symlink()) if it.is_dir() else [it]
     path = random.choice([path for path in files if path.is_symlink() or path.stat().st_size] or files)
     twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
@@ -254,7 +254,7 @@ def trial(made: Path, folder: Path, random: Random,
 
 
 def plausible(path: Path, how: str) -> bool:
-    """Whether a damaged file cannot be told from a whole one: no hash covers it, and it is well-formed."""
+    """Whether a damaged file cannot be told from a whole one: it is well-formed, without a hash."""
     folder = path.parent
     if folder.name.startswith("step-") or (folder / "manifest.json").exists() or path.suffix in (".ids", ".rows"):
         return False

@@ -1,4 +1,4 @@
-"""Everything that a user can have in a folder, as small as it can be: text, runs, exports, questions, rows."""
+"""Everything that a user can have in a folder, as small as it can be."""
 
 import gzip
 import hashlib
@@ -117,7 +117,8 @@ def unfinish(run: Path, out: Path) -> None:
 
 
 def left(folder: Path) -> dict[str, object]:
-    """What a command leaves in a folder: every file's content but clocks, and of a run's checkpoints the newest."""
+    """What a command leaves in a folder: every file's content but clocks, and of a run's
+    checkpoints the newest."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name, parent = str(path.relative_to(folder)), path.parent

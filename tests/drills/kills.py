@@ -1,4 +1,5 @@
-"""Commands that are disturbed and then run again to the end: what they leave is what an undisturbed one leaves."""
+"""Commands that are disturbed and then run again to the end: they leave what undisturbed ones
+do."""
 
 import errno
 import json
@@ -62,8 +63,8 @@ def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
 
 @cache
 def calm(made: Path, folder: Path, scenario: Scenario) -> tuple[dict[str, object], float, int, int]:
-    """What the undisturbed command leaves, how long it takes, how often it changes the disk, and the bytes of its
-    largest file."""
+    """What the undisturbed command leaves, how long it takes, how often it changes the disk, and
+    the bytes of its largest file."""
     out = begin(made, folder, scenario)
     do = scenario.command(made, out / "it", out)
     first = child.run(disturbed(do, out, folder / "changes"), folder)

@@ -1,5 +1,5 @@
-"""Files that nobody means to give to a program: depths, wrong types, names with escape sequences. Bombs and odd
-tokenizers are in cli/test_hostile.py."""
+"""Files that nobody means to give to a program: depths, wrong types, names with escape sequences.
+Bombs and odd tokenizers are in cli/test_hostile.py."""
 
 import gzip
 import json

@@ -1,5 +1,6 @@
-"""Runs of several ranks that are disturbed and go on, also with another number of ranks: they end in the bits of one
-that is not disturbed. A launch that is disturbed ends in time, with the right exit codes and one line of error."""
+"""Runs of several ranks that are disturbed and go on, also with another number of ranks: they end
+in the bits of one that is not disturbed. A launch that is disturbed ends in time, with the right
+exit codes and one line of error."""
 
 import errno
 import os
@@ -25,7 +26,7 @@ MODES: dict[str, dict[str, object]] = {
 EVERY = [(2, 2), (3, 3), (4, 3), (2, 5)]
 """save_every and eval_every."""
 TIMEOUT_S, CALM_S = 5, 60
-"""`--rank-timeout` of a launch that is disturbed, and of one that is not: the machine may be busy."""
+"""`--rank-timeout` of a launch that is disturbed, and of another, on a busy machine."""
 CODES = {"signal": {7}, "request": {143, 130, 7}, "change": {7}, "fails": {6, 7}, "full": {6, 7}, "store": {6, 7}}
 """Kinds of faults, and the exit codes but 0 that those may have whom no signal has ended."""
 
@@ -154,8 +155,8 @@ def wrong(fault: Fault, ended: list[Ended]) -> tuple[str, str] | None:
 
 @cache
 def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> tuple[dict[str, Any], set[str], float, int]:
-    """The state and the names that a run on one process leaves, and how long it takes and how often it changes the
-    disk on two ranks, which leave the same. Where ranks share a row, both are of two ranks."""
+    """The state and the names that a run on one process leaves, and how long it takes and how often
+    it changes the disk on two ranks, which leave the same. Ranks that share a row are two."""
     from ranks_here import differences, state_of
 
     def run(n_ranks: int) -> float:
@@ -179,7 +180,7 @@ FEWEST = {"shared rows": 2}
 
 
 def names(out: Path) -> set[str]:
-    """What lies in a run's folder, but for its checkpoints, and the sample that sharded runs do not write."""
+    """What lies in a run's folder, but for its checkpoints, and the sample."""
     return {path.name for path in out.iterdir()} - {path.name for path in out.glob("step-*")} - {"sample.txt"}
 
 

@@ -1,6 +1,8 @@
-"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py OUT DATA`.
+"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py
+OUT DATA`.
 
-It forks `WORLD` ranks, which do every case one after the other, and writes the largest errors into OUT, by case."""
+It forks `WORLD` ranks, which do every case one after the other, and writes the largest errors into
+OUT, by case."""
 
 import datetime
 import json
@@ -29,8 +31,8 @@ WORLD, LENGTH, N_LAYOUTS = 4, 48, 8
 TIMEOUT = datetime.timedelta(seconds=60)
 """How long a rank waits for the others, until all of them fail."""
 BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
-"""The tokens with which documents begin in rows that are chosen: none, those with which the parts of 2, 3 or 4 ranks
-begin, and those before them."""
+"""The tokens with which documents begin in rows that are chosen: none, those with which the parts
+of 2, 3 or 4 ranks begin, and those before them."""
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
           "flash global", "flash key conv", "flash write gate", "flash rope base", "flash+",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks",
@@ -58,8 +60,8 @@ def run_of(name, model=None, **train):
 
 
 def layouts(n, seed=0):
-    """Segment ids of rows of one to many documents: those of `BEGIN`, a row that ends with its first part, and others,
-    of which some end inside a chunk or leave ranks without a token."""
+    """Segment ids of rows of one to many documents: those of `BEGIN`, a row that ends with its
+    first part, and others, of which some end inside a chunk or leave ranks without a token."""
     generator = torch.Generator().manual_seed(seed)
     density_N = torch.tensor([0.0, 0.03, 0.1, 0.4])[torch.arange(n) % 4]
     starts_NT = torch.rand(n, LENGTH, generator=generator) < density_N[:, None]
@@ -72,10 +74,11 @@ def layouts(n, seed=0):
 
 
 def losses_of(model, rows_BL, segment_ids_BT, weight_BT, ranks):
-    """The loss of every token of all ranks, and of the weighted sum the gradient of every parameter.
+    """The loss of every token of all ranks, and of the weighted sum the gradient of every
+    parameter.
 
-    Ranks take each row as a batch of its own: what one of them leaves out must not depend on the documents, and in a
-    batch of many rows there are documents of every kind."""
+    Ranks take each row as a batch of its own: what one of them leaves out must not depend on the
+    documents, and in a batch of many rows there are documents of every kind."""
     own, losses = ranks.share(LENGTH), []
     model.zero_grad()
     for at in torch.arange(len(rows_BL)).split(len(rows_BL) if ranks.size == 1 else 1):
@@ -136,8 +139,9 @@ class Counted:
 
 
 def numbers_sent(config):
-    """The numbers that a rank sends in a layer for each row that ranks share, forward, and backward again: a state, a
-    count, and whether a document goes on; with a key convolution also the edges of its part."""
+    """The numbers that a rank sends in a layer for each row that ranks share, forward, and backward
+    again: a state, a count, and whether a document goes on; with a key convolution also the edges
+    of its part."""
     n_directions, h, k = (1 if config.causal else 2), config.n_heads, config.qk_width
     if config.attn_type == "linear":
         return h * n_directions * k * (k + 1) + 1
@@ -146,7 +150,7 @@ def numbers_sent(config):
 
 
 def bytes_per_layer(name, causal, length, ranks):
-    """Bytes of the forward and the backward pass, a rank and layer and row: measured, and by the formula."""
+    """Bytes of the forward and the backward pass, a rank, layer and row: measured, by formula."""
     config = replace(CONFIGS[name], context=length, causal=causal)
     model, rows_BL = random_model(config), random_ids(5, length + 1)
     with Counted() as forward:
@@ -168,7 +172,8 @@ class Tokens:
 
 
 def gradient_error(world, causal, clip_scope):
-    """The clipped gradient of a step of 4 micro-batches on 2 x 2 ranks against one process, with its loss and norm."""
+    """The clipped gradient of a step of 4 micro-batches on 2 x 2 ranks against one process, with
+    its loss and norm."""
     model = model_of("flash+", causal)
     rows_BL = random_ids(8, LENGTH + 1, seed=3)
     batch = [rows_BL]

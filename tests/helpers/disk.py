@@ -1,5 +1,5 @@
-"""Changes of the disk that this process makes below a folder: they are counted, one of them fails or is the process's
-last, or a power loss takes back what was not flushed."""
+"""Changes of the disk that this process makes below a folder: they are counted, one of them fails
+or is the process's last, or a power loss takes back what was not flushed."""
 
 import builtins
 import io
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 CHANGES = {"open": 0, "os.rename": 0, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0, "os.symlink": 1, "os.truncate": 0}
-"""Audit events of changes, see the documentation of `sys.addaudithook`, and which argument is the path."""
+"""Audit events of changes, see the documentation of `sys.addaudithook`, and where the path is."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 WATCHING: list["Disk"] = []
 Write = Callable[[bytes], int]
@@ -28,7 +28,7 @@ def listen() -> None:
 
 
 class Disk:
-    """Stands between this process and its changes below `folder` inside a `with` block, and counts them."""
+    """Stands between this process and its changes below `folder` in a `with` block, and counts."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = os.path.realpath(folder), 0
@@ -92,9 +92,9 @@ class File(io.FileIO):
 
 
 class Faults(Disk):
-    """at: the change, from 1, at which it happens: `number` is a signal sent to this process, or `error` the errno that
-    the change fails with; with `stays` it happens at every change from there on, but for removals. A write that is cut
-    off is half done."""
+    """at: the change, from 1, at which it happens: `number` is a signal sent to this process, or
+    `error` the errno that the change fails with; with `stays` it happens at every change from there
+    on, but for removals. A write that is cut off is half done."""
 
     def __init__(self, folder: Path, at: int = 0, *, number: int = 0, error: int = 0, stays: bool = False):
         super().__init__(folder)
@@ -125,12 +125,13 @@ class Died(BaseException):
 
 
 class PowerLoss(Disk):
-    """Before the `last`-th change the process dies, then the disk loses what was not flushed. Dead is a process that
-    does nothing more: every later change raises too.
+    """Before the `last`-th change the process dies, then the disk loses what was not flushed. Dead
+    is a process that does nothing more: every later change raises too.
 
-    A write that is the last is half done. `loss` is what survives beside the flushed: "nothing" of the rest (files
-    empty, directory entries as they were), "names" (directory entries as they are, files cut in half), or "all" (no
-    power loss). Nothing is ever really flushed: only a power loss could tell, and this is it."""
+    A write that is the last is half done. `loss` is what survives beside the flushed: "nothing" of
+    the rest (files empty, directory entries as they were), "names" (directory entries as they are,
+    files cut in half), or "all" (no power loss). Nothing is ever really flushed: only a power loss
+    could tell, and this is it."""
 
     def __init__(self, folder: Path, last: int, loss: str):
         super().__init__(folder)
@@ -201,7 +202,8 @@ def moved(path: Path, source: Path, target: Path) -> Path:
 
 
 def disturbed(do: Callable[[], object], folder: Path, counts: Path | None = None, **how) -> Callable[[], object]:
-    """A function on a disk with `Faults`. counts: a file that gets how often it has changed the disk below `folder`."""
+    """A function on a disk with `Faults`. counts: a file that gets how often it has changed the
+    disk below `folder`."""
     def call() -> None:
         disk = Faults(folder, **how)
         try:
@@ -216,7 +218,7 @@ def disturbed(do: Callable[[], object], folder: Path, counts: Path | None = None
 
 @contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
-    """Inside the block this process may have at most so much of a resource, such as `resource.RLIMIT_FSIZE`."""
+    """Inside the block this process has at most so much of a resource."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, before[1]))
     try:

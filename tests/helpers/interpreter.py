@@ -1,4 +1,4 @@
-"""Triton's kernels on a processor: its interpreter, made to round and multiply bfloat16 as a GPU does."""
+"""Triton's kernels on a processor: its interpreter, with bfloat16 as on a GPU."""
 
 import os
 
@@ -22,15 +22,15 @@ def as_float32(handle: interpreter.TensorHandle) -> np.ndarray:
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Bit patterns of float32 numbers rounded to the nearest bfloat16, ties to even; not a number stays one."""
+    """Bit patterns of float32 numbers rounded to the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
 def mend() -> None:
-    """The interpreter truncates to bfloat16, multiplies matrices of its bit patterns, and counts loops in a way that
-    NumPy no longer takes."""
+    """The interpreter truncates to bfloat16, multiplies matrices of its bit patterns, and counts
+    loops in a way that NumPy no longer takes."""
     builder = interpreter.InterpreterBuilder
     cast, convert, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
 
@@ -61,8 +61,8 @@ def mend() -> None:
 
 
 def hasten() -> None:
-    """The interpreter looks for overflows and then drops what it found, and prepares the language again for every call
-    of a function inside a kernel, where the kernel's launch can prepare all of it."""
+    """The interpreter looks for overflows and then drops what it found, and prepares the language
+    again for every call of a function inside a kernel, where the launch can do it once."""
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     prepare = interpreter._patch_lang
 

@@ -1,5 +1,5 @@
-"""The law for the kernels of both gated attentions: at most twice the reference's error against float64. And what they
-are given."""
+"""The law for the kernels of both gated attentions: at most twice the reference's error against
+float64. And what they are given."""
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ def error(a: Tensor, exact: Tensor) -> float:
 
 def assert_near(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], floor: float = 0.0,
                 names: tuple[str, ...] = ()) -> None:
-    """The reference's dtypes and shapes, and at most twice as far from float64 as the reference is. floor: a relative
-    error that is let pass in float32 and float64."""
+    """The reference's dtypes and shapes, and at most twice as far from float64 as the reference is.
+    floor: a relative error that is let pass in float32 and float64."""
     for n, (a, b, x) in enumerate(zip(ours, theirs, exact, strict=True)):
         name = names[n] if names else n
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
@@ -50,7 +50,7 @@ def assert_held(kernel, reference, inputs: dict[str, Tensor], floor: float | Non
 
 def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,
                 parameters: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
-    """As under autocast: uvz is short, parameters and angles are not, unless `parameters` is None."""
+    """As under autocast: uvz is short, parameters and angles are not."""
     sin, cos = rotary(torch.arange(n_tokens)[None], S, torch.float32)
     made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
             "w": random(2 * chunk - 1, seed=3) / 3}
@@ -59,7 +59,7 @@ def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int 
 
 
 def documents(n_rows: int, n_tokens: int) -> Tensor:
-    """Several to a row, of one token too and longer than a chunk, and padding behind those of the last row."""
+    """Several to a row, of one token too and longer than a chunk, and padding in the last row."""
     begins = random(n_rows, n_tokens, seed=5) > 2.2
     begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
     ids = begins.cumsum(1)
@@ -76,7 +76,8 @@ def tiny(preset: str, **fields: object) -> LanguageModel:
 
 
 def head_inputs(n_rows: int, n_tokens: int, s: int, dtype: torch.dtype, chunk: int = 128) -> dict[str, Tensor]:
-    """What attention of made heads takes: but for bias and gates of one type, and the same numbers in every type."""
+    """What attention of made heads takes: but for bias and gates of one type, and the same numbers
+    in every type."""
     return {"uv": random(n_rows, n_tokens, 2 * 64, seed=4).bfloat16().to(dtype),
             "heads": (0.7 * random(4, n_rows, n_tokens, s, seed=7)).bfloat16().to(dtype),
             "w": random(2 * chunk - 1, seed=3) / 3, "gate": random(n_rows, n_tokens, seed=9)}

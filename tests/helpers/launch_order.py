@@ -1,6 +1,8 @@
-"""What the programs of a kernel's launch read and write, and a launch with its programs in another order.
+"""What the programs of a kernel's launch read and write, and a launch with its programs in another
+order.
 
-Triton's interpreter runs the programs of a launch one after another, so a race between them never shows in it."""
+Triton's interpreter runs the programs of a launch one after another, so a race between them never
+shows in it."""
 
 import random
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ class Launch:
         self.bounds = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
     def faults(self):
-        """What makes the result depend on the order of programs, or of a program's threads; and addresses outside."""
+        """What makes the result depend on the order of programs, or threads; addresses outside."""
         found = []
         stores, loads = ([np.unique(np.concatenate(each)) if each else np.zeros(0, np.uint64) for each in kind]
                          for kind in (self.stores, self.loads))

@@ -1,9 +1,11 @@
-"""The paper's pseudocode, line by line, in float64 torch: the second witness beside the recorded cases.
+"""The paper's pseudocode, line by line, in float64 torch: the second witness beside the recorded
+cases.
 
-Each function is one printed listing and keeps its names, its order of operations and its einsum strings. It is written
-to be compared with the page, not to be fast, and imports nothing from the package. Weights come as a dictionary under
-the names that the listing gives its variables (`var`, see conformance/README.md); a listing that calls another one
-hands on the part of the dictionary below that name, for example `norm/gamma` as `gamma`.
+Each function is one printed listing and keeps its names, its order of operations and its einsum
+strings. It is written to be compared with the page, not to be fast, and imports nothing from the
+package. Weights come as a dictionary under the names that the listing gives its variables (`var`,
+see conformance/README.md); a listing that calls another one hands on the part of the dictionary
+below that name, for example `norm/gamma` as `gamma`.
 
 What is printed but cannot run, and what stands here instead:
 - `rel_pos_bias`: `return t` belongs inside the function, `dtype=dtype` means float32;
@@ -35,7 +37,8 @@ def tf_range(n: int) -> Tensor:
 
 
 def rope(x: Tensor, axis: int | list[int]) -> Tensor:
-    """Code 3. RoPE position embedding over one axis or several neighbouring ones, counted as one running position."""
+    """Code 3. RoPE position embedding over one axis or several neighbouring ones, counted as one
+    running position."""
     shape = list(x.shape)
     if isinstance(axis, int):
         axis = [axis]
@@ -69,7 +72,8 @@ def rel_pos_bias(n: int, var: Weights) -> Tensor:
         t = t[..., :-n]
         t = torch.reshape(t, [n, 3 * n - 2])
         r = (2 * n - 1) // 2
-        # For n = 1 the printed slice r:-r is 0:0, which is empty; the whole row, one entry, is meant.
+        # For n = 1 the printed slice r:-r is 0:0, which is empty; the whole row, one entry, is
+        # meant.
         t = t[..., r:-r] if r else t
     else:
         a = rope(torch.tile(var["a"][None, :], [n, 1]), axis=0)
@@ -127,7 +131,8 @@ def GAU(x: Tensor, causal: bool, var: Weights, norm_type: str = "layer_norm", ex
 
 
 def segment_ids_to_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
-    """Code 7. Weight with which chunk h's keys and values enter chunk g: segment ids [b, g, n] -> [b, g, h]."""
+    """Code 7. Weight with which chunk h's keys and values enter chunk g: segment ids [b, g, n] ->
+    [b, g, h]."""
     min_ids, max_ids = torch.amin(segment_ids, dim=-1), torch.amax(segment_ids, dim=-1)
     mask = torch.logical_and(min_ids[:, :, None] <= max_ids[:, None, :], max_ids[:, :, None] >= min_ids[:, None, :])
     mask = mask.to(DTYPE)

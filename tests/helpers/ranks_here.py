@@ -14,8 +14,8 @@ from lineartime.weights import checkpoint
 
 
 class RanksHere:
-    """`lineartime` in several processes; what each prints is in a file `rank-N.txt` of the folder. command: what stands
-    for `python -m lineartime`."""
+    """`lineartime` in several processes; what each prints is in a file `rank-N.txt` of the folder.
+    command: what stands for `python -m lineartime`."""
 
     def __init__(self, command, folder):
         self.command, self.folder, self.attempt = command, folder, 0
@@ -66,7 +66,8 @@ class RanksHere:
 
 
 def state_of(out):
-    """Weights, moments, metrics without their clock, and scores: what does not depend on the number of ranks."""
+    """Weights, moments, metrics without their clock, and scores: what any number of ranks
+    leaves."""
     folder = (out / "latest").resolve()
     metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}

@@ -1,4 +1,4 @@
-"""What a Markdown text makes when it is rendered: its words, and everything that is more than words."""
+"""What a Markdown text makes when it is rendered: its words, and the rest."""
 
 import re
 

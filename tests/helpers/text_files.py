@@ -1,4 +1,4 @@
-"""Files of text in every format, written where a test wants them, and what prepared folders hold."""
+"""Files of text in every format, and what prepared folders hold."""
 
 import gzip
 import itertools
@@ -12,7 +12,7 @@ from lineartime.data.tokens import open_split
 
 
 def make(folder, files):
-    """Write files by name; text as UTF-8, a list as the JSON lines or the parquet column `text` of its documents."""
+    """Write files by name; text as UTF-8, a list as the JSON lines or a parquet column `text`."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

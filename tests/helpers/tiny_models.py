@@ -1,4 +1,5 @@
-"""Models of a few hundred weights for the laws: every preset and variant, in float64, with nothing near zero."""
+"""Models of a few hundred weights for the laws: every preset and variant, in float64, nothing near
+zero."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -47,7 +48,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash rope base": replace(FLASH, rope_base=100.0),
     "flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK),
 }
-"""Every preset and every option that changes what attention computes; all causal, no end-of-document token."""
+"""Every preset and every option that changes what attention computes; all causal."""
 
 COMBINED: dict[str, ModelConfig] = {
     "flash-quad softmax": replace(FLASH_QUAD, attn_kernel="softmax"),
@@ -100,8 +101,8 @@ BIDIRECTIONAL = {
 """What only a bidirectional model can be."""
 
 def case_of(name: str, *more: object, rest: bool = False) -> object:
-    """A case of a test over models. That of a combined model is left to `make test-all`, and so is any other with
-    `rest`."""
+    """A case of a test over models. That of a combined model is left to `make test-all`, and so is
+    any other with `rest`."""
     is_rest = rest or name in COMBINED or name in OWN_GRID.keys() - set(OWN_ON_PUSH)
     return pytest.param(name, *more, marks=pytest.mark.rest if is_rest else ())
 
@@ -112,7 +113,8 @@ def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
-    """Float64 weights from normal(0, 0.5), gains, offsets and biases too, so that no path through the model is dead."""
+    """Float64 weights from normal(0, 0.5), gains, offsets and biases too, so that no path through
+    the model is dead."""
     return drawn(LanguageModel(config).double(), seed)
 
 

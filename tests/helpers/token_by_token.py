@@ -1,8 +1,9 @@
 """Every attention layer of the paper token by token: the definition in plain loops, for one row.
 
-Nothing here is shared with the package but the configuration's fields: no masks, no chunks as tensors, no running sums.
-A layer is given by its configuration and its weights under the package's names; `ids` is the document of each token,
--1 for padding, whose output means nothing. Gradients flow into the weights and x.
+Nothing here is shared with the package but the configuration's fields: no masks, no chunks as
+tensors, no running sums. A layer is given by its configuration and its weights under the package's
+names; `ids` is the document of each token, -1 for padding, whose output means nothing. Gradients
+flow into the weights and x.
 """
 
 import torch
@@ -61,8 +62,8 @@ def mates(ids: list[int], t: int) -> list[int]:
 
 
 def near(config: ModelConfig, ids: list[int], t: int) -> list[int]:
-    """The keys of quadratic attention: the document's tokens in the row, or in the chunk and with `overlap` its
-    neighbours; not later ones when causal."""
+    """The keys of quadratic attention: the document's tokens in the row, or in the chunk and with
+    `overlap` its neighbours; not later ones when causal."""
     keys = [j for j in mates(ids, t) if j <= t or not config.causal]
     if config.chunk_size is None:
         return keys
@@ -82,8 +83,8 @@ def quadratic(config: ModelConfig, w: Weights, q_TK: Tensor, k_TK: Tensor, v_TE:
 
 
 def convolved(config: ModelConfig, w: Weights, z_TS: Tensor, ids: list[int]) -> Tensor:
-    """Each dimension of z times a weight per place in a window, summed over the document's tokens in the window, which
-    ends at the token itself, or when not causal has it in the middle."""
+    """Each dimension of z times a weight per place in a window, summed over the document's tokens
+    in the window, which ends at the token itself, or when not causal has it in the middle."""
     if not config.key_conv:
         return z_TS
     own = config.key_conv - 1 if config.causal else config.key_conv // 2
@@ -93,7 +94,7 @@ def convolved(config: ModelConfig, w: Weights, z_TS: Tensor, ids: list[int]) -> 
 
 
 def gates(config: ModelConfig, w: Weights, near_TS: Tensor, head: int) -> Tensor:
-    """The gate of each token's key in a head: sigmoid(w z + b) by the head's slice of z; 1 without gates."""
+    """The gate of each token's key in a head: sigmoid(w z + b) by its slice of z; or 1."""
     if not config.linear_gate:
         return torch.ones(len(near_TS), dtype=near_TS.dtype)
     width = near_TS.shape[1] // config.n_heads
@@ -117,8 +118,9 @@ def linear(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor, ids: l
 
 def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_TK: Tensor, k_TK: Tensor, v_TE: Tensor,
                               ids: list[int], t: int, gate_T: Tensor) -> Tensor:
-    """Appendix A: chunk h has the weight relu(q_g k_h / G + b)^2, made from the means of z of two chunks, and enters
-    as the mean of k v over its tokens. When causal chunk g asks by the mean of the chunk before it."""
+    """Appendix A: chunk h has the weight relu(q_g k_h / G + b)^2, made from the means of z of two
+    chunks, and enters as the mean of k v over its tokens. When causal chunk g asks by the mean of
+    the chunk before it."""
     c, out_E = config.chunk_size, torch.zeros_like(v_TE[t])
     if ids[t] < 0:
         return out_E
@@ -138,7 +140,8 @@ def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_T
 
 
 def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
-    """Eqs. 3-5, and Section 3.2 with chunks; with heads each takes its slice of z's scaled copies and of v."""
+    """Eqs. 3-5, and Section 3.2 with chunks; with heads each takes its slice of z's scaled copies
+    and of v."""
     n_tokens, e, s, n_heads = len(x_TD), config.d_inner, config.query_key_dim, config.n_heads
     u_TE, v_TE, z_TS = activation(config, dense(normed(x_TD, w), w, "in_proj")).split([e, e, s], dim=1)
     near_TS = convolved(config, w, z_TS, ids)
@@ -170,13 +173,15 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
 
 
 def gained(x_TD: Tensor, gain_K: Tensor) -> Tensor:
-    """Each head's slice divided by its root mean square, of which 1e-6 is added to the square, times a gain."""
+    """Each head's slice divided by its root mean square, of which 1e-6 is added to the square,
+    times a gain."""
     x_THK = x_TD.unflatten(1, (-1, len(gain_K)))
     return (x_THK / (x_THK.square().mean(2, keepdim=True) + 1e-6).sqrt() * gain_K).flatten(1)
 
 
 def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
-    """Multi-head attention: softmax, relu^2, MC-TFM++, Performer or Combiner; with `gate` Eq. 3 around it."""
+    """Multi-head attention: softmax, relu^2, MC-TFM++, Performer or Combiner; perhaps gated (Eq.
+    3)."""
     n_tokens, n_heads, width = len(x_TD), config.n_heads, config.d_model // config.n_heads
     xn_TD = normed(x_TD, w)
     q_TD, k_TD, v_TD, *gate = dense(xn_TD, w, "in_proj").split(config.d_model, dim=1)
@@ -221,7 +226,7 @@ def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) ->
 
 
 def performer(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TK: Tensor, ids: list[int], t: int) -> Tensor:
-    """sum_s (phi(q_t) phi(k_s)) v_s / sum_s phi(q_t) phi(k_s), phi(x) = relu(x) + 1e-3; the own token included."""
+    """sum_s (phi(q_t) phi(k_s)) v_s / sum_s phi(q_t) phi(k_s), phi(x) = relu(x) + 1e-3; s <= t."""
     numerator, denominator = torch.zeros_like(v_TK[t]), torch.ones_like(v_TK[t, 0]) * (ids[t] < 0)
     for s in (s for s in mates(ids, t) if s <= t or not config.causal):
         weight = (F.relu(q_TK[t]) + 1e-3) @ (F.relu(k_TK[s]) + 1e-3)
@@ -231,9 +236,10 @@ def performer(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TK: Tensor, ids
 
 def combiner(config: ModelConfig, w: Weights, xn_TD: Tensor, qs: list[Tensor], ks: list[Tensor], vs: list[Tensor],
              ids: list[int]) -> Tensor:
-    """The document in rows of C tokens from its start. summary(f, i): what the token at place i of row f sees of its
-    whole row, later tokens too; its key is made from the token's x and all heads' summaries. A token sees the tokens of
-    its row up to itself and the summaries of earlier rows for its own place; not causal: all of both."""
+    """The document in rows of C tokens from its start. summary(f, i): what the token at place i of
+    row f sees of its whole row, later tokens too; its key is made from the token's x and all heads'
+    summaries. A token sees the tokens of its row up to itself and the summaries of earlier rows for
+    its own place; not causal: all of both."""
     n_tokens, n_heads, width = len(xn_TD), config.n_heads, config.d_model // config.n_heads
     start = [ids.index(ids[t]) if ids[t] >= 0 else t for t in range(n_tokens)]
     row = [(t - start[t]) // config.chunk_size for t in range(n_tokens)]

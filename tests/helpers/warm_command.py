@@ -1,7 +1,9 @@
-"""`lineartime` in processes forked from one that has imported everything: what a test starts without the start-up.
+"""`lineartime` in processes forked from one that has imported everything: what a test starts
+without the start-up.
 
-`python warm_command.py SOCKET -- info flash` hands its arguments, folder, environment, descriptors and signals on to
-such a process and ends as that does; it imports little. Tests of the start-up itself use `python -m lineartime`."""
+`python warm_command.py SOCKET -- info flash` hands its arguments, folder, environment, descriptors
+and signals on to such a process and ends as that does; it imports little. Tests of the start-up
+itself use `python -m lineartime`."""
 
 import json
 import os
@@ -16,7 +18,8 @@ from pathlib import Path
 
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR1: signal.SIGKILL,
            signal.SIGUSR2: signal.SIGSTOP}
-"""What the process that runs the command gets for a signal to the one that asked for it; some cannot be handed on."""
+"""What the process that runs the command gets for a signal to the one that asked for it; some
+cannot be handed on."""
 
 
 class WarmCommand:
@@ -33,8 +36,9 @@ class WarmCommand:
         self.command = [sys.executable, "-S", "-E", __file__, self.path, "--"]
 
     def run(self, arguments, printed, **disturbed):
-        """Run the command to its end; how it has ended: a negative number is a signal. printed: the file for what it
-        prints. disturbed: the keywords of `disk.disturbed`, or `memory`: so many bytes more at most in training."""
+        """Run the command to its end; how it has ended: a negative number is a signal. printed: the
+        file for what it prints. disturbed: the keywords of `disk.disturbed`, or `memory`: so many
+        bytes more at most in training."""
         with open(os.devnull) as none, open(printed, "w") as out:
             _, answers = asked(self.path, arguments, [none.fileno(), out.fileno(), out.fileno()], disturbed)
         with answers:
@@ -72,8 +76,8 @@ def ask(path, arguments):
 
 
 def serve(path):
-    """Fork for every request; return it, in the process that is to run a command. End with the process that started
-    this one: it may die of a test that hangs."""
+    """Fork for every request; return it, in the process that is to run a command. End with the
+    process that started this one: it may die of a test that hangs."""
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -95,7 +99,8 @@ def serve(path):
 
 
 def attend(pipe):
-    """Start what one request asks for and say how it ends; return the request, in the process that runs it."""
+    """Start what one request asks for and say how it ends; return it, in the process that runs
+    it."""
     text, descriptors, _, _ = socket.recv_fds(pipe, 1 << 16, 3)
     while not text.endswith(b"\n"):
         more = pipe.recv(1 << 16)
@@ -130,7 +135,7 @@ def with_memory(function, more):
         with limited(resource.RLIMIT_AS, has + more):
             return function(*args, **kwargs)
 
-    # From the start, as `ulimit -v` would: `runtime.choose_settings` asks whether memory is limited.
+    # From the start, as `ulimit -v` would: `choose_settings` asks whether memory is limited.
     resource.setrlimit(resource.RLIMIT_AS, (2**46, resource.getrlimit(resource.RLIMIT_AS)[1]))
     return call
 
@@ -145,7 +150,8 @@ def main(path):
 
     child.settle()
     request = serve(path)
-    # The first to ask torch 2.11's pool of threads after a fork makes it anew. Two of autograd's at once find none.
+    # The first to ask torch 2.11's pool of threads after a fork makes it anew. Two of autograd's at
+    # once find none.
     torch.set_num_threads(1)
     do, how = child.verb(request["arguments"]), request["disturbed"]
     if "memory" in how:

@@ -1,4 +1,4 @@
-"""A benchmark's workers in the test's own process: generators in place of processes that import everything first."""
+"""A benchmark's workers in the test's own process: generators in place of processes."""
 
 from benchmarks import measure
 from lineartime.base.errors import NumericsError, UsageError
