@@ -3,11 +3,11 @@
     python -m studies.plant DATA TOKENS SHORTEST LONGEST LEAST MOST OUT
     python -m studies.plant DATA TOKENS SHORTEST ROW OUT
 
-DATA is prepared books, OUT a train.jsonl. The first writes passages of SHORTEST to LONGEST tokens, names not counted. A name is told every
-LEAST to MOST words, and LEAST is 1.2 or more; with 0 and 0 there are no names. The second writes
-passages that fill rows of ROW tokens, so that no row cuts a name from its question. Each name of a
-passage is told once, and asked once at its end. A model that learned from such passages is asked
-recall in text on other books and digits."""
+DATA is prepared books, OUT a train.jsonl. The first writes passages of SHORTEST to LONGEST tokens,
+names not counted. A name is told every LEAST to MOST words, and LEAST is 1.2 or more; with 0 and 0
+there are no names. The second writes passages that fill rows of ROW tokens, so that no row cuts a
+name from its question. Each name of a passage is told once, and asked once at its end. A model that
+learned from such passages is asked recall in text on other books and digits."""
 
 import json
 import re
