@@ -53,9 +53,8 @@ def test_a_row_that_has_ended_does_not_end_the_others() -> None:
         model.head_bias[END] = -100.0
     prompts = [[1 + i % 20 for i in range(29)], [3, 4]]
     (alone,) = generate(model, prompts[1:], max_new_tokens=20, temperature=0.0)
-    for capture in (False, True):
-        first, second = generate(model, prompts, max_new_tokens=20, stop=lambda row, new: row == 0, capture=capture)
-        assert len(first) == 1 and second == alone and len(alone) == 20
+    first, second = generate(model, prompts, max_new_tokens=20, stop=lambda row, new: row == 0)
+    assert len(first) == 1 and second == alone and len(alone) == 20
 
 
 def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: LanguageModel) -> None:
@@ -84,10 +83,14 @@ def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: Langu
     assert first == free[0][:4] and second == free[1]
 
 
-def test_stop_and_on_token(model: LanguageModel) -> None:
+def test_stop_is_asked_after_each_token(model: LanguageModel) -> None:
     seen: list[tuple[int, int]] = []
-    new = generate(model, [[1], [2]], max_new_tokens=9, stop=lambda row, ids: row == 0 and len(ids) == 3,
-                   on_token=lambda row, token: seen.append((row, token)))
+
+    def stop(row: int, ids: list[int]) -> bool:
+        seen.append((row, ids[-1]))
+        return row == 0 and len(ids) == 3
+
+    new = generate(model, [[1], [2]], max_new_tokens=9, stop=stop)
     assert [len(ids) for ids in new] == [3, 9]
     assert [token for row, token in seen if row == 1] == new[1]
 

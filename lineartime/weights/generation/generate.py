@@ -1,4 +1,5 @@
-"""Generation: read the prompts piece by piece, then append one token at a time. FLASH needs constant memory."""
+"""Generation: read the prompts piece by piece, then append one token at a time. FLASH needs
+constant memory."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,15 +23,15 @@ Prompt = TypeVar("Prompt", str, list[int])
 
 
 @torch.no_grad()  # not `inference_mode`: `LanguageModel.extend` may go on with the state
-def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
-            progress: Callable[[int], None] | None = None,
+def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None,
             state: DecodingState | None = None) -> tuple[Tensor, DecodingState]:
-    """Read prompts of any lengths, piece by piece.
-    Returns the logits after each prompt's last token, `[B, V]`, and the state.
+    """Read prompts of any lengths, piece by piece. Returns the logits after each prompt's last
+    token, `[B, V]`, and the state.
 
-    progress is called with the number of tokens read of the longest prompt. state: of as many rows, which go on with
-    the prompts; it is updated. Raises UsageError for an empty prompt, a token outside the vocabulary, a state of
-    another model or number of rows, and past the end of a position table."""
+    progress is called with the number of tokens read of the longest prompt. state: of as many rows,
+    which go on with the prompts; it is updated. Raises UsageError for an empty prompt, a token
+    outside the vocabulary, a state of another model or number of rows, and past the end of a
+    position table."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
@@ -61,13 +62,14 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]],
 
 def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
          progress: Callable[[int, int], None] | None = None) -> DecodingState:
-    """The state of one row that has read a text as the beginning of a document. The text comes in blocks of any length,
-    and memory holds no more than the state and a part of it.
+    """The state of one row that has read a text as the beginning of a document. The text comes in
+    blocks of any length; memory holds the state and a part of it.
 
-    Its last word waits in `DecodingState.text`, for the tokens at the end depend on what follows. So `generate` goes on
-    from the state as from the whole text, if the tokenizer is byte-level (`Tokenizer.reads_pieces`); another one
-    tokenises what follows on its own. progress is called with the bytes and the tokens that are read. Raises DataError
-    for a text without a character, and UsageError as `prefill` does."""
+    Its last word waits in `DecodingState.text`, for the tokens at the end depend on what follows.
+    So `generate` goes on from the state as from the whole text, if the tokenizer is byte-level
+    (`Tokenizer.reads_pieces`); another one tokenises what follows on its own. progress is called
+    with the bytes and the tokens that are read. Raises DataError for a text without a character,
+    and UsageError as `prefill` does."""
     state, ids, pieces = model.decoding_state(1), [tokenizer.end_of_document], cut_pieces(blocks)
     state.tokenizer_sha256, n_bytes = tokenizer.sha256, 0
     for text, last in tokenizer.parts_of(pieces):
@@ -86,17 +88,20 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
 
 @torch.inference_mode()
 def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
-    """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and memory for FLASH.
-
-    Raises UsageError past the end of a position table."""
+    """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and
+    memory for FLASH. Raises UsageError past the end of a position table."""
     return model.logits(model.extend(ids_B[:, None], torch.ones_like(ids_B), state)[:, 0])
 
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
            generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row: `[B]`. temperature 0 takes the most likely token. top_k keeps the k most likely tokens and all
-    that are as likely as the last of these, top_p the most likely ones that together reach probability p. A row's text
-    does not depend on the others: each draws from its own generator."""
+    """One token per row, `[B]`, each row from its own generator, so that its text does not depend
+    on the others. temperature 0 takes the most likely token. top_k keeps the k most likely tokens
+    and all that are as likely as the last of these, top_p the most likely ones that together reach
+    probability p. Raises NumericsError for logits that are not numbers."""
+    if not (logits_BV < math.inf).all():
+        raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
+                            "the weights are damaged, or too large for float16: take float32 or bfloat16")
     if temperature == 0:
         return logits_BV.argmax(-1)
     logits_BV = logits_BV.float() / temperature
@@ -130,43 +135,39 @@ def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, t
 def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens: int,
              tokenizer: Tokenizer | None = None, temperature: float = 0.0, top_k: int | None = None,
              top_p: float | None = None, seed: int = 0, stop: Callable[[int, list[int]], bool] | None = None,
-             on_token: Callable[[int, int], None] | None = None, on_prompt: Callable[[int], None] | None = None,
-             state: DecodingState | None = None) -> list[Prompt]:
-    """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids of each row. Texts,
-    with the model's tokenizer, give the new texts; a text is read as the beginning of a document.
+             on_prompt: Callable[[int], None] | None = None, state: DecodingState | None = None) -> list[Prompt]:
+    """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids
+    of each row. Texts, with the model's tokenizer, give the new texts; a text is read as the
+    beginning of a document.
 
-    state: what every prompt goes on from, such as the text that `read` has read, or a state of as many rows as there
-    are prompts. It stays as it is.
+    A row ends at one of the model's `end_tokens` (which is not returned), or when `stop(row,
+    new_ids)`, which is called after each token, is true. Row r draws from a generator seeded with
+    (seed, r). on_prompt: `prefill`'s progress. state: what every prompt goes on from, such as the
+    text that `read` has read, or a state of as many rows as there are prompts; it stays as it is.
 
-    A row ends at one of the model's `end_tokens` (which is not returned) or when `stop(row, new_tokens)` is true.
-    on_token: called with row and token for each new token. on_prompt: `prefill`'s progress. Row r draws from a
-    generator seeded with (seed, r). Raises UsageError as `check_sampling` and `prefill` do, past the end of a
-    position table, and for texts without a tokenizer; NumericsError for
-    logits that are not numbers."""
+    Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and
+    for texts without a tokenizer; NumericsError as `sample` does."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if len(prompts) == 0:
         return []
     rows_of_ids = ids_of_prompts(prompts, tokenizer, state)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63) for row in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
+
+    def ends(row: int, token: int) -> bool:
+        """Append a token to a row; returns whether the row is over."""
+        if token in model.end_tokens:
+            return True
+        new[row].append(token)
+        return stop is not None and stop(row, new[row])
+
     rows, open_rows = list(range(len(prompts))), set(range(len(prompts)))  # those of the state, and those that go on
     logits_BV, now = prefill(model, rows_of_ids, on_prompt, state and state.repeated(len(prompts)))
     for n_done in range(1, max_new_tokens + 1):
-        if not (logits_BV < math.inf).all():
-            raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
-                                "the weights are damaged, or too large for float16: take float32 or bfloat16")
         ids_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p,
                        generators=[generators[row] for row in rows])
         for row, token in zip(rows, ids_B.tolist(), strict=True):
-            if row not in open_rows:
-                continue
-            if token in model.end_tokens:
-                open_rows.remove(row)
-                continue
-            new[row].append(token)
-            if on_token is not None:
-                on_token(row, token)
-            if stop is not None and stop(row, new[row]):
+            if row in open_rows and ends(row, token):
                 open_rows.remove(row)
         if not open_rows or n_done == max_new_tokens:
             break
@@ -181,9 +182,10 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
 
 def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None,
                    state: DecodingState | None = None) -> list[list[int]]:
-    """The ids of texts, each behind the token that begins a document, or behind the text of a state; ids as they are.
-    Raises UsageError for texts without a tokenizer, for one prompt in place of a list, for texts and ids together, and
-    for what a state's text does not go on with: ids, and texts of another tokenizer."""
+    """The ids of texts, each behind the token that begins a document, or behind the text of a
+    state; ids as they are. Raises UsageError for texts without a tokenizer, for one prompt in place
+    of a list, for texts and ids together, and for what a state's text does not go on with: ids, and
+    texts of another tokenizer."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     no_rows = any(isinstance(row, int | bytes) or getattr(row, "ndim", 1) != 1 for row in ids)

@@ -1,5 +1,5 @@
-"""A decode step as a function of tensors: the state goes in and the new state comes out. It is one graph, which
-`torch.compile`, `torch.export` and ONNX take whole."""
+"""A decode step as a function of tensors: the state goes in and the new state comes out. It is one
+graph, which `torch.compile`, `torch.export` and ONNX take whole."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,23 +16,25 @@ from lineartime.model.language_model import LanguageModel
 
 def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int,
                    *more: Any) -> tuple[Tensor, Tensor]:
-    """Append one token to every row without host synchronisation: the hidden states x_BD, and the start of each row's
-    document. Of the state only the caches are updated, and full chunks are not closed: the caller does that.
+    """Append one token to every row without host synchronisation: the hidden states x_BD, and the
+    start of each row's document. Only the state's caches are updated, and full chunks are not
+    closed: the caller does the rest.
 
-    window: the number of cached keys that are read, at least the tokens of the longest row with the new one. more: see
-    `LanguageModel.extend_layers`."""
+    window: the number of cached keys that are read, at least the tokens of the longest row with the
+    new one. more: see `LanguageModel.extend_layers`."""
     ids_B1 = ids_B[:, None]
     inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
     return model.extend_layers(ids_B1, inputs, state.caches, *more)[:, 0], state.starts_B(inputs)
 
 
 class DecodeStep(nn.Module):
-    """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is a dictionary of
-    tensors; their first axis counts rows, or rows times heads.
+    """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is
+    a dictionary of tensors; their first axis counts rows, or rows times heads.
 
-    window: for models with keys and values the most tokens of a row; FLASH needs none. Position biases are computed
-    now, so load and move the model before. Raises UsageError for a window that is missing, not needed or past a
-    position table's end, and for a model that does not decode, or that is a combiner."""
+    window: for models with keys and values the most tokens of a row; FLASH needs none. Position
+    biases are computed now, so load and move the model before. Raises UsageError for a window that
+    is missing, not needed or past a position table's end, and for a model that does not decode, or
+    that is a combiner."""
 
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()
@@ -49,7 +51,8 @@ class DecodeStep(nn.Module):
         with torch.no_grad():
             step_in_window(model, state.seq_lens_B, state, self.window)  # computes what is constant, such as biases
         self.caches = state.caches
-        # In a graph torch.compile of 2.11 takes neither copy.copy nor vars, so the names are listed here.
+        # In a graph torch.compile of 2.11 takes neither copy.copy nor vars, so the names are listed
+        # here.
         self.names = [[*cache.tensors()] for cache in self.caches]
         self.others = [{name: value for name, value in vars(cache).items() if name not in names}
                        for cache, names in zip(self.caches, self.names, strict=True)]
@@ -59,7 +62,8 @@ class DecodeStep(nn.Module):
         return self.to_tensors(self.model.decoding_state(n_rows))
 
     def to_tensors(self, state: DecodingState) -> dict[str, Tensor]:
-        """A copy of a state, of `prefill` for example, as tensors. Raises UsageError for rows that fill the window."""
+        """A copy of a state, of `prefill` for example, as tensors. Raises UsageError for rows that
+        fill the window."""
         longest = int(state.in_grid_B(self.model.config).max()) if self.grows else 0
         require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
                 "make the step with a larger window")
@@ -86,7 +90,8 @@ class DecodeStep(nn.Module):
         return DecodingState(caches, state["seq_lens_B"], state["start_B"])
 
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """logits_BV and the new state after one token per row, ids_B. That rows fit the window is not checked."""
+        """logits_BV and the new state after one token per row, ids_B. That rows fit the window is
+        not checked."""
         x_BD, new = self.hidden(ids_B, state)
         return self.model.logits(x_BD), new
 
@@ -102,7 +107,8 @@ class DecodeStep(nn.Module):
         return x_BD, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Close the chunks that the last token filled: the tensors of the state that this changes, as they are then."""
+        """Close the chunks that the last token filled: the tensors of the state that this changes,
+        as they are then."""
         config, now = self.model.config, self.to_state(state)
         before = dataclasses.replace(now, seq_lens_B=now.seq_lens_B - 1)
         begins_B1 = torch.zeros_like(now.start_B[:, None]).bool()
