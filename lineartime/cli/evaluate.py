@@ -1,4 +1,4 @@
-"""What a run is worth and what becomes of it: `lineartime evaluate`, `score`, `plot` and `export`."""
+"""What becomes of a run: `lineartime evaluate`, `score`, `plot` and `export`."""
 
 import json
 import sys

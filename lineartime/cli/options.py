@@ -79,7 +79,7 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(parameter: Parameter) -> list[Parameter]:
-    """A parameter that is an option; for a dataclass those of its fields that are. One that may be
+    """A parameter that is an option; or the fields of a dataclass that are. A field that may be
     given again can be left out: the dataclass checks if it is needed."""
     if not dataclasses.is_dataclass(parameter.annotation):
         return [parameter]

@@ -66,7 +66,7 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
             say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source_of(name)}]")
             say(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
         say("")
-    say("vocab_size and end_of_document are those of the data where they are not set")
+    say("vocab_size and end_of_document come from the data where they are not set")
 
 
 def info(

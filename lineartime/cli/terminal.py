@@ -1,4 +1,4 @@
-"""What a command prints: lines, progress, streamed text; and how it ends: an error is one line and an exit code."""
+"""What a command prints, lines and progress, and how it ends: an error is one line and a code."""
 
 import io
 import logging

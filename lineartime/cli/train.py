@@ -43,7 +43,7 @@ class RunOptions:
     steps: Annotated[int | None, "Number of steps."] = None
 
     def settings(self) -> dict[str, Any]:
-        """The table of settings: those of the file, which those of the command line replace."""
+        """The settings of the file, which the command line's replace."""
         given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
         if not (self.model or "-").endswith(".toml"):
             return given
@@ -140,7 +140,7 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     if done.sample:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
-    in_parts = not (out / "latest" / WEIGHTS_FILE).exists()  # those of a sharded model
+    in_parts = not (out / "latest" / WEIGHTS_FILE).exists()  # of a sharded model
     others = "; `lineartime export` writes them for transformers" if in_parts else " or transformers"
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model{others})")
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
@@ -187,7 +187,7 @@ class Tracker:
 
         step = record["step"]
         if self.writer is None:
-            # A resume writes lines again, of its first step the score alone; purge_step hides them in older files.
+            # A resume writes lines again, at first a score; purge_step hides them in older files.
             self.writer = SummaryWriter(self.folder, purge_step=step + ("held_out" in record))
         for name, value in numbers_of(record):
             self.writer.add_scalar(name, value, step, walltime=record["clock"]["time"])

@@ -38,7 +38,7 @@ VERBS: dict[Callable[..., None], list[str]] = {
     evaluate.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
     prepare.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
     prepare.info: ["info flash --set context=8192", "info data --verify"]}
-"""The verbs, with examples for the end of their --help; one that begins with another program names ours itself."""
+"""The verbs, with examples for the end of their --help."""
 
 
 def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str]) -> None:

@@ -72,7 +72,7 @@ def padded_rows(rows: Sequence[np.ndarray], width: int | None = None, fill: int 
 
 def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for
-    nothing. dtype: that of the sums and the means, by default float32 at least."""
+    nothing. dtype: the type of sums and means, by default float32 at least."""
     # Columns that are padding in every row are cut off: as many columns stay as the longest row has
     # tokens.
     valid_BT = ids_BT >= 0

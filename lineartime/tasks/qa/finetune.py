@@ -181,8 +181,8 @@ def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """The configuration for fine-tuning a pretrained model: the paper's, then `changes`.
 
-    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (here at most that of
-    pretraining) and, if it has relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2
+    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (at most the
+    pretrained one's) and, if it has relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2
     keeps its value. Raises UsageError for a causal model, a field that fine-tuning cannot change,
     and a context longer than the position tables allow."""
     config = model.config
@@ -214,7 +214,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, RunConfig]:
     """The runs by the names of their learning rates, to train on `n_rows` rows."""
     data = ", ".join(map(str, plan.data))
-    return {name_of(rate): RunConfig(config, train_config(plan, rate, config, n_rows), "fine-tuned", "questions", data,
+    return {name_of(rate): RunConfig(config, config_at_rate(plan, rate, config, n_rows), "fine-tuned", "questions", data,
                                      str(plan.out / f"lr-{name_of(rate)}"))
             for rate in plan.learning_rates}
 
@@ -224,7 +224,7 @@ def name_of(rate: float) -> str:
     return next(text for digits in range(17) if float(text := f"{rate:.{digits}e}") == rate)
 
 
-def train_config(plan: FineTuning, rate: float, config: ModelConfig, n_rows: int) -> TrainConfig:
+def config_at_rate(plan: FineTuning, rate: float, config: ModelConfig, n_rows: int) -> TrainConfig:
     """The training at one learning rate. Unless the settings say otherwise, it has batches of 32
     rows, a tenth of the steps for warm-up, and a save after each tenth of the run and at least
     every 500 steps. FLASH is not clipped, as in the paper's fine-tuning (Section 4.3). n_rows: rows

@@ -25,7 +25,7 @@ from lineartime.tasks.qa.questions import Question, occurrences, score_answers, 
 
 SMALLEST_CONTEXT = 16
 TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
-"""Bits of a place: no padding; [CLS] or a token of the document; the answer's first token; its last."""
+"""Bits of a place: no padding; [CLS] or a document's token; the answer's first token; its last."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def question_windows(tokenizer: Tokenizer, question: Question, windows: WindowCo
         passage = Passage(text, *tokenizer.encode_with_offsets(text))
         found = occurrences(words_of(text), question.answers) if question.answers else []
         spans = np.array([passage.tokens(*characters) for characters in found], np.int64).reshape(-1, 2)
-        spans = spans[spans[:, 0] <= spans[:, 1]]  # not those of which the tokenizer drops every character
+        spans = spans[spans[:, 0] <= spans[:, 1]]  # not where the tokenizer drops every character
         for first, stop in windows.cut(len(asked), len(passage.ids)):
             ids = np.concatenate([head, passage.ids[first:stop], [separator]])
             # An answer may be [CLS] (there is none) or lie in the document, never in the question.
@@ -338,7 +338,7 @@ def best_span(logits_T2: np.ndarray, window: Window, max_tokens: int) -> Span | 
     if n == 0 or not np.isfinite(logits_N2).any():
         return None
     width = min(max_tokens, n)
-    # table[i, k] is the score of the tokens i to i + k as a span; argmax takes the first of equal ones.
+    # table[i, k] scores the tokens i to i + k as a span; argmax takes the first of equal ones.
     ends = np.concatenate([logits_N2[:, 1], np.full(width - 1, -np.inf)])
     table = logits_N2[:, :1] + np.lib.stride_tricks.sliding_window_view(ends, width)
     first, more = divmod(int(table.argmax()), width)
