@@ -7,7 +7,6 @@ from benchmarks import decode as decode_module
 from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.decode import benchmark_decode, filled_state
 from benchmarks.measure import Setup
-from lineartime.base.errors import UsageError
 from lineartime.config import model_config
 from lineartime.model.attention.combiner import RowCache
 from lineartime.model.language_model import LanguageModel
@@ -94,10 +93,3 @@ def test_a_peer_decodes_beside_ours():
     assert theirs["state_bytes"] == 3 * 32 * 2 * 2 * 64 * 4  # rows, tokens, layers, keys and values, width, bytes
     assert ours["state_bytes"] == 3 * describe(config).decoding.at(32)
     assert theirs["cpu_ms"]["n"] == ours["cpu_ms"]["n"] == 2
-
-
-def test_what_cannot_be_measured_is_refused():
-    for match, options in (("raise --quadratic-up-to", {"configs": {"flash-quad": QUAD}, "contexts": [128]}),
-                           ("nothing to measure", {"contexts": []}), ("float16", {"precisions": ["float16"]})):
-        with pytest.raises(UsageError, match=match):
-            decode(**options)

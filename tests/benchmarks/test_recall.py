@@ -182,17 +182,6 @@ def test_kin_of_transformers_learn_as_ours_do(call: Call, tmp_path, monkeypatch)
     assert_refused(code, err, 2, "a peer is not installed: mamba2; pip install transformers")
 
 
-@pytest.mark.parametrize(("arguments", "match"), [
-    (["flsh"], "unknown model: flsh"), (["--task", "pears"], "unknown task: pears"),
-    (["--set", "data=x"], "not a setting of recall: data"), (["--set", "tokens_per_step=100"], "must be a multiple of"),
-    (["--task", "zoology", "--set", "context=64"], "the row is too short for its facts: context = 64; the task"),
-    (["--task", "pairs", "--set", "context=0"], "must be a multiple of the length: 2048 and 0")])
-def test_a_wrong_study_is_refused(arguments, match, call: Call, tmp_path):
-    code, _, err = call("recall", *arguments, "--json", str(tmp_path / "rows"), app=app)
-    assert_refused(code, err, 2, match)
-    assert not (tmp_path / "rows").exists()
-
-
 def test_rulers_numbers_stand_in_sentences_and_are_asked_digit_by_digit(tmp_path):
     out = prepare_text(tmp_path)
     task, tokenizer = text_task(out, "ruler"), load_tokenizer(out / TOKENIZER_FILE)

@@ -10,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from benchmarks.__main__ import app
 from benchmarks.figures import Picture, digest
 from benchmarks.pages import fill_pages, filled
-from benchmarks.paper.report import table_section
-from benchmarks.paper.results import read_records, results_of, steps_to
+from benchmarks.paper.results import read_records, steps_to
 from benchmarks.recall.report import section
 from benchmarks.recall.study import read_rows as read_recall
 from benchmarks.speed import read_rows as read_speed
-from command_line import Call, assert_refused
 from lineartime.base.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -95,20 +92,3 @@ def test_a_run_that_is_not_the_studys_leaves_the_studys_line(task, other):
     before, after = (section(given, task).splitlines() for given in (rows, [*rows, row]))
     assert {line for line in before if "| flash" in line} <= {*after}
     assert any("| flash, steps=9 | " in line and "1.00" in line for line in after) == (task == "pairs")
-
-
-def test_the_command_prints_a_table(call: Call):
-    code, out, _ = call("report", "gau_ablation", app=app)
-    assert code == 0 and out == table_section(results_of("gau_ablation", "cpu", read_records(ROWS / "quality.jsonl")))
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    (("gaps",), 2, "unknown table: gaps; did you mean gap?"),
-    (("gap", "--into", "README.md"), 2, "arguments that do not go together: gap and --into; leave out the table"),
-    (("gap", "--rows", "nothing.jsonl"), 3,
-     "no rows to report: nothing.jsonl; `python -m benchmarks reproduce` writes them"),
-    (("gap", "--rows", ROOT / "README.md"), 3, "README.md, line 1"),
-    (("laws", "--into", IMAGE), 3, f"not a page in UTF-8: {IMAGE}; 'utf-8' codec can't decode byte 0x89")])
-def test_bad_arguments_are_errors_of_one_line(arguments, code, message, call: Call):
-    got, _, err = call("report", *arguments, app=app)
-    assert_refused(got, err, code, message)

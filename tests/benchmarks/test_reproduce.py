@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 import text_files
-from benchmarks.__main__ import app
 from benchmarks.cells import run
 from benchmarks.paper import peer, runner, tables
 from benchmarks.paper.results import by_key, read_records, records_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, Scale, Text, cells_of
 from benchmarks.peers import build_peer
-from command_line import Call
 from lineartime.base.errors import DataError, LineartimeError, ResourceError, Stopped
 from lineartime.config import TrainConfig, model_config
 from lineartime.data.prepare_config import SAMPLE
@@ -253,15 +251,3 @@ def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
     with pytest.raises(DataError, match="no such text"):
         runner.run_all(jobs, {}, place, StopSignal())
     assert ended == ["Transformer++"]
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    (["lm_pg18"], 2, "unknown table: lm_pg18; did you mean lm_pg19?"), (["gap", "--jobs", "0"], 2, "jobs = 0"),
-    (["gap", "--texts", "nowhere"], 3, "no such folder of texts: nowhere"),
-    (["gap", "--out", "OUT"], 2, "give --texts"),
-    (["gap", "--out", "OUT", "--rows", "BAD"], 3, "not a row of a run")])
-def test_bad_input_is_one_line(arguments, code, message, tmp_path, monkeypatch, call: Call):
-    (tmp_path / "BAD").write_text("{}\n{}\n")
-    monkeypatch.chdir(tmp_path)
-    got, _, err = call("reproduce", *arguments, app=app)
-    assert got == code and message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
