@@ -168,8 +168,8 @@ def score(
     n_before = now.n_tokens
 
     def blocks() -> Iterator[bytes]:
-        """The next text. It is asked for when the rows of all before it are printed, and the state
-        is whole."""
+        """The next text; it is asked for when all rows before it are printed, and the state is
+        whole."""
         nonlocal saved
         for block in stdin_blocks(PIECE, ticks=True) if file == "-" else file_blocks(file, now.n_read):
             yield block

@@ -1,4 +1,4 @@
-"""`lineartime generate`, text from a model, and `read`, a text into a state that `generate` goes on
+"""`lineartime generate`, text from a model, and `read`, a text into a state that it goes on
 from."""
 
 import os
@@ -39,8 +39,7 @@ def generate(
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
-    """Continue prompts. One prompt is printed as it grows; several are continued together and
-    printed one after another."""
+    """Continue prompts. One is printed as it grows; several are printed one after another."""
     require(seed >= 0, "seed must not be negative", f"{seed}")
     require("" not in stop, "a stop text is empty", "--stop", "leave it out")
     run, texts = named_folder(model), [*map(read_prompt, prompts), *map(read_small, prompt_file)] or [""]
@@ -76,8 +75,8 @@ def generate(
 
 
 def load_writer(folder: Path, device: str | None, precision: str) -> tuple["LanguageModel", "Tokenizer"]:
-    """A model that can continue text, on its device, and its tokenizer. Raises UsageError for any
-    other model."""
+    """A model that continues text, on its device, and its tokenizer. Raises UsageError for
+    another."""
     import torch
 
     from lineartime.model.language_model import LanguageModel
@@ -122,8 +121,7 @@ def read(
 
 
 def prompt_progress(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
-    """The `on_prompt` that shows how much of a long prompt is read; None for a prompt that is not
-    long."""
+    """The `on_prompt` that shows how much of a long prompt is read; None for a short prompt."""
     def show(n_read: int) -> None:
         terminal.count("tokens of the prompt", n_read, n_tokens)
         if n_read >= n_tokens:

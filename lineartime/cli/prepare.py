@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def prepare(settings: PrepareSettings) -> None:
-    """Turn text into tokens once, for training to read. If it was cut off, the same command begins
-    again."""
+    """Turn text into tokens once, for training to read. If it was cut off, it begins again."""
     results_are_files()
     from lineartime.data.prepare import prepare_text
 

@@ -21,8 +21,7 @@ class Screen:
     characters that the terminal's encoding lacks, are written as escapes such as `\\x1b`."""
 
     def __init__(self, stream: TextIO, lenient: bool):
-        """lenient: what cannot be written, because the reader has gone or the disk is full, is
-        dropped."""
+        """lenient: drop what a full disk, or a reader that has gone, does not take."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
         self.stream = stream
@@ -106,8 +105,8 @@ def say_stopping(name: str) -> None:
 
 
 class Terminal:
-    """Progress of the library's functions on stderr: one live bar at a time on a terminal;
-    elsewhere a line every ten seconds. Both tell the time left."""
+    """Progress on stderr: one live bar at a time on a terminal; elsewhere a line every ten
+    seconds."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -134,8 +133,7 @@ class Terminal:
         self.what = ""
 
     def count(self, what: str, done: float, total: int | None, words: str = "") -> None:
-        """Show how much of some work is done, of `total` if that is known. It replaces what was
-        shown of other work."""
+        """Show how much of some work is done, of `total` if known, in place of other work."""
         shown = f"{what} {int(done):,}" + ("" if total is None else f"/{total:,}")
         if self.what != what:
             self.close()
@@ -198,8 +196,8 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
 
 
 def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
-    """Say an error, or which signal ended the command, in one line on the first rank that has one;
-    returns the code."""
+    """Say an error, or which signal ended the command, on the first rank that has one; returns the
+    code."""
     if debug:
         traceback.print_exception(error)
     ranks = launched()

@@ -1,5 +1,4 @@
-"""`lineartime train`, a model from nothing or from weights, and `finetune`, a masked model on
-questions."""
+"""`lineartime train`, and `finetune`, which teaches a masked model to answer questions."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The settings of a run that have an option of their own. A file names them alike, but for
-    `weights`: "from"."""
+    """The settings of a run that have an option of their own; `weights` is "from" in a file."""
 
     model: Annotated[str | None, f"A model ({', '.join(PRESETS)}), or a TOML file.", "MODEL|FILE", PRESETS] = None
     data: Annotated[str | None, "Prepared text, or several with their shares: books:0.7,wiki:0.3."] = None
@@ -97,8 +95,8 @@ def train(
 
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
-    """Print what a run will read and make, unless it is complete. size: the one that was named;
-    None: the default."""
+    """Print what a run will read and make, unless it is complete. size: the name, if one was
+    given."""
     from lineartime.data.mixture import read_mixture
     from lineartime.model.language_model import number_of_parameters
 

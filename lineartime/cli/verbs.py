@@ -1,5 +1,4 @@
-"""The command line: a verb is a function of a module here. Arguments are checked before heavy
-modules are imported."""
+"""The command line: each verb is a function here. Arguments are checked before heavy imports."""
 
 import atexit
 import gc

@@ -33,8 +33,7 @@ def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None)
 
 
 def carries_state(config: ModelConfig) -> bool:
-    """Whether windows of a document are read in turn with the state carried: not with a position
-    table, which ends."""
+    """Whether windows are read with the state carried: not with a position table, which ends."""
     return config.decodes and config.max_len is None
 
 
@@ -47,11 +46,10 @@ def window_size(config: ModelConfig) -> int:
 def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) -> Tensor:
     """The mean of each document's vectors, `[B, N, D]`; 0 for a document without tokens.
     segment_ids_BT: the document of each token, -1 for padding. n: N, by default the largest number
-    of documents in a row. Sums are in float32 at least, also under autocast: a bfloat16 sum of a
-    thousand tokens would lose the next one.
+    of documents in a row. Sums are in float32 at least: a bfloat16 sum of a thousand tokens loses
+    the next one.
 
-    With the attention mask minus 1 the only document is the row without its padding: an embedding
-    of its text."""
+    With the attention mask minus 1 the only document is the row without its padding."""
     n = max(int(segment_ids_BT.max()) + 1, 1) if n is None else n
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
@@ -62,8 +60,7 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) 
 
 
 def padded_rows(rows: Sequence[np.ndarray], width: int | None = None, fill: int = -1) -> np.ndarray:
-    """Rows of ids with `fill` behind them as padding, `width` ids wide or as the longest: int64
-    `[R, T]`."""
+    """Rows of ids, padded behind with `fill` to `width` or to the longest: int64 `[R, T]`."""
     ids_RT = np.full((len(rows), width or max(map(len, rows))), fill, np.int64)
     for row, ids in enumerate(rows):
         ids_RT[row, : len(ids)] = ids

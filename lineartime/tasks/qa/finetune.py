@@ -67,8 +67,7 @@ CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 PREDICTIONS_FILE = "predictions.json"
 
 Watch = Callable[..., Callable[[int], None]]
-"""Makes a callback of progress: takes a description, the total or None, and the ranks; see
-`StopSignal.watch`."""
+"""Makes a callback of progress from a name, the total and the ranks; see `StopSignal.watch`."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +138,8 @@ class QuestionTask:
 
 
 def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
-    """Load the model, read the questions, and log their counts. Raises UsageError for a model
-    without [SEP] or that is causal, and for wrong settings; DataError for questions without an
-    answer."""
+    """Load the model, read the questions, and log their counts. Raises UsageError for a causal
+    model, one without [SEP] and wrong settings; DataError for questions without an answer."""
     pretrained, tokenizer, loaded_from = load_model(plan.run)
     # Wrong settings, and weights that do not fit, are refused before the questions are read.
     separator = tokenizer.separator
@@ -181,10 +179,10 @@ def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
 def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
     """The configuration for fine-tuning a pretrained model: the paper's, then `changes`.
 
-    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (at most the
-    pretrained one's) and, if it has relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2
-    keeps its value. Raises UsageError for a causal model, a field that fine-tuning cannot change,
-    and a context longer than the position tables allow."""
+    In the paper (Section 4.3) FLASH alone has a chunk size of 128 (at most the pretrained one's)
+    and, if it has relu^2, softmax for [CLS]. Without chunks, n of relu(q k / n + b)^2 keeps its
+    value. Raises UsageError for a causal model, a field that fine-tuning cannot change, and a
+    context longer than the position tables allow."""
     config = model.config
     require(not config.causal, "questions need a model that sees both ways", "causal = true",
             "pretrain with causal = false (masked language modelling); a causal model goes on with `lineartime train "
@@ -203,8 +201,7 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
 
 
 def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> SpanModel:
-    """A `SpanModel` with a pretrained model's weights, see `copy_weights`; its head is drawn from
-    `seed`."""
+    """A `SpanModel` with a pretrained model's weights; its head is drawn from `seed`."""
     torch.manual_seed(seed)
     model = SpanModel(config)
     copy_weights(model, pretrained, "span_head.")
@@ -214,8 +211,8 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
 def runs_of(plan: FineTuning, config: ModelConfig, n_rows: int) -> dict[str, RunConfig]:
     """The runs by the names of their learning rates, to train on `n_rows` rows."""
     data = ", ".join(map(str, plan.data))
-    return {name_of(rate): RunConfig(config, config_at_rate(plan, rate, config, n_rows), "fine-tuned", "questions", data,
-                                     str(plan.out / f"lr-{name_of(rate)}"))
+    return {name_of(rate): RunConfig(config, config_at_rate(plan, rate, config, n_rows), "fine-tuned", "questions",
+                                     data, str(plan.out / f"lr-{name_of(rate)}"))
             for rate in plan.learning_rates}
 
 
@@ -269,14 +266,14 @@ def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, call
 
 
 class SpanObjective:
-    """The objective of `fit` for questions: the first and the last token of the answer in each
-    window."""
+    """The objective of `fit` for questions: the first and the last token of each window's
+    answer."""
 
     def __init__(self, config: RunConfig, task: QuestionTask, ranks: Ranks = ALONE):
         self.config, self.task, self.ranks = config, task, ranks
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
-        """ids and roles `[R, T]`. Every epoch takes each window once, in an order drawn from (seed,
+        """ids and roles `[R, T]`. An epoch has each window once, in an order drawn from (seed,
         epoch). The rows of a batch are sorted by length, so that micro-batches have little
         padding."""
         config, train = self.config, self.task.train
@@ -295,8 +292,7 @@ class SpanObjective:
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens.
-        Every rank answers all of them, for a share would be batched, and rounded, in another
-        way."""
+        Every rank answers all: a share would be batched, and rounded, in another way."""
         task, train = self.task, self.config.train
         asked = [question for question in task.validation if question.accepted]
         answers, loss, _ = answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
@@ -307,8 +303,7 @@ class SpanObjective:
 
 
 def point_to_best(out: Path, result: dict[str, Any]) -> None:
-    """Point the link `best` in `out` at the best weights, and `predictions.json` at the best
-    answers."""
+    """Point the links `best` and `predictions.json` in `out` at the best weights and answers."""
     best = result["best"]
     checkpoint.point(out / "best", Path(best) / "latest")
     checkpoint.point(out / PREDICTIONS_FILE, Path(best) / PREDICTIONS_FILE)

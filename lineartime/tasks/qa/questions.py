@@ -181,10 +181,8 @@ def exact_match(prediction: str, accepted: Iterable[str]) -> float:
 
 def f1(prediction: str, accepted: Iterable[str]) -> float:
     """The harmonic mean of the precision and recall of words, as multisets; the best over the
-    accepted answers.
-
-    0 without a shared word, as in the official script, so two empty answers match exactly and have
-    an F1 of 0."""
+    accepted answers. As in the official script it is 0 without a shared word, so for two empty
+    answers too."""
     said, best = normalize(prediction).split(), 0.0
     for answer in accepted:
         right = normalize(answer).split()
@@ -228,8 +226,7 @@ def words_of(text: str) -> list[Word]:
 
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
-    """The places of answers in a document after normalisation: characters [start, stop), in
-    order."""
+    """The places of answers in a document after normalisation: characters [start, stop)."""
     wanted = {tuple(normalize(answer).split()) for answer in answers} - {()}
     # Answers by their first word, so that each word of the document is compared with few.
     by_first: dict[str, list[tuple[str, ...]]] = {}

@@ -50,8 +50,7 @@ class WindowConfig:
             require(value is None or value >= 1, f"{name} must be at least 1", f"{name} = {value}")
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
-        """The parts [first, stop) of a document's tokens, in order. Every token is in one; an empty
-        text has none."""
+        """The parts [first, stop) of a document's tokens, in order, with every token in one."""
         room = self.context - n_question - 3  # [CLS], and [SEP] twice
         overlap = min(self.max_answer_tokens, room // 2)
         stride = max(min(self.stride or 3 * self.context // 4, room - overlap), 1)
@@ -161,9 +160,9 @@ class TrainingWindows:
 
 def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
                      negatives: float, seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
-    """The windows to train on: every window with an answer, and the share `negatives` of the
-    others, drawn by (seed, question id, document, place). progress is called with the number of
-    questions read."""
+    """The windows to train on: all with an answer, and the share `negatives` of the others, drawn
+    by (seed, question id, document, place). progress is called with the number of questions
+    read."""
     rows = TrainingWindows()
     counts = rows.counts
     for question in questions:
@@ -191,8 +190,8 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
 
 
 def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
-    """logits_BT2, float32 at least, -inf where no answer may begin or end. Columns of padding are
-    cut off first."""
+    """logits_BT2, float32 at least, -inf where no answer may begin or end; without columns of
+    padding."""
     longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
     logits_BT2 = at_least_float32(model(ids_BT, padding_mask_BT=roles_BT > 0))
@@ -272,8 +271,7 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
 
 def score_windows(model: nn.Module, rows: Sequence[Window], windows: WindowConfig,
                   precision: str) -> Iterator[tuple[Span | None, float]]:
-    """The best span of each window, and its loss in nats: the mean for the first and the last
-    token."""
+    """The best span of each window, and its loss in nats, the mean of first and last token."""
     device = next(model.parameters()).device
     ids_BT = torch.from_numpy(padded_rows([window.ids for window in rows], fill=0)).to(device)
     roles_BT = torch.from_numpy(padded_rows([window.roles for window in rows], fill=0)).to(device)
