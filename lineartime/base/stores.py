@@ -1,5 +1,5 @@
-"""Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://, gs://, hf://,
-https:// or memory://. Only what `cached` copies is kept on this machine whole."""
+"""Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://,
+gs://, hf://, https:// or memory://. Only what `cached` copies is kept on this machine whole."""
 
 import bz2
 import contextlib
@@ -36,7 +36,8 @@ def joined(folder: Name, *names: str) -> str:
 
 
 def store_of(name: Name) -> tuple[Any, str]:
-    """The file system of a name, and the path there. Raises UsageError for a store whose library is missing."""
+    """The file system of a name, and the path there. Raises UsageError for a store whose library is
+    missing."""
     import fsspec
 
     if not is_address(name):  # fsspec would join file systems at a "::", and take "~" for a home
@@ -49,7 +50,8 @@ def store_of(name: Name) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reading(name: Name) -> Iterator[None]:
-    """Inside the block, errors of reading a file are DataErrors. A store's library raises errors of its own."""
+    """Inside the block, errors of reading a file are DataErrors. A store's library raises errors of
+    its own."""
     try:
         yield
     except LineartimeError:
@@ -82,8 +84,8 @@ def packing_of(name: Name) -> str:
 
 @contextlib.contextmanager
 def unpacked(name: Name) -> Iterator[Any]:
-    """A file's bytes, unpacked: it has `read`, `readline`, `peek` and `seek`. Inside the block, errors of reading are
-    DataErrors."""
+    """A file's bytes, unpacked: it has `read`, `readline`, `peek` and `seek`. Inside the block,
+    errors of reading are DataErrors."""
     with reading(name), opened(name) as file:
         packing = packing_of(name) if file.peek(1) else ""  # nothing is packed in an empty file
         if packing == ".zst":
@@ -100,7 +102,8 @@ def unpacked(name: Name) -> Iterator[Any]:
 
 
 def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, after the first `n_read`; or what comes on stdin (`-`). Raises DataError."""
+    """The bytes of a file, unpacked, after the first `n_read`; or what comes on stdin (`-`). Raises
+    DataError."""
     if name == "-":
         yield from stdin_blocks()
         return
@@ -114,10 +117,11 @@ def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
 
 
 def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
-    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and then while nothing
-    comes."""
+    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and
+    then while nothing comes."""
     while sys.stdin is not None:
-        # Waited for a little at a time: a signal that comes just before a read is not seen until the read returns.
+        # Waited for a little at a time: a signal that comes just before a read is not seen until
+        # the read returns.
         if select.select([sys.stdin], [], [], 0.2)[0]:
             if not (block := os.read(sys.stdin.fileno(), size)):
                 return
@@ -147,7 +151,8 @@ def exists(name: Name) -> bool:
 
 
 def require_there(names: Iterable[Name]) -> None:
-    """Raise DataError for a missing file or folder of this machine: said before torch is imported. `-` is stdin."""
+    """Raise DataError for a missing file or folder of this machine: said before torch is imported.
+    `-` is stdin."""
     for name in names:
         is_elsewhere = name == "-" or is_address(name) or str(name).startswith("hub:")
         if not is_elsewhere and not glob.has_magic(str(name)) and not os.path.lexists(name):
@@ -180,8 +185,9 @@ def uploaded(address: Name) -> Iterator[Path]:
 
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
-    """A folder in the cache of this machine with the files of a folder in a store that have these names and sizes. What
-    is there already is kept. key: a hash of what they hold. Raises DataError for a bad name and a missing file."""
+    """A folder in the cache of this machine with the files of a folder in a store that have these
+    names and sizes. What is there already is kept. key: a hash of what they hold. Raises DataError
+    for a bad name and a missing file."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lineartime" / key[:16]
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
@@ -195,8 +201,9 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
 
 
 def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
-    """The files and folders that `expanded` gives: the path of each, whether it is a folder, and its files, or those
-    below it, by their relative names. Raises DataError for what is missing, and for no regular file."""
+    """The files and folders that `expanded` gives: the path of each, whether it is a folder, and
+    its files, or those below it, by their relative names. Raises DataError for what is missing, and
+    for no regular file."""
     for path in expanded(name):
         if is_folder(path):
             yield path, True, {own: joined(path, own) for own in files_below(path)}
@@ -208,7 +215,8 @@ def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
 
 
 def expanded(name: Name) -> list[str]:
-    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the name itself."""
+    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the name
+    itself."""
     if is_address(name):
         store, path = store_of(name)
         with reading(name):
@@ -218,8 +226,8 @@ def expanded(name: Name) -> list[str]:
 
 
 def files_below(folder: Name) -> list[str]:
-    """Relative names of all files that are not hidden, in order; each folder is read once, through links too. Raises
-    DataError for one that cannot be read."""
+    """Relative names of all files that are not hidden, in order; each folder is read once, through
+    links too. Raises DataError for one that cannot be read."""
     names: list[str] = []
     if is_address(folder):
         store, top = store_of(folder)
@@ -242,14 +250,16 @@ def files_below(folder: Name) -> list[str]:
 
 
 def hash_of(name: Name) -> dict[str, Any]:
-    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be read."""
+    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be
+    read."""
     with reading(name), opened(name) as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
-    """Whether a file has the size and, with `by_hash`, the SHA-256 that are `expected`, see `hash_of`."""
+    """Whether a file has the size and, with `by_hash`, the SHA-256 that are `expected`, see
+    `hash_of`."""
     with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
         same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
         return same_size and (not by_hash or hash_of(path) == expected)

@@ -1,11 +1,10 @@
-"""The paper's data sets in their published form: C4, Wiki-40B and PG-19.
-
-C4 (`allenai/c4`) is gzipped lines of JSON with plain text. Wiki-40B (`google/wiki40b`) is parquet whose text has
-structure markers. PG-19 is a `.txt` per book or the parquet of `emozilla/pg19`, and has an official number of words."""
+"""The paper's data sets as published: C4 (`allenai/c4`), gzipped lines of JSON with plain text;
+Wiki-40B (`google/wiki40b`), parquet with structure markers; PG-19, a `.txt` per book or the parquet
+of `emozilla/pg19`, with an official number of words."""
 
 import re
 
-from lineartime.base.errors import DataError
+from lineartime.base.errors import DataError, raised_as
 
 MARKER = re.compile("_START_(ARTICLE|SECTION|PARAGRAPH)_")
 PG19 = ((28_602, 1_973_136_207), (50, 3_007_061), (100, 6_966_499))
@@ -14,10 +13,9 @@ PG19_TOLERANCE = 0.02
 
 
 def published_words(documents: int, words: int) -> int | None:
-    """The official number of words of the PG-19 split with these counts; None for any other text.
-
-    A split counts as published if it has exactly as many books and, within 2%, as many words between white space.
-    Copies differ by that much in line ends and headers, so a hash of the text would recognise one copy only."""
+    """The official number of words of the PG-19 split with these counts; None for any other text. A
+    published split has exactly as many books and, within 2%, as many words between white space:
+    copies differ by that much in line ends and headers."""
     for books, official in PG19:
         if documents == books and abs(words - official) <= PG19_TOLERANCE * official:
             return official
@@ -27,9 +25,10 @@ def published_words(documents: int, words: int) -> int | None:
 def wiki40b_text(text: str) -> str:
     """Plain text of a Wiki-40B article, with every word and without markers.
 
-    A marker begins a part: `_START_ARTICLE_` the title, `_START_SECTION_` a heading, `_START_PARAGRAPH_` paragraphs, in
-    which `_NEWLINE_` is a line feed. Each part is stripped of white space; empty parts are left out. A paragraph that
-    follows its heading begins on the next line; a blank line separates all other parts:
+    A marker begins a part: `_START_ARTICLE_` the title, `_START_SECTION_` a heading,
+    `_START_PARAGRAPH_` paragraphs, in which `_NEWLINE_` is a line feed. Each part is stripped of
+    white space; empty parts are left out. A paragraph that follows its heading begins on the next
+    line; a blank line separates all other parts:
 
         Title                       _START_ARTICLE_
                                     Title
@@ -40,8 +39,9 @@ def wiki40b_text(text: str) -> str:
         More text.                  _START_PARAGRAPH_
                                     More text.
 
-    Some languages are published as Python literals of bytes, b'\\n_START_ARTICLE_...', which are decoded.
-    Raises ValueError for a text without a marker that is not blank, because it is not from Wiki-40B."""
+    Some languages are published as Python literals of bytes, b'\\n_START_ARTICLE_...', which are
+    decoded. Raises ValueError for a text without a marker that is not blank, because it is not from
+    Wiki-40B."""
     if text.startswith(("b'", 'b"')) and text.endswith(text[1]):
         text = text[2:-1].encode("ascii").decode("unicode_escape").encode("latin-1").decode("utf-8")
     before, *marked = MARKER.split(text)
@@ -63,7 +63,5 @@ def _lines(content: str) -> str:
 
 def wiki40b_document(text: str, where: str) -> str:
     """`wiki40b_text` of a document at this place. Raises DataError for another text."""
-    try:
+    with raised_as(DataError, "not a Wiki-40B article", where, ValueError):
         return wiki40b_text(text)
-    except ValueError as e:
-        raise DataError("not a Wiki-40B article", where, str(e)) from None

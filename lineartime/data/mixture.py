@@ -1,8 +1,9 @@
-"""Which row of which prepared text each row of training is; a run may have several, `--data books:0.7,wiki:0.3`.
+"""Which row of which prepared text each row of training is; a run may have several, as in `--data
+books:0.7,wiki:0.3`.
 
-After any number of rows each text has given its share to within one row. Which text comes next is not drawn: it has a
-period, and depends on the shares alone. The order within a text is drawn for each epoch. Both are functions of a row's
-number, so that a run goes on at any step and on any number of ranks."""
+After any number of rows each text has given its share to within one row. Which text comes next
+depends on the shares alone; the order within a text is drawn for each epoch. Both are functions of
+a row's number, so a run goes on at any step and on any number of ranks."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,11 +21,10 @@ LONGEST_PERIOD = 100_000
 
 
 def read_mixture(text: str) -> dict[str, int]:
-    """The prepared folders that `text` names, in its order, each with its number of rows in a period: one by its path,
-    or several as `FOLDER:SHARE,FOLDER:SHARE`. Shares are positive numbers; their sum stands for all rows.
-
-    Raises UsageError for a share that is not positive or has more digits than a period of 100,000 rows can keep, for a
-    folder named twice, and for several folders without shares."""
+    """The prepared folders that `text` names, in order, each with its number of rows in a period:
+    one by its path, or several as `FOLDER:SHARE,FOLDER:SHARE`; the shares' sum stands for all rows.
+    Raises UsageError for a share that is not positive or has more digits than a period of 100,000
+    rows can keep, for a folder named twice, and for several folders without shares."""
     if not SEVERAL.fullmatch(text) or Path(text).is_dir():
         require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
         return {text: 1}
@@ -43,8 +43,8 @@ def read_mixture(text: str) -> dict[str, int]:
 def order_of(weights: tuple[int, ...]) -> list[tuple[int, int]]:
     """The text of each row of a period, and the number of the row among those of its text.
 
-    Row n of a text with weight w of W may come from row n W / w on, and is due before row (n + 1) W / w. Of the texts
-    whose next row may come, the one due first comes; so none is late."""
+    Row n of a text with weight w of W may come from row n W / w on, and is due before row (n + 1) W
+    / w. Of the texts whose next row may come, the one due first comes; so none is late."""
     total, given, order = sum(weights), [0] * len(weights), []
     for row in range(total):
         _, k = min((-(-(n + 1) * total // w), k) for k, (n, w) in enumerate(zip(given, weights, strict=True))
@@ -55,7 +55,7 @@ def order_of(weights: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def place_of(row: int, weights: tuple[int, ...]) -> tuple[int, int]:
-    """The text of a row, counted from the first of training, and the row's number among those of its text."""
+    """The text of a row, counted from the first of training, and the row's number in its text."""
     period, at = divmod(row, sum(weights))
     k, number = order_of(weights)[at]
     return k, period * weights[k] + number
@@ -63,8 +63,8 @@ def place_of(row: int, weights: tuple[int, ...]) -> tuple[int, int]:
 
 def places_of_step(n_rows: Sequence[int], weights: tuple[int, ...] = (1,), *, seed: int, step: int,
                    rows_per_step: int) -> list[tuple[int, int, int]]:
-    """Text, epoch and number of each row of a training step, for texts that have so many rows. Every epoch of a text
-    takes each of its rows once, in its own order."""
+    """Text, epoch and number of each row of a training step, for texts that have so many rows. An
+    epoch of a text takes each of its rows once, in its own order."""
     places = []
     for row in range(step * rows_per_step, (step + 1) * rows_per_step):
         k, number = place_of(row, weights)
@@ -75,8 +75,8 @@ def places_of_step(n_rows: Sequence[int], weights: tuple[int, ...] = (1,), *, se
 
 @lru_cache(maxsize=64)
 def orders(seed: int, n_rows: int) -> Callable[[int], np.ndarray]:
-    """A function that gives the order of a text's rows in an epoch, a permutation [n_rows]: that of raw Philox numbers,
-    which numpy promises not to change, unlike its `permutation`. It remembers the last two epochs."""
+    """A function that gives the order of a text's rows in an epoch, a permutation [n_rows]. It is
+    made of raw Philox numbers, which numpy promises not to change, unlike its `permutation`."""
     @lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray:
         key = np.array([seed % 2**64, epoch], np.uint64)

@@ -1,4 +1,5 @@
-"""Tokenise text once into shards, in several processes. `tokens` describes the folder and reads it back."""
+"""Tokenise text once into shards, in several processes. `tokens` describes the folder and reads
+it."""
 
 import contextlib
 import dataclasses
@@ -50,11 +51,12 @@ BLOCK_IDS = 1 << 21
 
 def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: Progress | None = None,
             **options: Any) -> Manifest:
-    """Read text, train or load a tokenizer, and write the token shards of every split to the new folder `out`.
+    """Read text, train or load a tokenizer, and write the tokens of every split to the new folder
+    `out`.
 
-    inputs: a file or folder, or several; `find_sources` finds the split of each file. options: the other fields of
-    `PrepareSettings`. progress: called with files hashed, bytes checked and tokenised, ids written.
-    Raises as `prepare_text` does."""
+    inputs: files or folders, see `find_sources`. options: the other fields of `PrepareSettings`.
+    progress: called with files hashed, bytes checked and tokenised, ids written. Raises as
+    `prepare_text` does."""
     given = {"inputs": inputs, "out": str(out)} | options
     given |= {name: (str(names),) if isinstance(names := given[name], str | Path) else tuple(map(str, names))
               for name in ("inputs", "validation", "test") if name in given}
@@ -65,9 +67,10 @@ def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: P
 def prepare_text(settings: PrepareSettings, progress: Progress | None = None) -> Manifest:
     """`prepare` for settings.
 
-    `out` appears only when it is complete: after a kill the same call begins again. If `out` was prepared from the same
-    text and settings it is verified and kept; text is not compared again if all is on the hub. The number of processes
-    does not change a byte. Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
+    `out` appears only when it is complete; after a kill the same call begins again. If it was
+    prepared from the same text and settings it is verified and kept; text that is all on the hub is
+    not compared again. The number of processes does not change a byte. Raises UsageError, DataError
+    (with file and line or byte) or ResourceError (disk)."""
     out = settings.out if is_address(settings.out) else os.path.realpath(settings.out)
     with system_errors(out):
         is_prepared = exists(joined(out, DATA_MANIFEST))
@@ -91,7 +94,8 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
 
 
 def listed(sources: list[Source], progress: Progress | None) -> list[dict[str, Any]]:
-    """The files of text as a manifest has them. Raises DataError for the same text in two splits."""
+    """The files of text as a manifest has them. Raises DataError for the same text in two
+    splits."""
     files, first = [], dict[str, Source]()
     for source in counted(progress, "hashing", sources, len(sources)):
         file = hash_of(source.path)
@@ -104,8 +108,8 @@ def listed(sources: list[Source], progress: Progress | None) -> list[dict[str, A
 
 
 def already_prepared(out: str, asked: Manifest) -> Manifest:
-    """The manifest of an output that has this text with these settings already. asked: with no sources if all text is
-    on the hub. Raises UsageError for another output."""
+    """The manifest of an output that has this text with these settings already. asked: without
+    sources if all text is on the hub. Raises UsageError for another output."""
     manifest = read_manifest(out)
     old = manifest.settings | {"text": manifest.sources}
     new = asked.settings | {"text": asked.sources or manifest.sources}
@@ -119,8 +123,9 @@ def already_prepared(out: str, asked: Manifest) -> Manifest:
 
 def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source], tokenizer: Tokenizer | None,
                    manifest: Manifest, progress: Progress | None) -> None:
-    """Tokenise all text, decide which documents are held out, and write the tokenizer and the shards of each split.
-    tokenizer: None for one that is trained first. manifest: gets what there is to say of all that."""
+    """Tokenise all text, decide which documents are held out, and write the tokenizer and the
+    shards of each split. tokenizer: None for one that is trained first. manifest: gets what there
+    is to say."""
     read, held_out = partial(read_pieces, field=settings.field, task=settings.task), settings.held_out
     first_files = {each.split: each.path for each in reversed(sources)}  # for errors
     if held_out and [each.kind for each in sources if each.split == "train"] == [".txt"]:
@@ -178,7 +183,7 @@ def texts_of(slices: list[Slice], is_chosen_D: np.ndarray, read: ReadSlice) -> I
 
 def encode_all(units: list[Unit], read: ReadSlice, tokenizer: Tokenizer, with_hashes: bool, n_workers: int
                ) -> Iterator[Encoded]:
-    """All units in order, tokenised in so many processes. Raises ResourceError for a process that dies."""
+    """All units in order, tokenised in so many processes. Raises ResourceError if one dies."""
     if n_workers <= 1:
         yield from (encode_unit(unit, read, tokenizer, with_hashes) for unit in units)
         return
@@ -209,10 +214,9 @@ def end_with_parent() -> None:
 
 
 def divided(split: str, rows_D4: np.ndarray, held_out: float | None, path: str) -> dict[str, np.ndarray]:
-    """Which documents are in the split, and of train which are held out, in bool `[D]`; blank ones are left out. path:
-    for errors. Raises DataError for an empty split.
-
-    rows_D4: the `ROW` of each document."""
+    """Which documents are in the split, and of train which are held out, in bool `[D]`; blank ones
+    are left out. rows_D4: the `ROW` of each document. path: for errors. Raises DataError for an
+    empty split."""
     is_kept_D = rows_D4[:, 1] > 0
     if not is_kept_D.any():
         raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
@@ -228,8 +232,8 @@ def divided(split: str, rows_D4: np.ndarray, held_out: float | None, path: str) 
 
 def write_documents(folder: Path, split: str, ids: IO[bytes], rows_D4: np.ndarray, held_out: float | None, path: str,
                     manifest: Manifest, progress: Progress | None) -> None:
-    """Write the documents of a split, whose ids are in a file, and of train those that are held out. path: as of
-    `divided`."""
+    """Write the documents of a split, whose ids are in a file, and of train those that are held
+    out."""
     manifest.blank_documents += int((rows_D4[:, 1] == 0).sum())
     for name, is_chosen_D in divided(split, rows_D4, held_out, path).items():
         n_ids, n_words, n_bytes, _ = rows_D4[is_chosen_D].sum(0).tolist()
@@ -290,7 +294,6 @@ def notes_of(manifest: Manifest, units: list[Encoded], n_files: int) -> list[str
 
 
 def say_held_out(manifest: Manifest, by_documents: bool) -> None:
-    """Log how much of the text was held out."""
     train, held = (manifest.splits[name] for name in ("train", "validation"))
     what = (f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances"
             if by_documents else "the end of the only document")
@@ -300,14 +303,12 @@ def say_held_out(manifest: Manifest, by_documents: bool) -> None:
 def counted(progress: Progress | None, what: str, items: Iterable[T], total: int | None,
             amount: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
     """Pass the items on, and report the sum of the amounts of those done."""
-    n_done = 0
-    if progress is not None:
-        progress(what, 0, total)
+    report, n_done = progress or (lambda *done: None), 0
+    report(what, 0, total)
     for item in items:
         yield item
         n_done += amount(item)
-        if progress is not None:
-            progress(what, n_done, total)
+        report(what, n_done, total)
 
 
 def described(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -13,7 +13,8 @@ SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 
 
 def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
-    """Raise UsageError for a vocabulary too small for 256 bytes and the special tokens: one, and two more for `mlm`."""
+    """Raise UsageError for too few tokens for 256 bytes and the special ones, two more for
+    `mlm`."""
     smallest = 256 + (3 if mlm else 1)
     require(smallest <= vocab_size <= LARGEST["vocab_size"], "wrong value", f"vocab_size = {vocab_size}",
             f"it takes {smallest} to {LARGEST['vocab_size']:,}")
@@ -21,7 +22,7 @@ def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What text is prepared, and how. Raises UsageError for wrong values, and for settings that exclude each other."""
+    """What text is prepared, and how. Raises UsageError for wrong values, alone or together."""
 
     inputs: Annotated[tuple[str, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
                       ".bz2, .xz or .zst) or .parquet; folders of them; addresses such as s3://BUCKET/FOLDER; "
@@ -44,11 +45,11 @@ class PrepareSettings:
     jobs: Annotated[int | None, "Processes that tokenise; by default one for each core."] = None
     # What follows has no option on the command line.
     train_characters: int = 1 << 28
-    """The tokenizer is trained on at most about so many characters, from pieces at equal distances."""
+    """Most characters that the tokenizer is trained on, from pieces at equal distances."""
     shard_tokens: int = 1 << 27
     """Tokens in a file."""
     unit_bytes: int = 1 << 23
-    """What a process takes at once. It changes the result only inside words of more than 4,096 characters."""
+    """What a process takes at once. It matters only inside words of more than 4,096 characters."""
 
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",
@@ -85,8 +86,7 @@ class PrepareSettings:
 
     @property
     def for_manifest(self) -> dict[str, Any]:
-        """The settings that decide what is written, as the manifest has them; the hash of a tokenizer that is there
-        takes the place of what says how one is trained."""
+        """The settings that decide what is written. A tokenizer that is there puts in its hash."""
         settings: dict[str, Any] = {"held_out": self.held_out, "field": self.field, "shard_tokens": self.shard_tokens}
         settings |= {"mlm": True} if self.is_masked else {}
         settings |= {"task": self.task} if self.task is not None else {}

@@ -1,5 +1,4 @@
-"""The one reader of text files, for every verb. It reads a piece at a time, so memory does not grow with a file or a
-document.
+"""The reader of text files, a piece at a time, so that memory does not grow with a document.
 
     kind            documents
     .txt .md        one
@@ -7,36 +6,41 @@ document.
     .jsonl .json    one in each line, a JSON object
     .parquet        one in each row
 
-All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at its beginning and
-blank rows are left out. What is wrong is a DataError with the file and the line, row or byte.
+All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at
+its beginning and blank rows are left out. What is wrong is a DataError with the line, row or byte.
 
-Several processes read one file by ranges of its bytes, see `units.slices_of`. Each reads what begins in its own range: lines,
-groups of rows of parquet, or the words of a text. So every document is read once."""
+Several processes read one file by ranges of its bytes. Each reads what begins in its own range: lines,
+groups of rows of parquet, or the words of a text."""
 
 import codecs
+import csv
+import io
 import itertools
+import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lineartime.base.errors import DataError
 from lineartime.base.files import MAX_BYTES
-from lineartime.base.stores import Name, file_blocks, size_of, unpacked
+from lineartime.base.stores import Name, file_blocks, is_address, opened, size_of, unpacked
 from lineartime.data.corpora import wiki40b_document
-from lineartime.data.rows import Record, json_lines, not_utf8, parquet_rows, table_rows, text_field
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
 PIECE = 1 << 16
 """Characters in a piece."""
+MAX_LINE_BYTES = 64 << 20
+"""Longest line of JSON, and longest field of a table."""
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
-"""The text of a file may have so many times the file's bytes, or so many characters, whichever is more."""
+"""A text may have so many times its file's bytes, or so many characters, whichever is more."""
 BYTE_ORDER_MARK = "\ufeff"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
-"""In UTF-8, a space or line feed before what is no white space: byte-level tokenizers cut there, see `cut_pieces`."""
+"""In UTF-8, a space or line feed before what is no white space, see `cut_pieces`."""
 LAST_WORD = re.compile(r"(?s:.*)[\S\x1c-\x1f](?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
-"""All up to the last character that white space follows. Byte-level tokenizers cut between the two. Unlike Python they
-do not count \\x1c to \\x1f as white space."""
+"""All up to the last character that white space follows. Byte-level tokenizers cut between the two.
+Unlike Python they do not count \\x1c to \\x1f as white space."""
 
 
 class Piece(NamedTuple):
@@ -44,6 +48,13 @@ class Piece(NamedTuple):
 
     text: str
     last: bool
+
+
+class Record(NamedTuple):
+    """What a row of a file says, with its place for errors."""
+
+    where: str
+    fields: Any
 
 
 def ending_of(name: Name) -> str:
@@ -62,14 +73,20 @@ def is_token_file(name: Name) -> bool:
     return str(name).endswith((".ds", ".bin"))
 
 
+def not_utf8(name: object, where: str) -> DataError:
+    """The error of text in another encoding."""
+    return DataError("not valid UTF-8", f"{name}{where}", f"convert it: iconv -f latin1 -t utf-8 {name}")
+
+
 def read_pieces(name: Name, *, field: str = "text", task: str | None = None, start: int = 0, stop: int | None = None
                 ) -> Iterator[Piece]:
-    """The documents of a file, in order, each as pieces of at most `PIECE` characters; a blank document is one empty
-    piece, or in a file that is one document pieces of white space.
+    """The documents of a file, in order, each as pieces of at most `PIECE` characters. A blank
+    document is one empty piece, or in a file that is one document pieces of white space; an empty
+    file has no piece.
 
-    field: the field or column that holds the text. task: "wiki40b" takes its markers out. start, stop: a range of
-    `slices_of`; if its document goes on in the next range, no piece is marked as the last. An empty file has no piece.
-    Raises DataError, also for a small file of much text, which may have been made to fill the disk."""
+    field: the field or column that holds the text. task: "wiki40b" takes its markers out. start,
+    stop: a range of the file's bytes, None for its end; if its document goes on in the next range, no
+    piece is the last. Raises DataError, also for a small file of much text, made to fill the disk."""
     pieces = _pieces_of_text(name, start, stop) if is_one_document(name) else (
         piece for text in _texts_of_rows(name, field, task, start, stop) for piece in pieces_of(text))
     n_characters = 0
@@ -80,8 +97,10 @@ def read_pieces(name: Name, *, field: str = "text", task: str | None = None, sta
         yield piece
 
 
+# One document
+
+
 def _pieces_of_text(name: Name, start: int, stop: int | None) -> Iterator[Piece]:
-    """The pieces of a file that is one document, or of a range of it."""
     with unpacked(name) as file:
         begin = _before_word(file, start, stop) if start else 0 if file.peek(1) else None
         if begin is None:  # no word begins here, so the range before has all of it; or the file is empty
@@ -112,34 +131,12 @@ def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
         yield block
 
 
-def _texts_of_rows(name: Name, field: str, task: str | None, start: int, stop: int | None) -> Iterator[str]:
-    """The documents of a file of rows; a blank one is empty."""
-    for where, fields in read_rows(name, [field], start=start, stop=stop):
-        text = text_field(fields, field, where)
-        text = wiki40b_document(text, where) if task == "wiki40b" else text
-        yield "" if text.isspace() else text
-
-
-def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), start: int = 0,
-              stop: int | None = None) -> Iterator[Record]:
-    """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the file must have, and
-    those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
-    kind = ending_of(name)
-    if kind == ".parquet":
-        yield from parquet_rows(name, names, optional, start, stop)
-        return
-    with unpacked(name) as file:
-        if kind.startswith((".csv", ".tsv")):
-            yield from table_rows(file, name, "\t" if kind.startswith(".tsv") else ",")
-        else:
-            yield from json_lines(file, name, start, stop)
-
-
 def cut_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
-    """Cut one document into pieces of at most `size` characters; the cuts depend on its text, not on its blocks.
+    """Cut a document into pieces of at most `size` characters; the cuts depend on its text alone.
 
-    A piece ends before the last white space between two words. Byte-level BPE has a boundary there, so the tokens are
-    those of the whole document. Only if 4,096 characters have no such place can a cut change a token."""
+    A piece ends before the last white space between two words. Byte-level BPE has a boundary there,
+    so the tokens are those of the whole document. Only if 4,096 characters have no such place can a
+    cut change a token."""
     buffer = ""
     for block in blocks:
         buffer += block
@@ -157,8 +154,8 @@ def pieces_of(text: str) -> Iterator[Piece]:
 
 
 def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0) -> Iterator[str]:
-    """The text of blocks of bytes that begin at byte `position` of a file, without a byte order mark at its beginning.
-    name: for errors. Raises DataError, with the byte, for what is not text."""
+    """The text of blocks of bytes that begin at byte `position` of a file `name`, without a byte order
+    mark at its beginning. Raises DataError, with the byte, for what is not text."""
     decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     for block in itertools.chain(blocks, [b""]):
         if b"\0" in block:
@@ -176,8 +173,8 @@ def text_of(name: Name) -> Iterator[str]:
 
 
 def read_small(name: Name, most: int = MAX_BYTES) -> str:
-    """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark. Raises DataError for a
-    file that cannot be read, for more than `most` bytes, and for what is not UTF-8."""
+    """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark. Raises
+    DataError for a file that cannot be read, for more than `most` bytes, and for what is not UTF-8."""
     content, where = bytearray(), "stdin" if name == "-" else name
     for block in file_blocks(name):
         content += block
@@ -189,14 +186,159 @@ def read_small(name: Name, most: int = MAX_BYTES) -> str:
         raise not_utf8(where, f", byte {e.start}") from None
 
 
-def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
-    """Decode the next block of a stream of UTF-8; None: its end. Returns its text, the bytes of a last character that
-    is not whole yet, and the error behind the text, if there is one. tail: such bytes of the block before. Both are in
-    hexadecimal. position: the block's first byte. name: for the error."""
-    data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
+# Rows
+
+
+def _texts_of_rows(name: Name, field: str, task: str | None, start: int, stop: int | None) -> Iterator[str]:
+    for where, fields in read_rows(name, [field], start=start, stop=stop):
+        text = text_field(fields, field, where)
+        text = wiki40b_document(text, where) if task == "wiki40b" else text
+        yield "" if text.isspace() else text
+
+
+def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), start: int = 0,
+              stop: int | None = None) -> Iterator[Record]:
+    """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the
+    file must have, and those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
+    kind = ending_of(name)
+    if kind == ".parquet":
+        yield from _parquet_rows(name, names, optional, start, stop)
+        return
+    with unpacked(name) as file:
+        if kind.startswith((".csv", ".tsv")):
+            yield from _table_rows(file, name, "\t" if kind.startswith(".tsv") else ",")
+        else:
+            yield from _json_lines(file, name, start, stop)
+
+
+def _json_lines(file: IO[bytes], name: Name, start: int, stop: int | None) -> Iterator[Record]:
+    number, after = 0, f" after byte {start}" if start else ""
+    if start:
+        file.seek(start - 1)
+        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):  # of a line of the range before
+            pass
+    at = file.tell() if start else 0
+    while (stop is None or at < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
+        number, at = number + 1, at + len(line)
+        where = f":{number}{after}"
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError("line is too long", f"{name}{where}", f"the limit is {MAX_LINE_BYTES} bytes")
+        line = line.removeprefix(codecs.BOM_UTF8).strip()
+        if line == b"[":
+            raise DataError("an array of JSON", f"{name}{where}",
+                            f"write each item on a line of its own: jq -c .[] {name}")
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as e:
+            raise not_utf8(name, f"{where}, byte {e.start}") from None
+        if text:
+            yield Record(f"{name}{where}", parse_json(text, f"{name}{where}"))
+
+
+def parse_json(text: str, where: object) -> Any:
+    """`json.loads`. Raises DataError for text that is not JSON, with line and column (of a single
+    line the column)."""
     try:
-        text, n = codecs.utf_8_decode(data, "strict", block is None)
-    except UnicodeDecodeError as e:
-        text, n = data[:e.start].decode(), len(data)
-        error = DataError("not valid UTF-8", f"{name}, byte {begin + e.start}", f"convert it: iconv -f latin1 -t utf-8 {name}")
-    return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        why = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        if isinstance(e, json.JSONDecodeError):
+            line = f":{e.lineno}" if "\n" in text.rstrip() else ""
+            where, why = f"{where}{line}, column {e.colno}", e.msg
+        raise DataError("not valid JSON", where, why) from None
+
+
+def _table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]:
+    """The rows of a table, each with the line on which it begins; every field is text."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    line = 1
+    # A byte that is not UTF-8 becomes a lone surrogate, so that its line is known.
+    with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+        rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
+        try:
+            names = next((row for row in rows if row), [])
+            if len({*names}) < len(names):
+                raise DataError("the same column twice", name, ", ".join(names))
+            line = rows.line_num + 1
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise DataError("a row of another length", f"{name}:{line}",
+                                    f"it has {len(row)} fields; give it {len(names)}, as the first row has")
+                if row:
+                    yield Record(f"{name}:{line}", dict(zip(names, row, strict=True)))
+                line = rows.line_num + 1
+        except csv.Error as e:
+            raise DataError("not valid CSV", f"{name}:{line}", str(e)) from None
+
+
+def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if "\0" in line:
+            raise DataError("a NUL byte: this is no text", f"{name}:{number}")
+        if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
+            raise not_utf8(name, f":{number}")
+        yield line
+
+
+def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], start: int, stop: int | None
+                  ) -> Iterator[Record]:
+    """The rows of the groups of a parquet file that begin in a range of bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if not size_of(name):
+        return
+    row = 0
+    try:
+        source = opened(name) if is_address(name) else str(name)
+        with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
+            columns = _columns(file.schema_arrow.names, names, optional, name)
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                first = group.column(0)
+                begin = max(first.dictionary_page_offset or first.data_page_offset, 0)
+                if not start <= begin < (math.inf if stop is None else stop):
+                    row += group.num_rows
+                    continue
+                for batch in file.iter_batches(16, row_groups=[number], columns=columns, use_threads=False):
+                    for i in range(batch.num_rows):
+                        row += 1
+                        yield Record(f"{name}, row {row}",
+                                     {column: batch.column(column)[i].as_py() for column in columns})
+    except UnicodeDecodeError:
+        raise DataError("not valid UTF-8", f"{name}, row {row}") from None
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
+        raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
+
+
+def _columns(there: Sequence[str], names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:
+    """The columns to read. Raises DataError unless each of `names` is there once."""
+    for column in names:
+        if there.count(column) != 1:
+            raise _missing("column", column, name, there)
+    return [*dict.fromkeys(names), *(column for column in optional if column in there)]
+
+
+def text_field(record: Any, name: str, where: str) -> str:
+    """The text in a field of a record. Raises DataError if there is none."""
+    if not isinstance(record, dict):
+        raise DataError("not a JSON object", where)
+    if name not in record:
+        raise _missing("field", name, where, list(record))
+    return checked(record[name], f"field {name!r}", where)
+
+
+def _missing(kind: str, name: str, where: Name, there: Sequence[str]) -> DataError:
+    hint = "; name one with --text-field" if name == "text" else ""  # or the user has done so
+    return DataError(f"no {kind} {name!r}", where, f"it has {', '.join(map(repr, there[:8])) or 'none'}{hint}")
+
+
+def checked(text: Any, what: str, where: str) -> str:
+    """`text` itself. Raises DataError unless it is a string, and for a lone surrogate, which JSON can spell."""
+    if not isinstance(text, str):
+        raise DataError(f"{what} is not a string", where, "make it one, or take the document out")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
+    return text

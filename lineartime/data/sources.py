@@ -1,5 +1,5 @@
-"""Where text comes from: the files of every split, found from their names; and what can be read only once, which is
-stdin, and data sets of the Hugging Face hub, which `datasets` reads."""
+"""Where text comes from: files of every split, found from their names; stdin; and data sets of the
+Hugging Face hub."""
 
 import contextlib
 import importlib
@@ -16,8 +16,16 @@ from lineartime.base.errors import DataError, UsageError
 from lineartime.base.stores import Name, found_at, is_address, size_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
-from lineartime.data.read_text import ENDING, READS, ending_of, is_one_document, is_token_file, text_of
-from lineartime.data.rows import Record, text_field
+from lineartime.data.read_text import (
+    ENDING,
+    READS,
+    Record,
+    ending_of,
+    is_one_document,
+    is_token_file,
+    text_field,
+    text_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +34,8 @@ SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validatio
                "dev": "validation", "test": "test"}
 SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?(?:{ENDING.pattern}|\.ds|\.bin)",
                         re.IGNORECASE)
-"""Names of a split's files: `train.txt`, `train-00000-of-00001.parquet`, `c4-train.00000-of-01024.json.gz`."""
+"""Names of a split's files: `train.txt`, `train-00000-of-00001.parquet`,
+`c4-train.00000-of-01024.json.gz`."""
 ABOUT = re.compile(r"(^|/)(readme|license|notice|contributing|changelog)\.md$", re.IGNORECASE)
 """Pages about a folder, which are no text of it."""
 ON_HUB = "hub:"
@@ -34,7 +43,7 @@ HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[
 
 
 class Source(NamedTuple):
-    """One file of a split. `name` is relative to the user's argument, so it is the same on another machine."""
+    """One file of a split. `name` is relative to the user's argument: the same on any machine."""
 
     split: str
     name: str
@@ -42,7 +51,6 @@ class Source(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """The ending of a file of text, see `ending_of`."""
         return ending_of(self.path)
 
     @property
@@ -52,18 +60,17 @@ class Source(NamedTuple):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it is a file of tokens."""
         return is_token_file(self.path)
 
     @property
     def n_bytes(self) -> int:
-        """The size of the file."""
         return size_of(self.path)
 
 
 def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) -> list[Source]:
-    """The files of every split, see `find_sources`. Text that can be read only once is first copied into `work`, for
-    `prepare` reads it several times. Raises UsageError and DataError, also for what the settings do not fit."""
+    """The files of every split, see `find_sources`. Stdin and data sets of the hub are first copied
+    into `work`, for `prepare` reads text several times. Raises UsageError and DataError, also for
+    text that the settings do not fit."""
     inputs, validation, test = (
         [saved_stream(name, settings.field, work / split / str(number), progress) for number, name in enumerate(names)]
         for split, names in zip(SPLITS, (settings.inputs, settings.validation, settings.test), strict=True))
@@ -87,10 +94,11 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
                  task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
-    inputs: the train split, unless files or folders, or subfolders of a folder, are called train, validation and test;
-    then only those are read. validation, test: files or folders of these splits. task: Wiki-40B is read from the
-    published `.parquet`, and not from copies beside it. Raises UsageError for ambiguous inputs and unknown kinds of
-    files, DataError for what is missing or no regular file, and for a folder with nothing to read."""
+    inputs: the train split, unless files or folders, or subfolders of a folder, are called train,
+    validation and test; then only these. validation, test: files or folders of these splits. task:
+    Wiki-40B is read from the published `.parquet`, and not from copies beside it. Raises UsageError
+    for ambiguous inputs and unknown kinds of files, DataError for what is missing or no regular
+    file, and for a folder with nothing to read."""
     found = {split: [each for name in names for each in _found_by(name, task)]
              for split, names in (("", inputs), ("validation", validation), ("test", test))}
     sources = [source for _, own in found[""] for source in own]
@@ -118,8 +126,8 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
 
 
 def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]]:
-    """The files and folders that a name stands for, each with its files that are read. The split of a file is "" if its
-    name has none."""
+    """The files and folders that a name stands for, each with its files that are read. A file whose
+    name has no split has ""."""
     for path, is_folder, files in found_at(name):
         sources = [Source("" if is_folder else _split_of(own), own, there) for own, there in files.items()]
         if is_folder:
@@ -132,9 +140,10 @@ def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]
 
 
 def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]:
-    """The files of a folder that are read: its text, or its token files where there is no text, but for hidden files
-    and pages about the folder; and only the splits, where subfolders or files are called train, validation and test.
-    They must be of one kind: whole documents, or rows in files of one ending."""
+    """The files of a folder that are read: text, or token files where there is none, but for hidden
+    files and pages about the folder; only the splits, where subfolders or files are called train,
+    validation and test. They must be of one kind: whole documents, or rows in files of one
+    ending."""
     text = [source for source in there if source.kind and not ABOUT.search(source.name)]
     sources = _with_splits(folder, text or [source for source in there if source.has_tokens])
     if not sources:
@@ -146,14 +155,14 @@ def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]
         raise UsageError("several kinds of files side by side", f"{folder} has {' and '.join(kinds)}",
                          f"name the files of one kind, such as {folder}/*{kinds[0]}")
     if text and len(sources) < len(there):  # beside token files lie their indexes
-        logger.info(f"left out    {len(there) - len(sources):,} of {len(there):,} files in {folder}: no text, about the "
-                    "folder, or of no split")
+        logger.info(f"left out    {len(there) - len(sources):,} of {len(there):,} files in {folder}: no text, about "
+                    "the folder, or of no split")
     return sources
 
 
 def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
-    """The files that have a split, if one is of train or all have one; else all, without a split. Subfolders come
-    before files. Raises UsageError for a train split deeper in the folder: its validation split would be trained on."""
+    """The files that have a split, if one is of train or all have one; else all, without a split.
+    Raises UsageError for a train split deeper in the folder: its validation would be trained on."""
     deep = [source for source in sources if "/" in source.name]
     by_folder = [source._replace(split=SPLIT_NAMES.get(source.name.split("/")[0].lower(), "")) for source in deep]
     by_name = [source._replace(split=_split_of(source.name)) for source in sources if "/" not in source.name]
@@ -177,10 +186,8 @@ def _split_of(name: str) -> str:
 
 
 def saved_stream(name: str, field: str, folder: Path, progress: Progress | None) -> str:
-    """The name of a file or folder itself; for stdin (`-`) and the hub, a file in `folder` that has its text.
-
-    field: the field of a data set's records that holds the text. Raises as `hub_rows` does, and DataError for stdin
-    without text."""
+    """The name of a file or folder itself; for stdin (`-`) and the hub, a file in `folder` with the
+    text. Raises DataError for stdin without text, and as `hub_rows` does."""
     if name != "-" and not name.startswith(ON_HUB):
         return name
     folder.mkdir(parents=True)
@@ -204,7 +211,7 @@ def _lines_of_hub(name: str, field: str, progress: Progress | None) -> Iterator[
 
 
 def on_hub(name: str) -> tuple[str, str | None, str, int | None]:
-    """The data set, the configuration, the split and the number of records that a name has. Raises UsageError."""
+    """Data set, configuration, split and number of records of a name. Raises UsageError."""
     found = HUB_NAME.fullmatch(name)
     if found is None:
         raise UsageError("no such name on the hub", name, "say hub:NAME/SPLIT, as in hub:stanfordnlp/imdb/train, or "
@@ -222,8 +229,9 @@ def hub_library() -> Any:
 
 
 def hub_rows(name: str) -> Iterator[Record]:
-    """Stream the records that a name such as `hub:allenai/c4:en/train[:1000]` has, and no more. Raises UsageError for
-    another name and if `datasets` is missing, DataError for errors of the library."""
+    """Stream the records of a name such as `hub:allenai/c4:en/train[:1000]`, and no more. Raises
+    UsageError for another name and if `datasets` is missing, DataError for errors of the
+    library."""
     (data, config, split, n_most), library = on_hub(name), hub_library()
     with quiet(library):
         try:
@@ -237,7 +245,8 @@ def hub_rows(name: str) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def quiet(library: Any) -> Iterator[None]:
-    """Switch off the library's progress bars and warnings: errors have one line here, and verbs have their own bars."""
+    """Switch off the library's bars and warnings: errors have one line, and verbs have their own
+    bars."""
     with contextlib.ExitStack() as after:
         for logger in map(logging.getLogger, ("datasets", "huggingface_hub")):
             after.callback(logger.setLevel, logger.level)

@@ -2,7 +2,7 @@
 
     datatrove    FILE.ds: ids as uint16 or uint32. FILE.ds.index: where each document ends, uint64.
                  FILE.ds.metadata: its first line ends with "|" and the bytes per id, 2 or 4
-    Megatron-LM  FILE.bin: ids. FILE.idx: a header with their type; the length of each document, int32"""
+    Megatron-LM  FILE.bin: ids. FILE.idx: their type; the length of each document, int32"""
 
 import functools
 import re
@@ -19,8 +19,8 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def read_token_file(name: Name, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """The ids of each document that begins in bytes [start, stop) of a token file and has any. Raises DataError for a
-    file without its index, or with one that does not fit it."""
+    """The ids of each document that begins in bytes [start, stop) of a token file and has any.
+    Raises DataError for a file without its index, or with one that does not fit it."""
     index_name = f"{str(name).removesuffix('.bin')}.idx" if str(name).endswith(".bin") else f"{name}.index"
     dtype, lengths_D = _described(str(name), size_of(name), index_name, size_of(index_name))
     ends_D = lengths_D.cumsum() * dtype.itemsize
@@ -35,8 +35,8 @@ def read_token_file(name: Name, start: int = 0, stop: int | None = None) -> Iter
 
 @functools.lru_cache(1)  # a process reads many ranges of one file
 def _described(name: str, size: int, index_name: str, index_size: int) -> tuple[Any, np.ndarray]:
-    """The type of a file's ids, and the length of each document in ids, int64. The sizes of both files tell when they
-    have changed."""
+    """The type of a file's ids, and the length of each document in ids, int64. The sizes of both
+    files are there to tell when they have changed."""
     index = read_all(index_name)
     try:
         if name.endswith(".bin"):

@@ -1,12 +1,14 @@
-"""Prepared text: the manifest of its folder, the tokens of a split, and the rows of a training step.
+"""Prepared text: the manifest of its folder, the tokens of a split, and the rows of a training
+step.
 
-A prepared folder holds `manifest.json`, `tokenizer.json`, and for each split numbered shards of little-endian uint16 or
-uint32 ids (`train-00000.bin`) and the positions of its end-of-document tokens as uint64 (`train-documents.bin`).
-A split is one stream
+A prepared folder holds `manifest.json`, `tokenizer.json`, and for each split numbered shards of
+little-endian uint16 or uint32 ids (`train-00000.bin`) and the positions of its end-of-document
+tokens as uint64 (`train-documents.bin`). A split is one stream
 
     [EOD] document 1 [EOD] document 2 [EOD] ... document n [EOD]
 
-in which every token but the first is a target once. Document i lies between end-of-document tokens i and i + 1."""
+in which every token but the first is a target once. Document i lies between end-of-document tokens
+i and i + 1."""
 
 import dataclasses
 import functools
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lineartime.base.errors import DataError
+from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_LINES_BYTES, write_atomically
 from lineartime.base.settings import require
 from lineartime.base.stores import (
@@ -35,7 +37,7 @@ from lineartime.base.stores import (
     reading,
 )
 from lineartime.data.corpora import published_words
-from lineartime.data.mixture import places_of_step, read_mixture
+from lineartime.data.mixture import orders, places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
@@ -46,8 +48,8 @@ HASHED_BYTES = 256 << 20
 
 @dataclass
 class Split:
-    """Counts of a split. `tokens` are targets: each document's tokens and the end-of-document token after it. `words`
-    are separated by white space, `bytes` are of UTF-8; neither includes end-of-document tokens."""
+    """Counts of a split. `tokens` are targets: the tokens of each document and the end-of-document
+    token after it, which `words` (between white space) and `bytes` (of UTF-8) leave out."""
 
     documents: int = 0
     tokens: int = 0
@@ -63,7 +65,7 @@ class Manifest:
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Split, name, bytes and SHA-256 of every file of text, in the order of their documents."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    """SHA-256, vocab_size and end_of_document; with a "[MASK]" token also mask, separator and `Tokenizer.special`."""
+    """SHA-256, vocab_size and end_of_document; with "[MASK]" also mask, separator and special."""
     dtype: str = ""
     shard_tokens: int = 0
     splits: dict[str, Split] = field(default_factory=dict)
@@ -102,15 +104,15 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Name) -> Manifest:
-    """The manifest of a prepared folder.
-
-    Raises UsageError for a missing folder, DataError for a missing, damaged or newer manifest."""
+    """The manifest of a prepared folder. Raises UsageError for a missing folder, DataError for a
+    missing, damaged or newer manifest."""
     require(is_address(folder) or is_folder(folder), "no such folder", str(folder),
             "make one with `lineartime prepare`")
     path = joined(folder, DATA_MANIFEST)
     if not exists(path):
         raise DataError("no manifest of prepared text", path, "make one with `lineartime prepare`")
-    try:
+    with raised_as(DataError, "damaged manifest", path, ValueError, RecursionError, KeyError, TypeError, AttributeError,
+                   todo="prepare it again"):
         with reading(path), opened(path) as file:
             fields = json.loads(file.read(MAX_LINES_BYTES))
         digest, version = fields.pop("manifest_sha256"), fields["version"]
@@ -121,21 +123,19 @@ def read_manifest(folder: Name) -> Manifest:
             raise ValueError
         del fields["version"]
         return Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise DataError("damaged manifest", path, "prepare it again") from None
 
 
 def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
-    """Raise DataError unless a file has the size that the manifest says, and with `by_hash` the hash."""
+    """Raise DataError unless a file has the size, and with `by_hash` the hash, that the manifest
+    says."""
     path, expected = joined(folder, name), manifest.files[name]
     if not (hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)):
         raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
 
 
 def verify_data(data_dir: Name) -> Manifest:
-    """The manifest of a prepared folder, all of whose files are compared with it by SHA-256.
-
-    Raises UsageError for a missing folder, DataError for a file that differs."""
+    """The manifest of a prepared folder, after all of its files were compared by SHA-256. Raises
+    UsageError for a missing folder, DataError for a file that differs."""
     manifest = read_manifest(data_dir)
     for name in manifest.files:
         verify_file(data_dir, manifest, name)
@@ -143,8 +143,8 @@ def verify_data(data_dir: Name) -> Manifest:
 
 
 def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZER_FILE,)) -> Path:
-    """The folder itself; for an address, a folder in the cache with the manifest and the files `names`: training maps
-    them into memory. What is there already is kept."""
+    """The folder itself; for an address, a folder in the cache with the manifest and the files
+    `names`, which training maps into memory."""
     if not is_address(folder):
         return Path(folder)
     cache = cached(folder, {name: manifest.files[name]["bytes"] for name in names}, manifest.sha256)
@@ -159,10 +159,10 @@ def shard_name(split: str, number: int) -> str:
 class TokenStream:
     """One split's tokens, memory-mapped: an end-of-document token, then `n_tokens` targets.
 
-    `name` is the folder as it was given, perhaps an address. `n_words` is published for a published split of PG-19 and
-    counted for other text; `word_count` says which. `mask` is the id of "[MASK]", None for data prepared without it.
-    `special` are the ids that no text has, `ordinary` all others. `document_positions` are the places of the
-    end-of-document tokens: document i is `read(document_positions[i] + 1, document_positions[i + 1])`."""
+    `name` is the folder as it was given, perhaps an address. `n_words` is published for a published
+    split of PG-19 and counted for other text, see `word_count`. `mask` is the id of "[MASK]", or
+    None. `special` are the ids that no text has, `ordinary` all others. Document i is
+    `read(document_positions[i] + 1, document_positions[i + 1])`, between end-of-document tokens."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, name: Name):
         self.folder, self.split, self.name, counts = folder, split, str(name), manifest.splits[split]
@@ -185,9 +185,8 @@ class TokenStream:
         return self.n_tokens + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The int64 ids [start, stop), across shards.
-
-        Raises IndexError outside the stream, DataError for an id outside the vocabulary."""
+        """The int64 ids [start, stop), across shards. Raises IndexError outside the stream,
+        DataError for an id outside the vocabulary."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) of {len(self)} tokens")
         size = self.shard_tokens
@@ -202,10 +201,9 @@ class TokenStream:
 
 
 def open_split(data_dir: Name, split: str) -> TokenStream:
-    """The tokens of one split. Its files and the tokenizer are first compared with the manifest: their sizes, and their
-    SHA-256 where that takes less than a second, for fewer bytes than `HASHED_BYTES`; `verify_data` reads all.
-
-    Raises UsageError for a missing folder, DataError for a missing split and for damaged or newer data."""
+    """The tokens of one split. Its files and the tokenizer are first compared with the manifest:
+    their sizes, and for fewer bytes than `HASHED_BYTES` their SHA-256. Raises UsageError for a
+    missing folder, DataError for a missing split and for damaged or newer data."""
     manifest = read_manifest(data_dir)
     if split not in manifest.splits:
         raise DataError(f"no {split} split", data_dir, f"it has {', '.join(manifest.splits)}; "
@@ -225,9 +223,8 @@ def require_mask(mask: int | None, data_dir: Path | str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
-    """Words and bytes of the text to which the first `n_tokens` targets decode, counted once and then remembered.
-
-    They are those of `Split` if the tokenizer keeps the text. A character that is cut at the end does not count."""
+    """Words and bytes of the text to which the first `n_tokens` targets decode. They are those of
+    `Split` if the tokenizer keeps the text. A character that is cut at the end does not count."""
     tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
     words = n_bytes = 0
     for i in range(np.searchsorted(ends, n_tokens)):
@@ -241,7 +238,7 @@ def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One split of several prepared texts, of which each gives its share of the rows, see `data.mixture`."""
+    """One split of several prepared texts, each of which gives its share of the rows."""
 
     streams: tuple[TokenStream, ...]
     weights: tuple[int, ...]
@@ -253,9 +250,8 @@ class Mixture:
 
 
 def read_manifests(data: str) -> list[Manifest]:
-    """The manifest of each folder that `data` names, see `read_mixture`.
-
-    Raises UsageError for folders of different tokenizers, and as `read_manifest` and `read_mixture` do."""
+    """The manifest of each folder that `data` names, see `read_mixture`. Raises UsageError for
+    different tokenizers, and as `read_manifest` and `read_mixture` do."""
     folders = [*read_mixture(data)]
     manifests = [read_manifest(folder) for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
@@ -272,8 +268,8 @@ def tokenizer_of(data: str) -> Tokenizer:
 
 
 def sha256_of(data: str, manifests: Sequence[Manifest]) -> str:
-    """The hash of the prepared text that `data` names: that of its only manifest, or the hash of all their hashes and
-    shares. manifests: those of `data`, in order."""
+    """The hash of the prepared text that `data` names: its manifest's, or the hash of all hashes
+    and shares. manifests: those of `data`, in order."""
     hashes, weights = [manifest.sha256 for manifest in manifests], [*read_mixture(data).values()]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps([hashes, weights]).encode()).hexdigest()
 
@@ -287,12 +283,12 @@ def open_data(data: str, split: str) -> TokenStream | Mixture:
 
 def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                chosen: Sequence[int] | None = None) -> np.ndarray:
-    """The rows of one training step, int64 [rows_per_step, context + 1], or those `chosen`: a pure function of its
-    arguments.
+    """The rows of one training step, int64 [rows_per_step, context + 1], or those `chosen`: a pure
+    function of its arguments.
 
-    Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the first input of the next.
-    An epoch reads every full row once, in an order drawn from (seed, epoch), and leaves an incomplete last row out.
-    Raises DataError for a stream that does not fill one row."""
+    Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the
+    first input of the next. An epoch reads every full row once, in an order drawn from (seed,
+    epoch). Raises DataError for a stream that does not fill one row."""
     places = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=1)
     return np.stack([own.read(row * context, (row + 1) * context + 1)
                      for own, _, row in (places if chosen is None else [places[r] for r in chosen])])
@@ -300,9 +296,9 @@ def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_
 
 def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                  n_shared: int) -> list[tuple[TokenStream, int, int]]:
-    """Stream, epoch and number of each row of one step. Rows share `n_shared` tokens with the next.
-
-    Each stream of a mixture has its own epochs. Raises DataError if the tokens of one do not fill one row."""
+    """Stream, epoch and number of each row of one step; each stream of a mixture has its own
+    epochs. Rows share `n_shared` tokens with the next. Raises DataError if a stream does not fill
+    one row."""
     streams, weights = (stream.streams, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1,))
     n_rows = [(len(each) - n_shared) // context for each in streams]
     for each, n in zip(streams, n_rows, strict=True):
@@ -314,6 +310,37 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 
 
 def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
-    """All rows in order, int64 [context + 1]; the last may be shorter. Every token but the first is a target once."""
+    """All rows in order, int64 [context + 1]; the last may be shorter. Every token but the first is
+    a target once."""
     for start in range(0, len(stream) - 1, context):
         yield stream.read(start, min(start + context + 1, len(stream)))
+
+
+class Rows:
+    """The rows of a split, as PyTorch's `DataLoader` and `transformers.Trainer` take a data set.
+
+    Row i has the tokens i * context to (i + 1) * context of the split. "input_ids" are its tokens but
+    the last, int64 [context]. "labels" are the same if `shifted` (models of `transformers` shift
+    them), otherwise the next tokens. "position_ids" begin anew with each document; by them the
+    classes of `lineartime.hf` keep documents apart. seed: the order is that of an epoch of our
+    training; None: that of the text. Raises as `open_split` does."""
+
+    def __init__(self, data: Name, split: str, context: int, *, seed: int | None = None, epoch: int = 0,
+                 shifted: bool = True):
+        self.stream, self.context, self.shifted = open_split(data, split), context, shifted
+        self.n_rows = (len(self.stream) - 1) // context
+        self.order = range(self.n_rows) if seed is None else orders(seed, self.n_rows)(epoch)
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        import torch
+
+        if not 0 <= i < self.n_rows:
+            raise IndexError(i)
+        row = int(self.order[i])
+        ids = torch.from_numpy(self.stream.read(row * self.context, (row + 1) * self.context + 1))
+        places = torch.arange(self.context)
+        begins = torch.where(ids[:-1] == self.stream.end_of_document, places, 0).cummax(0).values
+        return {"input_ids": ids[:-1], "labels": ids[:-1] if self.shifted else ids[1:], "position_ids": places - begins}

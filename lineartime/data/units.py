@@ -1,5 +1,5 @@
-"""Units of work: a few million bytes of a split, tokenised by one process. A document that goes on in the next unit
-has a row in both. And what is held out: whole documents, or the end of the only one."""
+"""Units of work: a few million bytes of a split, tokenised by one process. A document that goes on
+in the next unit has a row in both. And what is held out."""
 
 import dataclasses
 import hashlib
@@ -67,8 +67,8 @@ class Encoded:
 
 
 def units_of(sources: Iterable[Source], unit_bytes: int, tokenizer: Tokenizer | None) -> list[Unit]:
-    """The units of all text, which is in the order of the splits. tokenizer: None for one that is to be trained; a file
-    that is one document is in one slice if the tokenizer has to see it whole."""
+    """The units of all text, in the order of the splits. A document is in one slice if the
+    tokenizer has to see it whole; tokenizer: None for one that is to be trained."""
     units: list[Unit] = []
     n_left = 0
     for source in sources:
@@ -83,9 +83,9 @@ def units_of(sources: Iterable[Source], unit_bytes: int, tokenizer: Tokenizer | 
 
 
 def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
-    """The slices of a file, each with so many bytes of text; one slice for None, and for a file that cannot be read
-    apart. They depend on nothing else, so any number of processes makes the same. A document is read to its end,
-    however far the file has grown by then: its last slice has no end, None."""
+    """The slices of a file, each with so many bytes of text; one slice for None, and for a file
+    that cannot be read apart. They depend on nothing else. A document is read to its end, however
+    far the file has grown by then: its last slice has no end."""
     size, expansion = source.n_bytes, 1 if source.has_tokens or source.ending in PLAIN else EXPANSION
     is_apart = source.has_tokens or source.ending in APART
     if not size or slice_bytes is None or not is_apart:
@@ -96,7 +96,8 @@ def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
 
 
 def rows_of(pieces: Iterable[tuple[str, int, bool]], with_hashes: bool) -> np.ndarray:
-    """The `ROW` of each document of some pieces: text, the number of its ids, and whether it ends a document."""
+    """The `ROW` of each document of some pieces: text, number of ids, and whether its document
+    ends."""
 
     def rows() -> Iterator[tuple[int, int, int, int]]:
         ids = words = n_bytes = 0
@@ -149,8 +150,8 @@ def encode_unit(unit: Unit, read: ReadSlice, tokenizer: Tokenizer, with_hashes: 
 
 
 def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, bool]]:
-    """The parts of a slice with their ids, and whether a document ends. A token file has ids, which are decoded for the
-    counts of words and bytes; special tokens at the ends of its documents are left out."""
+    """The parts of a slice with their ids, and whether a document ends. Those of a token file are
+    decoded for their words and bytes, without special tokens at the ends of a document."""
     if not is_token_file(one.path):
         for text, last in tokenizer.parts_of(read(one.path, start=one.start, stop=one.stop)):
             yield text, np.frombuffer(tokenizer.pack(text) if text else b"", tokenizer.dtype), last
@@ -167,8 +168,8 @@ def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tu
 
 
 def held_out_documents(bytes_D: np.ndarray, hashes_D: np.ndarray, share: float) -> np.ndarray:
-    """Which documents, in bool `[D]`, are held out: at equal distances, with at least `share` of the bytes; at least
-    one, and not all. Of equal documents the first is chosen or not, and the others go with it, unless all are equal."""
+    """Which documents, in bool `[D]`, are held out: at equal distances, with at least `share` of
+    the bytes; at least one, and not all. Equal documents go together, unless all are equal."""
     if len({*hashes_D.tolist()}) == 1:
         hashes_D = np.arange(len(hashes_D))
     _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
@@ -184,8 +185,9 @@ def held_out_documents(bytes_D: np.ndarray, hashes_D: np.ndarray, share: float) 
 
 
 def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
-    """Copy the only document into two files of a folder, for train and validation. The second has its end, from the
-    beginning of a line if one begins soon. Raises DataError for too little text."""
+    """Copy the only document into two files of a folder, for train and validation. The second has
+    its end, from the beginning of a line if one begins soon. Raises DataError for too little
+    text."""
     n = sum(len(text) for text, _ in read(path))
     cut = n - int(n * share)
     if cut == n:

@@ -7,6 +7,7 @@ soon as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_
 tokens are those of the whole text; others tokenise each part alone. Line ends and other white space
 before a line's first word count to that line, and a blank line has 0 bits."""
 
+import codecs
 import dataclasses
 import itertools
 import math
@@ -17,10 +18,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from lineartime.base.errors import CheckpointError, NumericsError
+from lineartime.base.errors import CheckpointError, DataError, NumericsError
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
-from lineartime.data.read_text import LAST_WORD, cut_pieces, decode_next
+from lineartime.data.read_text import BYTE_ORDER_MARK, LAST_WORD, cut_pieces, not_utf8
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState, load_state, model_sha256, save_state
 from lineartime.model.language_model import LanguageModel
@@ -167,6 +168,20 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
             raise error
     if per == "document":
         yield Score(1, state.bits, state.n_bytes, str(name))
+
+
+def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
+    """Decode the next block of a stream of UTF-8; None: its end. Returns its text, the bytes of a
+    last character that is not whole yet, and the error behind the text, if there is one. tail: such
+    bytes of the block before. Both are in hexadecimal. position: the block's first byte. name: for
+    the error."""
+    data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
+    try:
+        text, n = codecs.utf_8_decode(data, "strict", block is None)
+    except UnicodeDecodeError as e:
+        text, n = data[:e.start].decode(), len(data)
+        error = not_utf8(name, f", byte {begin + e.start}")
+    return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
 
 
 def score_parts(model: LanguageModel, tokenizer: Tokenizer, parts: list[Part], state: ScoringState, per: str,

@@ -174,7 +174,6 @@ FAULTS = {
     "bad JSON": ("a.jsonl", GOOD * 2 + b'{"text": "good",}\n', "not valid JSON: {}:3, column 17"),
     "an array of JSON": ("a.json", b'[\n{"text": "x"}\n]\n', "an array of JSON: {0}:1; write each item on a line of "
                          "its own: jq -c .[] {0}"),
-    "a name twice": ("a.jsonl", b'{"text": "good", "text": "other"}\n', "not valid JSON: {}:1; a name occurs twice"),
     "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "not valid JSON: {}:2; it is nested too deeply"),
     "no object": ("a.jsonl", GOOD + b'["text"]\n', "not a JSON object: {}:2"),
     "no field": ("a.jsonl", GOOD + b'{"body": "x", "id": 1}\n', "no field 'text': {}:2; it has 'body', 'id'"),
@@ -187,7 +186,7 @@ FAULTS = {
     "cut gzip": ("a.json.gz", gzip.compress(GOOD * 9)[:-9], "damaged .gz file: {}"),
     "no parquet": ("a.parquet", b"PAR1 and more", "cannot read as parquet: {}"),
     "no column": ("a.parquet", broken_parquet([], table={"id": [1], "body": ["x"]}),
-                  "no column 'text': {}; it has 'id', 'body'; name one with --text-field, such as --text-field body"),
+                  "no column 'text': {}; it has 'id', 'body'; name one with --text-field"),
     "null in a column": ("a.parquet", broken_parquet(["x"] * 20 + [None]), "field 'text' is not a string: {}, row 21"),
     "invalid UTF-8 in a column": ("a.parquet", broken_parquet(["x", "QQQQ"], lambda c: c.replace(b"QQQQ", b"\xff" * 4)),
                                   "not valid UTF-8: {}, row 2"),
@@ -197,7 +196,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused_with_their_place(tmp_path, fault, monkeypatch):
     name, content, message = FAULTS[fault]
-    monkeypatch.setattr("lineartime.data.rows.MAX_LINE_BYTES", 1000 if fault == "long line" else 1 << 20)
+    monkeypatch.setattr("lineartime.data.read_text.MAX_LINE_BYTES", 1000 if fault == "long line" else 1 << 20)
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:

@@ -64,11 +64,14 @@ def test_accelerate_places_a_model_on_one_device():
 
 
 def test_datasets_gives_the_rows_of_prepared_text(tmp_path):
-    from lineartime.data.readers import Rows, as_dataset
+    import datasets
+
+    from lineartime.data.tokens import Rows
 
     data = tmp_path / "data"
     lineartime.prepare([Path(lineartime.__file__).parent / "text/jane_eyre.txt"], data, tokenizer=SMALL, held_out=0.1)
-    rows, found = Rows(data, "validation", 512, seed=3), list(as_dataset(data, "validation", 512, seed=3))
+    rows = Rows(data, "validation", 512, seed=3)
+    found = list(datasets.IterableDataset.from_generator(lambda: (rows[i] for i in range(len(rows)))))
     assert len(found) == len(rows) > 40
     for one, row in zip(found, rows, strict=True):
         assert all(torch.equal(torch.tensor(one[name]), row[name]) for name in row)

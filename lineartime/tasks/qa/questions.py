@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from lineartime.base.errors import DataError
 from lineartime.base.stores import Name, expanded
-from lineartime.data.read_text import ending_of, read_rows, read_small
-from lineartime.data.rows import checked, parse_json
+from lineartime.data.read_text import checked, ending_of, parse_json, read_rows, read_small
 from lineartime.data.sources import ON_HUB, hub_rows
 
 QUESTION_COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
