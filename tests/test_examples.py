@@ -56,6 +56,11 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert 3 < after < before - 0.005
 
 
+@pytest.mark.filterwarnings("default")
+def test_labels_of_documents(tmp_path: Path) -> None:
+    assert example("labels_of_documents")["main"](6, tmp_path, n_held_out=12) >= 0.75
+
+
 def test_an_example_is_short() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) < 120, path.name

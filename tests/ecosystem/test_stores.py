@@ -1,14 +1,10 @@
-"""Text and tokens in a store (a local S3 server), and many processes by datatrove: what docs/guides/many-machines.md
-says of them (make ecosystem)."""
+"""Text, tokens and models in a store, a local S3 server (make ecosystem)."""
 
 import gzip
-import json
 import os
-import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -19,7 +15,6 @@ from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokens import open_split
 
 pytestmark = pytest.mark.ecosystem
-GUIDE = Path(__file__).parents[2] / "docs/guides/many-machines.md"
 HOW = {"vocab_size": 400, "held_out": 0.1}
 
 
@@ -61,23 +56,6 @@ def test_stores_give_the_same_bytes(bucket, tmp_path):
     assert (stream.read(0, len(stream)) == expected.read(0, len(expected))).all()
     with pytest.raises(DataError, match=r"cannot read: s3://bucket/none\.txt; no such file"):
         lineartime.prepare(["s3://bucket/none.txt"], tmp_path / "none")
-
-
-def test_stores_and_datatrove_share_the_work(bucket, tmp_path):
-    """The program of the guide, with three shares on this machine, killed once."""
-    program = re.search(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1]
-    program = program.replace('"s3://bucket/work", "s3://bucket/data", 64', '"s3://bucket/work", "s3://bucket/data", 3')
-    program = program.replace("held_out=0.05", "held_out=0.1, vocab_size=400, unit_bytes=100_000")
-    (tmp_path / "run.py").write_text(program)
-    process = subprocess.Popen([sys.executable, tmp_path / "run.py"], stderr=subprocess.DEVNULL)
-    import s3fs
-
-    while process.poll() is None and not s3fs.S3FileSystem(skip_instance_cache=True).glob("bucket/work/units/*.json"):
-        time.sleep(0.01)
-    process.kill()
-    subprocess.run([sys.executable, tmp_path / "run.py"], check=True)
-    own = lineartime.prepare([bucket / "books"], tmp_path / "own", **HOW)
-    assert json.loads(s3fs.S3FileSystem().cat("bucket/data/manifest.json")) == json.loads(own.to_json())
 
 
 def test_a_model_is_exported_and_opened_by_its_address(bucket, tmp_path):

@@ -39,7 +39,7 @@ def use(run: Path) -> list[list[int]]:
 def judge(run: Path, data: Path, questions: Path) -> float:
     plan = FineTuning(run, (questions,), (questions,), data)
     split, opened = lineartime.open_split(data, "validation"), lineartime.load_model(run)[0]
-    print(lineartime.measure_context_use(opened, split, [256, 512]), lineartime.load_span_model(run)[1])
+    print(lineartime.load_span_model(run)[1])
     print(lineartime.read_questions([questions]), lineartime.finetune(plan))
     return lineartime.evaluate(opened, split, context=256).loss
 
