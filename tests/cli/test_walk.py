@@ -49,7 +49,7 @@ def test_the_walk(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -
         said.append(out)
     assert [line.split()[1] for line in COMMANDS] == ["prepare", "train", "train", "plot", "evaluate", "generate",
                                                       "prepare", "train", "export", "generate"]
-    assert "skipped     cover.png" in said[0] and "1 of 12 documents, at equal distances" in said[0]
+    assert "left out    1 of 13 files in books" in said[0] and "1 of 12 documents, at equal distances" in said[0]
     assert said[1].startswith("size     tiny\nmodel    flash, ") and "complete" in said[2]
     assert {path.name for path in Path("run").iterdir()} >= {"loss.png", "latest", "result.json"}
     assert said[7].startswith("size     tiny\n") and "in rows of 1,024:" in said[7]
