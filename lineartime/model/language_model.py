@@ -191,44 +191,45 @@ class LanguageModel(nn.Module):
         """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come;
         updates the state. ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids of the
         vocabulary. Raises UsageError past the end of a position table."""
+        embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         if ids_BN.numel() == 0:
-            return self.norm(self.embed(ids_BN))
+            return self.norm(embeds_BND)
+        extend = self.extend_rows
         if self.config.document_grid == "own" and ids_BN.shape[1] > 1:
-            return self.extend_by_document(ids_BN, n_new_B, state, collected, embeds_BND)
-        return self.extend_rows(ids_BN, n_new_B, state, collected, embeds_BND)
+            extend = self.extend_by_document
+        return extend(embeds_BND, self.begins(ids_BN), n_new_B, state, collected)
 
-    def extend_by_document(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
-                           embeds_BND: Tensor | None) -> Tensor:
+    def extend_by_document(self, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor, state: DecodingState,
+                           collected: list[Tensor] | None) -> Tensor:
         """`extend` where each document is a row of its own: the new tokens up to the next document
         of each row, then those up to the one after it, and so on."""
-        index_N, begins_BN = torch.arange(ids_BN.shape[1], device=ids_BN.device), self.begins(ids_BN)
+        index_N = torch.arange(begins_BN.shape[1], device=begins_BN.device)
         number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
         outputs: list[Tensor] = []  # the hidden states of all tokens, then what is collected
         for number in range(max(int(number_BN.max()), 0) + 1):  # the rows' first documents, then their second, ...
             here_BN = number_BN == number
             n_B = here_BN.sum(1)
             order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]  # their tokens at the front of each row
+            embeds_BMD, begins_BM = in_order(embeds_BND, order_BN), in_order(begins_BN, order_BN)
             blocks: list[Tensor] | None = None if collected is None else []
-            x_BND = self.extend_rows(ids_BN.gather(1, order_BN), n_B, state, blocks,
-                                     None if embeds_BND is None else in_order(embeds_BND, order_BN))
-            made = [x_BND, *(blocks or ())]
-            outputs = outputs or [each.new_zeros(*ids_BN.shape, each.shape[-1]) for each in made]
-            for whole_BND, each_BND in zip(outputs, made, strict=True):
-                whole_BND[here_BN] = each_BND[index_N[: each_BND.shape[1]] < n_B[:, None]]
+            made = [self.extend_rows(embeds_BMD, begins_BM, n_B, state, blocks), *(blocks or ())]
+            outputs = outputs or [torch.zeros_like(embeds_BND, dtype=each.dtype) for each in made]
+            for whole_BND, each_BMD in zip(outputs, made, strict=True):
+                whole_BND[here_BN] = each_BMD[index_N[: each_BMD.shape[1]] < n_B[:, None]]
         if collected is not None:
             collected += outputs[1:]
         return outputs[0]
 
-    def extend_rows(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState, collected: list[Tensor] | None,
-                    embeds_BND: Tensor | None) -> Tensor:
+    def extend_rows(self, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor, state: DecodingState,
+                    collected: list[Tensor] | None) -> Tensor:
         """`extend` by tokens that `DecodingState.inputs` takes at once."""
         if state.seq_lens_B.is_inference() and not torch.is_inference_mode_enabled():
             state.select(torch.arange(len(n_new_B)))  # copies: what that mode has made can be written only in it
         # A graph reads no lengths. Elsewhere positions follow from what each row has read.
-        window = (state.reserve_in_graph(ids_BN.shape[1]) or 0) if torch.compiler.is_exporting() else None
-        inputs = state.inputs(self.config, n_new_B, self.begins(ids_BN), window)
+        window = (state.reserve_in_graph(begins_BN.shape[1]) or 0) if torch.compiler.is_exporting() else None
+        inputs = state.inputs(self.config, n_new_B, begins_BN, window)
         self.check_length(inputs.longest)
-        x_BND = self.extend_layers(ids_BN, inputs, state.caches, collected, embeds_BND)
+        x_BND = self.extend_layers(embeds_BND, inputs, state.caches, collected)
         state.seq_lens_B, state.start_B = state.seq_lens_B + n_new_B, state.starts_B(inputs)
         return x_BND
 
@@ -238,14 +239,13 @@ class LanguageModel(nn.Module):
             return torch.zeros_like(ids_BN, dtype=torch.bool)
         return ids_BN == self.config.end_of_document
 
-    def extend_layers(self, ids_BN: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
-                      collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
+    def extend_layers(self, embeds_BND: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
+                      collected: list[Tensor] | None = None) -> Tensor:
         """`extend` without the update of `DecodingState`; only the caches are updated."""
         # Padding may count past the table's end; what it gets there is never read.
         position_BN = (inputs.position_BN if self.config.max_len is None
                        else inputs.position_BN.clamp(max=self.config.max_len - 1))
         info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
-        embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         return self.norm(self.run_layers(embeds_BND + self.abs_pos(position_BN), info, inputs, caches, collected))
 
 

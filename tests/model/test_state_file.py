@@ -83,7 +83,7 @@ def test_generate_goes_on_from_what_read_has_read(call: Call, tmp_path: Path) ->
     (book := tmp_path / "book.txt").write_text(TEXT)
     how = ["--temperature", "0", "--max-new-tokens", "12"]
     code, _, err = call("read", book, "--model", model, "--out", state := tmp_path / "state")
-    assert code == 0 and "whatever the length" in err and "written" in err
+    assert code == 0 and "written" in err
     code, out, _ = call("generate", model, "--state", state, "Who", " is", *how)
     assert code == 0
     for number, (prompt, found) in enumerate(zip(("Who", " is"), out.split("== ")[1:], strict=True), 1):

@@ -1,6 +1,7 @@
-"""The decoding state of a model: the caches of its layers, and where each row is. It can be saved
-in a file of safetensors that is as large as the state. The file has the hash of the model, and one
-of all that is in it: a state of another model and a damaged file are refused."""
+"""The decoding state of a model: the caches of its layers, and where each row is.
+
+It can be saved in a file of safetensors. The file has the hash of the model, and one of all that is
+in it: a state of another model and a damaged file are refused."""
 
 import copy
 import dataclasses
@@ -24,20 +25,16 @@ from lineartime.model.decoding.inputs import DecodeInputs
 
 @dataclasses.dataclass
 class DecodingState:
-    """The decoding state of a model for a batch of rows: a cache per attention layer, and as in
-    `DecodeInputs` the tokens so far and the start of the current document of each row."""
+    """A cache for each layer that attends, and `seq_lens_B` and `start_B` of `DecodeInputs`."""
 
     caches: list[Cache]
     seq_lens_B: Tensor
     start_B: Tensor
     model: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The `LanguageModel` whose state this is, or None. `deepcopy` shares it; `copy.copy` and a
-    pickle have None."""
+    """The `LanguageModel` whose state this is. `deepcopy` shares it; a pickle has None."""
     text: str = ""
-    """The last word of a text that `read` has read: it is tokenised together with what follows
-    it."""
+    """The last word that `read` has read: it is tokenised together with what follows it."""
     tokenizer_sha256: str = ""
-    """The hash of that text's tokenizer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         return self.repeated(len(self.seq_lens_B))
@@ -46,20 +43,16 @@ class DecodingState:
         return {**vars(self), "model": None}
 
     def save(self, path: Path | str) -> None:
-        """Replace a file by this state. Raises ResourceError if it cannot be written, UsageError
-        without the model."""
+        """Replace a file by this state. Raises ResourceError, or UsageError without the model."""
         save_state(Path(path), self, {})
 
     @classmethod
     def load(cls, path: Path | str, model: Any) -> "DecodingState":
-        """The state in a file, on the device of its model. Raises CheckpointError for a file that
-        is damaged or cannot be read, and for a state of other weights, of another precision or
-        version, or of `score`."""
+        """The state in a file, on the model's device. Raises as `load_state` does."""
         return load_state(Path(path), model)[0]
 
     def in_grid_B(self, config: ModelConfig) -> Tensor:
-        """Tokens of each row so far, from where its positions and chunks are counted: with
-        `document_grid` "own" those of its current document."""
+        """Tokens of each row so far; with `document_grid` "own" of its current document."""
         return self.seq_lens_B - self.start_B if config.document_grid == "own" else self.seq_lens_B
 
     def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
@@ -78,8 +71,7 @@ class DecodingState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows' state in all caches, room for more tokens included; constant in T for
-        FLASH."""
+        """Bytes of the rows' state in all caches, with room for more tokens; constant for FLASH."""
         return sum(tensor.nbytes for cache in self.caches for tensor in cache.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -96,8 +88,7 @@ class DecodingState:
             setattr(self.caches[int(n)] if n else self, field, tensor)
 
     def reserve(self, n_tokens: int) -> None:
-        """Allocate room for rows of `n_tokens` tokens in all key-value caches, so that appending
-        does not move them."""
+        """Allocate room for rows of `n_tokens` tokens, so that appending moves nothing."""
         for cache in self.caches:
             cache.reserve(n_tokens)
 
@@ -111,8 +102,7 @@ class DecodingState:
         return lengths[0] + n_new
 
     def repeated(self, n_rows: int) -> "DecodingState":
-        """A copy with `n_rows` rows: of the only row, or of all of them. Raises UsageError for
-        another number."""
+        """A copy with `n_rows` rows: of the only row, or of as many rows, else UsageError."""
         n_own = len(self.seq_lens_B)
         require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
         made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
@@ -128,8 +118,8 @@ class DecodingState:
 
 
 def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> None:
-    """Replace a file by a state. facts: what else is kept, for JSON. of_model: the model's hash, if
-    it is known. Raises as `DecodingState.save` does."""
+    """`DecodingState.save`. facts: what else is kept, for JSON. of_model: the model's hash, if
+    known."""
     if state.model is None:
         raise UsageError("the state does not know its model", path, "say state.model = model")
     tensors = state.tensors()

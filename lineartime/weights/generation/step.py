@@ -15,16 +15,18 @@ from lineartime.model.language_model import LanguageModel
 
 
 def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, window: int,
-                   *more: Any) -> tuple[Tensor, Tensor]:
+                   collected: list[Tensor] | None = None,
+                   embeds_B1D: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Append one token to every row without host synchronisation: the hidden states x_BD, and the
     start of each row's document. Only the state's caches are updated, and full chunks are not
     closed: the caller does the rest.
 
     window: the number of cached keys that are read, at least the tokens of the longest row with the
-    new one. more: see `LanguageModel.extend_layers`."""
+    new one. collected, embeds_B1D: see `LanguageModel.hidden`."""
     ids_B1 = ids_B[:, None]
     inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
-    return model.extend_layers(ids_B1, inputs, state.caches, *more)[:, 0], state.starts_B(inputs)
+    embeds_B1D = model.embed(ids_B1) if embeds_B1D is None else embeds_B1D
+    return model.extend_layers(embeds_B1D, inputs, state.caches, collected)[:, 0], state.starts_B(inputs)
 
 
 class DecodeStep(nn.Module):
@@ -96,7 +98,7 @@ class DecodeStep(nn.Module):
         return self.model.logits(x_BD), new
 
     def hidden(self, ids_B: Tensor, state: dict[str, Tensor], *more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """`forward` up to the hidden states x_BD. more: see `LanguageModel.extend_layers`."""
+        """`forward` up to the hidden states x_BD. more: see `step_in_window`."""
         now = self.to_state(state)
         x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
         now.seq_lens_B = now.seq_lens_B + 1
