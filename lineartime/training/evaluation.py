@@ -21,7 +21,7 @@ from lineartime.model.language_model import LanguageModel, SpanModel, masked_tok
 from lineartime.training.masking import masked_rows
 from lineartime.weights.load import load_model
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 MOST_CONTEXT = 1 << 26
 """The longest row that is scored: beyond any use, and small enough for its sums."""
@@ -203,7 +203,7 @@ def stacked_rows(model: LanguageModel, stream: TokenStream, context: int,
         yield [np.stack(part) for part in zip(*batch, strict=True)]
 
 
-def batches(rows: Iterable[T], length: Callable[[T], int], n_most: Callable[[int], int]) -> Iterator[list[T]]:
+def batches(rows: Iterable[Item], length: Callable[[Item], int], n_most: Callable[[int], int]) -> Iterator[list[Item]]:
     """Consecutive rows of equal `length`, at most `n_most(length)` together; the order is kept."""
     for n, group in itertools.groupby(rows, key=length):
         while batch := list(itertools.islice(group, n_most(n))):

@@ -158,7 +158,8 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
         for name in ("optimizer", "learning_rate", "muon_learning_rate"):
             sized.pop(name, None)
         settings = sized | settings
-    return RunConfig(config, train_config(settings, preset), preset, task, settings["data"], settings["out"], weights)
+    train = hyperparameters(settings, preset)
+    return RunConfig(config, train, preset, task, settings["data"], settings["out"], weights)
 
 
 def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in fields}
 
 
-def train_config(settings: dict[str, Any], preset: str) -> TrainConfig:
+def hyperparameters(settings: dict[str, Any], preset: str) -> TrainConfig:
     """The hyperparameters of a run. By default the vanilla Transformer is not clipped, as in its
     table, and a warm-up is at most a fifth of the steps. Raises UsageError for wrong values."""
     defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
