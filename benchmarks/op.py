@@ -4,7 +4,6 @@ tests/ops/test_gpu.py, in float64."""
 
 import uuid
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,13 +46,18 @@ def benchmark_op(name: str, config: ModelConfig, setup: Setup, *, tokens: int, p
 def implementations(name: str, config: ModelConfig, device: torch.device) -> dict[str, Callable[..., Tensor]]:
     length = "scale_len" if config.chunk_size is None else "chunk_size"
     how = {length: config.scale_len, "causal": config.causal}
-    plain = partial(getattr(reference, name), **how)
+    plain = flat(getattr(reference, name), **how)
     made: dict[str, Callable[..., Tensor]] = {"reference": plain, "compiled": torch.compile(plain)}
     if device.type == "cuda":  # Triton is not everywhere
         from lineartime.ops import mixed_chunk, quadratic
 
-        made["triton"] = partial(getattr(quadratic if config.chunk_size is None else mixed_chunk, name), **how)
+        made["triton"] = flat(getattr(quadratic if config.chunk_size is None else mixed_chunk, name), **how)
     return made
+
+
+def flat(op: Callable[..., Tensor], **how: object) -> Callable[..., Tensor]:
+    """An op as a function of what `gated_inputs` has."""
+    return lambda uvz, gamma, beta, sin, cos, w: op(uvz, reference.HeadsFromZ(gamma, beta, sin, cos), w, **how)
 
 
 def gated_inputs(config: ModelConfig, n_rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

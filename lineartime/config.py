@@ -257,16 +257,17 @@ class ModelConfig:
 
     @property
     def attends_as_flash(self) -> bool:
-        """Whether a GAU computes FLASH's or FLASH-Quad's attention, with heads made in any way."""
+        """Whether a GAU computes FLASH's attention, with any number of heads made in any way, or FLASH-Quad's."""
         return (self.activation == "silu" and self.attn_kernel == "relu2" and self.gate and self.chunk_parts == "both"
                 and self.document_mask == "exact" and self.chunk_pooling != "attention"
-                and not (self.overlap or self.first_to_all or self.cls_softmax))
+                and not (self.overlap or self.first_to_all or self.cls_softmax)
+                and (self.chunk_size is not None or (self.n_heads == 1 and self.key_conv == 0)))
 
     @property
-    def is_ablated_gau(self) -> bool:
-        """Whether a GAU is neither FLASH-Quad's nor FLASH's; such a GAU is in `ablations.py`."""
-        return (not self.attends_as_flash or self.n_heads > 1 or self.chunk_pooling not in ("mean", "sum")
-                or self.key_conv > 0 or not self.linear_rope or self.linear_gate)
+    def makes_plain_heads(self) -> bool:
+        """Whether a GAU's heads are FLASH's or FLASH-Quad's, which an op makes from z."""
+        return (self.attends_as_flash and self.n_heads == 1 and self.key_conv == 0 and self.linear_rope
+                and not self.linear_gate)
 
     def decoding_rules(self) -> Iterator[Rule]:
         """What keeps a layer or model from decoding."""

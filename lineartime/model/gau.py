@@ -1,22 +1,38 @@
 """The Gated Attention Unit (Section 2, Code 6) and the same unit with mixed chunk attention (Section 3.2, Code 8).
 
 FLASH-Quad stacks the first, FLASH the second. With equal n, a causal FLASH layer of one chunk computes the first.
+The paper's ablations and options beyond the paper are in `gau_options.py`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
 from lineartime.base.settings import check_rules, require
 from lineartime.config import FLASH, FLASH_QUAD, ModelConfig, layer_config
+from lineartime.model import gau_options
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
-from lineartime.ops.dispatch import unsupported_step, use_kernels
-from lineartime.ops.reference import CarriedState, make_heads, split_uvz
+from lineartime.model.layers import (
+    RelPosBias,
+    ResidualLayer,
+    ScaleOffset,
+    SequenceInfo,
+    fold_heads,
+    make_norm,
+    unfold_heads,
+)
+from lineartime.ops.dispatch import unsupported_step, unsupported_variant, use_kernels
+from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
+
+Convolve = Callable[[Tensor], Tensor] | None
+"""With `key_conv`: z_BTS to what the keys are made from, `[B, T, S]`."""
 
 
 class GatedAttentionUnit(ResidualLayer):
@@ -31,70 +47,108 @@ class GatedAttentionUnit(ResidualLayer):
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md, section 8). Second
     derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
 
-    Raises UsageError for a wrong field, for the configuration of a model without GAUs, and for that of an ablated GAU
-    (`ModelConfig.is_ablated_gau`), which `ablations.AblatedGatedAttentionUnit` takes."""
+    Raises UsageError for a wrong field, and for the configuration of a model without GAUs."""
 
     kind = "GAU"
 
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         config = layer_config(config, FLASH_QUAD if fields.get("chunk_size") is None else FLASH, fields)
-        self.check_kind(config)
-        require(not config.is_ablated_gau, "this GAU is neither FLASH's nor FLASH-Quad's", "GatedAttentionUnit",
-                "take lineartime.model.ablations.AblatedGatedAttentionUnit")
-        super().__init__(config)
-        self.make_parameters(n_made=2 if config.chunk_size is None else 4, out_width=config.d_inner)
-        self.init_weights(config.init_std)
-
-    @staticmethod
-    def check_kind(config: ModelConfig) -> None:
-        """Raise UsageError for the configuration of a model without GAUs."""
         require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
-
-    def make_parameters(self, n_made: int, out_width: int) -> None:
-        """Make norm, projections, scales and position bias. n_made: number of heads made from z. out_width: inputs of
-        W_o."""
-        config = self.config
+        super().__init__(config)
+        e, s = config.d_inner, config.query_key_dim
         self.norm = make_norm(config)
-        self.in_sizes = (config.d_inner, config.d_inner, config.query_key_dim)
+        # One matmul makes u, v and z. q and k are made from z: one pair, with chunks a pair for each half.
+        self.in_sizes = (e, e, s)
         self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
-        self.scale_offset = ScaleOffset(n_made, config.query_key_dim)
+        self.scale_offset = ScaleOffset(2 if config.chunk_size is None else 6 if config.first_to_all else 4, s)
         self.rel_pos_bias = RelPosBias(config.bias_len)
-        self.out_proj = nn.Linear(out_width, config.d_model)
+        self.out_proj = nn.Linear(e if config.gate else 2 * e, config.d_model)
+        # What only options have.
+        if config.chunk_pooling == "attention":
+            self.chunk_scale_offset, self.chunk_bias = ScaleOffset(2, s), RelPosBias(gau_options.CHUNK_BIAS_LEN)
+        self.key_conv = gau_options.KeyConv(config) if config.key_conv else None
+        self.linear_gate = gau_options.WriteGate(config) if config.linear_gate else None
+        self.init_weights(config.init_std)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         """W_o (u * A v): `[B, T, D]`."""
-        config, bias = self.config, self.rel_pos_bias
-        assert info.rotary is not None
-        # One matmul makes u, v and z. One op does the rest up to W_o: SiLU, heads, attention and the gate. So kernels
-        # can do it together, with less traffic to memory.
-        uvz_BTF = self.in_proj(normed_BTD)
-        gamma, beta, (sin, cos) = self.scale_offset.gamma, self.scale_offset.beta, info.rotary
+        config, bias, uvz_BTF, ids_BT = self.config, self.rel_pos_bias, self.in_proj(normed_BTD), info.segment_ids_BT
+        convolve = None if self.key_conv is None else partial(self.key_conv, segment_ids_BT=ids_BT, ranks=info.ranks)
+        if ids_BT is not None:  # attention heads are entries of the batch
+            ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
+        if not config.attends_as_flash:
+            return self.out_proj(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))
+        # One op does all between the two matmuls: SiLU, heads, attention and the gate. So kernels can do it together,
+        # with less traffic to memory.
         if config.chunk_size is None:
             out_BTE = ops.gated_quadratic_attention(
-                uvz_BTF, gamma, beta, sin, cos, bias(uvz_BTF.shape[1]), scale_len=config.scale_len,
-                causal=config.causal, segment_ids_BT=info.segment_ids_BT, impl=self.impl)
+                uvz_BTF, self.heads_from_z(info), bias(uvz_BTF.shape[1]), scale_len=config.scale_len,
+                causal=config.causal, segment_ids_BT=ids_BT, impl=self.impl)
         else:
+            uvz_BTF, heads, gate_BT = self.op_inputs(uvz_BTF, info, convolve)
             out_BTE = ops.gated_chunk_attention(
-                uvz_BTF, gamma, beta, sin, cos, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
-                segment_ids_BT=info.segment_ids_BT, pooling=config.chunk_pooling, exchange=info.exchange,
+                uvz_BTF, heads, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
+                segment_ids_BT=ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
                 impl=self.impl)
-        return self.out_proj(out_BTE)
+        return self.out_proj(unfold_heads(out_BTE, config.n_heads))
+
+    def heads_from_z(self, info: SequenceInfo) -> HeadsFromZ:
+        """How FLASH's heads are made from z."""
+        assert info.rotary is not None
+        return HeadsFromZ(self.scale_offset.gamma, self.scale_offset.beta, *info.rotary)
+
+    def op_inputs(self, uvz_BTF: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[Tensor, Heads, Tensor | None]:
+        """What an op takes: u, v and z, and how FLASH's heads are made from z. Or u and v, heads that options make, and
+        their gates, gate_BT; B then counts rows times attention heads."""
+        if self.config.makes_plain_heads:
+            return uvz_BTF, self.heads_from_z(info), None
+        h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
+        uv_BTF, z_BTS = uvz_BTF.split([2 * e, s], dim=-1)
+        if h > 1:  # a head takes its columns of u and its columns of v, so each is cut on its own
+            uv_BTF = torch.cat([fold_heads(part_BTE, h) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
+        heads, gate_BT = self.make_heads(F.silu(z_BTS), info, convolve)
+        return uv_BTF, heads, gate_BT
+
+    def make_heads(self, z_BTS: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[list[Tensor], Tensor | None]:
+        """The heads, and with chunk_pooling "written" the gates of their keys, gate_BT; z is after its activation."""
+        assert info.rotary is not None
+        if self.config.makes_plain_heads:
+            return [*make_heads(z_BTS, *self.heads_from_z(info))], None
+        conv_BTS = z_BTS if convolve is None else convolve(z_BTS)
+        return gau_options.make_heads(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate, info.rotary)
+
+    def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
+                         convolve: Convolve) -> Tensor:
+        """What W_o takes in a layer that does not attend as FLASH or FLASH-Quad does, by the reference."""
+        use_kernels(self.impl, uvz_BTF.device, unsupported_variant)  # raises for impl "triton", or notes the reason
+        u_BTE, v_BTE, z_BTS = gau_options.split_activated(self.config, uvz_BTF)
+        heads, gate_BT = self.make_heads(z_BTS, info, convolve)
+        a_BGG = None
+        if self.config.chunk_pooling == "attention":
+            a_BGG = gau_options.chunk_weights(self.config, z_BTS, segment_ids_BT, self.chunk_scale_offset,
+                                              self.chunk_bias)
+        out_BTE = gau_options.attend(self.config, heads, v_BTE, self.rel_pos_bias, segment_ids_BT, a_BGG=a_BGG,
+                                     gate_BT=gate_BT, exchange=info.exchange)
+        return gau_options.gated(self.config, u_BTE, out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:
         """`KeyValueCache`, or with chunks `ChunkState`, see `ResidualLayer.empty_cache`."""
         check_rules(self.config, self.config.decoding_rules())
-        return empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
-
-    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        return self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
+        cache = empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
+        if self.key_conv is not None:
+            self.key_conv.add_to(cache)
+        return cache
 
     def keep_scores(self, old: ModelConfig) -> None:
         if self.config.attn_kernel == "relu2":
             for part in self.scale_offset.parameters():
                 part[0] *= self.config.scale_len / old.scale_len
         if self.config.chunk_pooling == "attention":
-            for part in self.get_submodule("chunk_scale_offset").parameters():
+            for part in self.chunk_scale_offset.parameters():
                 part[0] *= self.config.n_chunks / old.n_chunks
+
+    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+        return self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are computed
@@ -119,31 +173,38 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend_next` of tokens at any place."""
-        assert info.rotary is not None
-        # The heads are made as in training, and what was read before is in the cache.
-        u_BNE, v_BNE, z_BNS = split_uvz(uvz_BNF, self.config.query_key_dim)
-        heads_HBNS = make_heads(z_BNS, self.scale_offset.gamma, self.scale_offset.beta, *info.rotary)
+        u_BNE, v_BNE, z_BNS = gau_options.split_activated(self.config, uvz_BNF)
+        heads, gate_BN = self.make_heads(z_BNS, info, self.convolve_next(inputs, cache))
+        inputs = inputs.for_heads(self.config.n_heads)
         if isinstance(cache, KeyValueCache):
-            q_BNS, k_BNS = heads_HBNS
-            return u_BNE * extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
-        assert isinstance(cache, ChunkState)
-        return u_BNE * extend_chunks(heads_HBNS, v_BNE, inputs, cache, self.config, self.rel_pos_bias)
+            q_BNS, k_BNS = heads
+            out_BNE = extend_row(q_BNS, k_BNS, v_BNE, inputs, cache, self.rel_pos_bias, self.config)
+        else:
+            assert isinstance(cache, ChunkState)
+            out_BNE = extend_chunks(heads, v_BNE, inputs, cache, self.config, self.rel_pos_bias, gate_BN)
+        return gau_options.gated(self.config, u_BNE, out_BNE)
+
+    def convolve_next(self, inputs: DecodeInputs, cache: Cache) -> Convolve:
+        """The convolution of the next tokens' z, whose last ones are in the cache."""
+        return None if self.key_conv is None else partial(self.key_conv.extend, inputs=inputs, cache=cache)
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
         """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer is filled up with values
         of 0, which change no state and which no earlier token sees."""
-        assert info.rotary is not None
-        c = cache.chunk_size
+        c, h = cache.chunk_size, self.config.n_heads
+        uvz_BNF, heads, gate_BN = self.op_inputs(uvz_BNF, info, self.convolve_next(inputs, cache))
+        inputs = inputs.for_heads(h)
         # The op begins with the state that the cache holds, and leaves there the state after its last chunk.
         state = CarriedState(*cache.past(inputs))
         out_BNE = ops.gated_chunk_attention(
-            inputs.without_padding(uvz_BNF), self.scale_offset.gamma, self.scale_offset.beta, *info.rotary,
-            self.rel_pos_bias(c), chunk_size=c, causal=True,
+            inputs.without_padding(uvz_BNF), heads, self.rel_pos_bias(c), chunk_size=c, causal=True,
             segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
-            exchange=state, impl=self.impl)
+            gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), exchange=state, impl=self.impl)
         cache.kv_BSE = state.kv_BSE
-        return out_BNE
+        if cache.written_B is not None:
+            cache.written_B = state.count_B
+        return unfold_heads(out_BNE, h)
 
     def can_step_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
         """Whether `step_in_kernel` runs, which has no gradient."""
@@ -154,14 +215,13 @@ class GatedAttentionUnit(ResidualLayer):
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""
-        assert info.rotary is not None and cache.bias_M is not None
+        assert cache.bias_M is not None
+        uvz_B1F, heads, gate_B1 = self.op_inputs(uvz_B1F, info, self.convolve_next(inputs, cache))
         # Where in its chunk each row's token is, and what its state is divided by.
-        at = inputs.token_position(self.config, cache.kv_BSE.dtype)
-        sin_BR, cos_BR = (angle.expand(len(uvz_B1F), -1, -1)[:, 0] for angle in info.rotary)
-        out_BE = ops.chunk_decode_step(
-            uvz_B1F[:, 0], (self.scale_offset.gamma, self.scale_offset.beta, sin_BR, cos_BR),
-            cache.bias_M, cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
-            at.first_B, at.weight_B11[:, 0, 0], impl=self.impl)
+        at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
+        out_B1E = ops.chunk_decode_step(
+            uvz_B1F, heads, cache.bias_M, cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
+            at.first_B, cache.factor(at, gate_B1)[:, 0, 0], impl=self.impl)
         if at.full is not None:
             cache.close(at)
-        return out_BE[:, None]
+        return unfold_heads(out_B1E, self.config.n_heads)

@@ -14,7 +14,6 @@ from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig, check_context_parallel
-from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
@@ -252,7 +251,7 @@ class LanguageModel(nn.Module):
 def make_layers(config: ModelConfig) -> list[ResidualLayer]:
     """The layers of one block: a GAU, or an attention layer and a feed-forward layer."""
     if config.ffn == "gau":
-        return [AblatedGatedAttentionUnit(config) if config.is_ablated_gau else GatedAttentionUnit(config)]
+        return [GatedAttentionUnit(config)]
     return [MultiHeadAttention(config), FeedForward(config)]
 
 
@@ -268,7 +267,7 @@ def init_weights(model: LanguageModel) -> None:
     | norm scales | 1 |
     | ScaledSin's scalar | d^-1/2 |
 
-    Options beyond the paper begin as `memory.py` says."""
+    Options beyond the paper begin as `gau_options.py` says."""
     model.init_outer_weights()
     for layer in model.residual_layers():
         layer.init_weights(model.config.init_std)

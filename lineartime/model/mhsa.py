@@ -15,8 +15,8 @@ from lineartime.model.attention.relu2 import ReluSquared
 from lineartime.model.attention.softmax import Softmax
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.gau_options import KeyConv, WriteGate
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
-from lineartime.model.memory import KeyConv, WriteGate
 
 Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
 """Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the

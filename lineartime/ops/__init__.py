@@ -2,14 +2,14 @@
 
 | op | what | takes -> returns | kernels in |
 |---|---|---|---|
-| gated_chunk_attention | FLASH between its two projections | u, v, z `[B, T, 2 E + S]` -> `[B, T, E]` | `mixed_chunk` |
-| gated_head_attention | the same, heads given | u, v `[B, T, 2 E]`, four `[B, T, S]` -> `[B, T, E]` | `mixed_chunk` |
-| chunk_decode_step | one token of either | `[B, 2 E + S]` or `[B, 2 E]`, buffers -> `[B, E]` | `decode_step` |
-| gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, 2 E + S]` -> `[B, T, E]` | `quadratic` |
+| gated_chunk_attention | FLASH between its two projections | `[B, T, F]` -> `[B, T, E]` | `mixed_chunk` |
+| chunk_decode_step | one token of it | `[B, 1, F]`, buffers -> `[B, 1, E]` | `decode_step` |
+| gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, F]` -> `[B, T, E]` | `quadratic` |
 
-B rows of T tokens; E is `d_inner`, S `query_key_dim`. The functions of the same names in `reference` are the
-definition, in plain PyTorch; kernels have the same signatures. FLASH's attention has `windows` too, which keeps less
-for the backward pass. `impl` selects:
+B rows of T tokens; E is `d_inner`, S `query_key_dim`. The first argument is u, v and z side by side, before silu, and
+F = 2 E + S; `heads` says how queries and keys are made from z. In chunks `heads` may be these queries and keys, and
+F = 2 E. The functions of the same names in `reference` are the definition, in plain PyTorch; kernels have the same
+signatures. FLASH's attention has `windows` too, which keeps less for the backward pass. `impl` selects:
 
 | impl | what runs |
 |---|---|
@@ -20,7 +20,6 @@ for the backward pass. `impl` selects:
 `dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once.
 Attention over rows without a token (B or T of 0) goes to the reference."""
 
-from collections.abc import Sequence
 from types import ModuleType
 
 from torch import Tensor
@@ -29,109 +28,77 @@ from lineartime.base.settings import require
 from lineartime.ops import reference, windows
 from lineartime.ops.dispatch import (
     HAS_TRITON,
-    unsupported_attention,
     unsupported_chunks,
-    unsupported_heads,
+    unsupported_rows,
     unsupported_step,
     use_kernels,
     use_windows,
 )
+from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 
 if HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, quadratic
 
-__all__ = [
-    "chunk_decode_step",
-    "gated_chunk_attention",
-    "gated_head_attention",
-    "gated_quadratic_attention",
-]
+__all__ = ["HeadsFromZ", "chunk_decode_step", "gated_chunk_attention", "gated_quadratic_attention"]
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
-                          chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
-                          exchange: reference.Exchange | None = None, impl: str | None = None) -> Tensor:
+def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
+                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                          exchange: Exchange | None = None, impl: str | None = None) -> Tensor:
     """A FLASH layer between its two projections: u * (mixed chunk attention of v) (Code 8).
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z concatenated, before silu |
-    | gamma_4S, beta_4S | `[4, S]`, floating | scale and offset of q and k: quadratic half, then linear half |
-    | sin, cos | `[1 or B, T, S / 2]`, floating | the angles of the positions, see `reference.rotary` |
+    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z concatenated, before silu; with made heads no z |
+    | heads | a `HeadsFromZ` | scales and offsets of four heads, `[4, S]`, and angles `[1 or B, T, S / 2]` |
+    | or | four of `[B, T, S]`, uvz's dtype | q and k of the quadratic half, then of the linear half |
     | w | `[2 C - 1]`, floating | position bias, b[i, j] = w[j - i + C - 1] |
     | chunk_size | integer | C, and n of relu(q k^T / n + b)^2 |
     | causal | bool | True: no token sees a later one |
     | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
-    | pooling | "mean" or "sum" | "mean": the linear half is divided by the number of tokens in its sum |
-    | exchange | callable, or None | if the rows are parts of rows: a `reference.CarriedState`, or what ranks exchange |
+    | pooling | "mean", "sum" or "written" | the linear half is divided by its number of tokens, 1, or its gates |
+    | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, for "written" |
+    | exchange | callable, or None | if the rows are parts of rows: a `CarriedState`, or what ranks exchange |
     | impl | | see the table of this module |
 
     Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on inputs that the kernels
-    do not support, and a `CarriedState` for rows that are not causal or not whole chunks."""
-    check_carried(exchange, uvz_BTF.shape[1], chunk_size, causal)
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_chunks, uvz_BTF, gamma_4S.shape[-1], chunk_size, pooling)
+    do not support, gates of heads that are not made, and a `CarriedState` for rows that are not causal or not whole
+    chunks."""
+    n_tokens = uvz_BTF.shape[1]
+    require(gate_BT is None or not isinstance(heads, HeadsFromZ), "gates are for heads that are made", "gate_BT")
+    require(not isinstance(exchange, CarriedState) or (causal and n_tokens % chunk_size == 0),
+            "a state is carried over whole chunks of causal rows",
+            f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_chunks, uvz_BTF, heads, chunk_size, pooling)
     module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
-    if use_windows(impl, exchange is not None, uvz_BTF, gamma_4S, beta_4S, w):
+    if use_windows(impl, exchange is not None, uvz_BTF, *heads, w):
         module = windows
-    return module.gated_chunk_attention(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, chunk_size=chunk_size, causal=causal,
-                                        segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
+    return module.gated_chunk_attention(uvz_BTF, heads, w, chunk_size=chunk_size, causal=causal,
+                                        segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
+                                        exchange=exchange)
 
 
-def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
-                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                         exchange: reference.Exchange | None = None, impl: str | None = None) -> Tensor:
-    """`gated_chunk_attention` of precomputed heads.
-
-    | argument | shape, dtype | meaning |
-    |---|---|---|
-    | uv_BTF | `[B, T, 2 E]`, floating | u and v concatenated, before silu |
-    | heads | four of `[B, T, S]`, uv's dtype | q and k of the quadratic half, then of the linear half |
-    | pooling | "mean", "sum" or "written" | "written": the linear half is divided by the sum of the gates |
-    | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, which "written" divides by |
-
-    The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    check_carried(exchange, uv_BTF.shape[1], chunk_size, causal)
-    in_kernels = use_kernels(impl, uv_BTF.device, unsupported_heads, uv_BTF, heads[0].shape[-1], chunk_size, pooling)
-    module: ModuleType = mixed_chunk if in_kernels and uv_BTF.numel() > 0 else reference
-    if use_windows(impl, exchange is not None, uv_BTF, *heads, w):
-        module = windows
-    return module.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
-                                       segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
-                                       exchange=exchange)
-
-
-def check_carried(exchange: reference.Exchange | None, n_tokens: int, chunk_size: int, causal: bool) -> None:
-    """Raise UsageError where a state is carried through rows that are not causal, or not whole chunks."""
-    if isinstance(exchange, reference.CarriedState):
-        require(causal and n_tokens % chunk_size == 0, "a state is carried over whole chunks of causal rows",
-                f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
-
-
-def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                              *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                              impl: str | None = None) -> Tensor:
+def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
+                              segment_ids_BT: Tensor | None = None, impl: str | None = None) -> Tensor:
     """A FLASH-Quad layer between its two projections: u * (relu(q k^T / n + b)^2 v) (Code 6).
 
-    gamma_2S, beta_2S: `[2, S]`, floating, scale and offset of q and of k. w: `[2 T - 1]`, floating, position bias,
-    b[i, j] = w[j - i + T - 1]. scale_len: integer, n.
+    heads: of q and of k. w: `[2 T - 1]`, floating, position bias, b[i, j] = w[j - i + T - 1]. scale_len: integer, n.
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_attention, uvz_BTF, gamma_2S.shape[-1], None)
+    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_rows, uvz_BTF, heads)
     module = quadratic if in_kernels and uvz_BTF.numel() > 0 else reference
-    return module.gated_quadratic_attention(uvz_BTF, gamma_2S, beta_2S, sin, cos, w, scale_len=scale_len,
-                                            causal=causal, segment_ids_BT=segment_ids_BT)
+    return module.gated_quadratic_attention(uvz_BTF, heads, w, scale_len=scale_len, causal=causal,
+                                            segment_ids_BT=segment_ids_BT)
 
 
-def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tensor, k_quad_BCS: Tensor,
-                      k_lin_BCS: Tensor, v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor,
-                      weight_B: Tensor, *, impl: str | None = None) -> Tensor:
-    """Causal `gated_chunk_attention`, or `gated_head_attention`, of one new token per row: `[B, E]` of uvz's dtype.
-    Buffers hold the past.
+def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
+                      impl: str | None = None) -> Tensor:
+    """Causal `gated_chunk_attention` of one new token per row: `[B, 1, E]` of uvz's dtype. Buffers hold the past.
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BF | `[B, 2 E + S]` or `[B, 2 E]`, floating | u, v and z, or with made heads u and v, before silu |
-    | heads | `[4, B, S]`, uvz's dtype, or four tensors | the token's heads; or gamma_4S, beta_4S, sin_BR, cos_BR |
+    | uvz_B1F, heads | | as in `gated_chunk_attention`, T = 1 |
     | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
     | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk; the token is written at slot `offset_B` |
     | kv_BSE | `[B, S, E]`, float32 at least | sum of k v over closed chunks |
@@ -142,7 +109,7 @@ def chunk_decode_step(uvz_BF: Tensor, heads: reference.TokenHeads, bias_C: Tenso
 
     A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise RuntimeError if one is
     required, ValueError for heads or buffers of another dtype, or gaps in buffers. UsageError: see `use_kernels`."""
-    in_kernels = use_kernels(impl, uvz_BF.device, unsupported_step, k_quad_BCS, v_BCE)
+    in_kernels = use_kernels(impl, uvz_B1F.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
-    return module.chunk_decode_step(uvz_BF, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
+    return module.chunk_decode_step(uvz_B1F, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
                                     weight_B)

@@ -26,7 +26,7 @@ def score_scale(kernel: str, width: int, scale_len: int) -> float:
     return float(scale_len) if kernel == "relu2" else width**0.5
 
 
-def with_neighbours(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
+def with_neighbour_chunks(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
     """Each chunk with the previous one before it, and when not causal the next one after it: `[B, G, 2 C or 3 C, ...]`.
 
     fill: value of the missing neighbours of the first and the last chunk."""
@@ -48,8 +48,8 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
     n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
     if overlap:  # keys of the neighbouring chunks beside those of the own
         segment_ids_BGC = ids_or_zeros(segment_ids_BGC, q_BGCS)
-        k_BGCS, v_BGCE = with_neighbours(k_BGCS, causal), with_neighbours(v_BGCE, causal)
-        key_segment_ids_BGM, n_before = with_neighbours(segment_ids_BGC, causal, fill=-1), n_queries
+        k_BGCS, v_BGCE = with_neighbour_chunks(k_BGCS, causal), with_neighbour_chunks(v_BGCE, causal)
+        key_segment_ids_BGM, n_before = with_neighbour_chunks(segment_ids_BGC, causal, fill=-1), n_queries
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC, key_segment_ids_BGM, n_before)
     score_BGCM = scores(q_BGCS, k_BGCS, score_scale(kernel, width, scale_len), w)
     a_BGCM = attention_weights(score_BGCM, visible, kernel)

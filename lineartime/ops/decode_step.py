@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
-from lineartime.ops.reference import TokenHeads
+from lineartime.ops.reference import Heads, HeadsFromZ
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
 
 SLOTS = 32
@@ -124,22 +124,24 @@ def empty_output(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | No
     return uvz_BF.new_empty(v_BCE.shape[::2])
 
 
-def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`reference.chunk_decode_step` in one kernel, for S = 128: writes a slot of three buffers and returns out_BE.
+    """`reference.chunk_decode_step` in one kernel, for S = 128: writes a slot of three buffers and returns out_B1E.
 
-    uvz_BF, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
+    uvz_B1F, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
     float16. kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a
     gradient or has a forward-mode tangent, ValueError for heads or buffers of another dtype, or gaps in buffers."""
-    given: tuple[Tensor, ...] = (heads,) if isinstance(heads, Tensor) else heads
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
-    check_step((uvz_BF, *given, bias_C, kv_BSE, weight_B), buffers)
-    if isinstance(heads, Tensor) and heads.dtype != uvz_BF.dtype:
-        raise ValueError("heads must have the dtype of uv")
-    given = tuple(x.contiguous() for x in given)
-    made_or_by = (*given, None, None, None, None) if isinstance(heads, Tensor) else (None, *given)
-    return decode_op(uvz_BF.contiguous(), *made_or_by, bias_C.contiguous(), *buffers,
-                     *(x.contiguous() for x in (kv_BSE, offset_B, first_B, weight_B)))
+    check_step((uvz_B1F, *heads, bias_C, kv_BSE, weight_B), buffers)
+    if isinstance(heads, HeadsFromZ):
+        gamma_4S, beta_4S, *angles = heads
+        made_or_by = None, gamma_4S, beta_4S, *(x.expand(len(uvz_B1F), -1, -1)[:, 0] for x in angles)
+    else:
+        if heads[0].dtype != uvz_B1F.dtype:
+            raise ValueError("heads must have the dtype of uv")
+        made_or_by = torch.stack(list(heads))[:, :, 0], None, None, None, None
+    given = (uvz_B1F[:, 0], *made_or_by, bias_C, *buffers, kv_BSE, offset_B, first_B, weight_B)
+    return decode_op(*(None if x is None else x.contiguous() for x in given))[:, None]
 
 
 def check_step(inputs: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from lineartime.base.errors import UsageError
 from lineartime.ops.dtypes import matmul_dtype
+from lineartime.ops.reference import Heads, HeadsFromZ
 
 logger = logging.getLogger(__name__)
 
@@ -47,32 +48,28 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def unsupported_attention(uvz: Tensor, s: int, chunk_size: int | None) -> str | None:
-    """The reason why the attention kernels do not support a projection uvz `[B, T, 2 E + S]`; None if they do.
-    chunk_size: None for attention over the whole row."""
+def unsupported_rows(uvz: Tensor, heads: HeadsFromZ) -> str | None:
+    """The reason why no kernel attends over whole rows of a projection uvz `[B, T, 2 E + S]`; None if one does."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
+    s = heads.gamma_NS.shape[-1]
     if s != QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
-    return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, chunk_size)
+    return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, None)
 
 
-def unsupported_chunks(uvz: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
-    """Why no kernel runs a FLASH layer of these inputs; None if one does. PyTorch makes the heads if s < 128."""
-    if s < QUERY_KEY_DIM:
-        return unsupported_heads(uvz[..., :-s], s, chunk_size, pooling)
-    return unsupported_attention(uvz, s, chunk_size)
-
-
-def unsupported_heads(uv: Tensor, s: int, chunk_size: int, pooling: str) -> str | None:
-    """`unsupported_attention` of uv `[B, T, 2 E]` and heads that are made outside of kernels, `s` wide."""
-    if reason := unsupported_device(uv.device, uv.dtype):
+def unsupported_chunks(uvz: Tensor, heads: Heads, chunk_size: int, pooling: str) -> str | None:
+    """The reason why no kernel runs mixed chunk attention of these inputs; None if one does. PyTorch makes heads of
+    fewer than 128 dimensions."""
+    if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
+    from_z = isinstance(heads, HeadsFromZ)
+    s = heads[0].shape[-1]
     if s > QUERY_KEY_DIM:
         return f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
-    if pooling == "written" and uv.dtype == torch.float16:
+    if pooling == "written" and uvz.dtype == torch.float16:
         return 'sums of chunk_pooling "written" do not fit float16'
-    return unsupported_sizes(uv, uv.shape[-1] // 2, chunk_size)
+    return unsupported_sizes(uvz, (uvz.shape[-1] - s * from_z) // 2, chunk_size)
 
 
 def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
@@ -100,7 +97,7 @@ def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None
 
 
 def unsupported_variant() -> str:
-    """The reason why no kernel runs a GAU that is not FLASH-Quad's, and does not attend as FLASH does in chunks."""
+    """The reason why no kernel runs a GAU that attends neither as FLASH nor as FLASH-Quad does."""
     return "kernels do not run the paper's ablations; without chunks they need one head and no key_conv"
 
 

@@ -169,7 +169,7 @@ def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first
     store_rows(into, i, column, n_tokens - own, 2 * HALF, 2 * HALF, total)
 
 
-def make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+def launch_make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """`reference.make_heads` of z before silu: heads_NBTS."""
     n_batch, n_tokens, f = uvz_BTF.shape
     n_heads, s = gamma_NS.shape
@@ -191,7 +191,7 @@ class Part(NamedTuple):
     """Keys of a row, in whole tiles."""
 
 
-def parts_of(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:
+def score_parts(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:
     """All scores of `n_rows` rows in tiles of bm queries and bn keys, SCORES_AT_ONCE at a time; the first part is the
     largest."""
     # As many tiles of queries as fit: of several whole rows, or of a part of one.
@@ -216,7 +216,7 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
     memory, a `Part` at a time."""
     n_batch, n_tokens, _ = v_BTE.shape
     bm, bn, *_ = score_tile(v_BTE.dtype)
-    parts = parts_of(n_batch * triton.cdiv(n_tokens, row_len), row_len, bm, bn)
+    parts = score_parts(n_batch * triton.cdiv(n_tokens, row_len), row_len, bm, bn)
     w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
     # Where the queries of a row are in several parts, the gradient of its keys is their sum, in float32 until the last.
@@ -325,8 +325,8 @@ def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angl
 
 def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, sin: Tensor, cos: Tensor,
                   duvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
-    """The backward pass of `make_heads`: writes the gradient of z before silu to its columns of duvz_BTF, and returns
-    dgamma_NS and dbeta_NS in float32."""
+    """The backward pass of `launch_make_heads`: writes the gradient of z before silu to its columns of duvz_BTF, and
+    returns dgamma_NS and dbeta_NS in float32."""
     n_heads, n_batch, n_tokens, s = dheads_NBTS.shape
     f = uvz_BTF.shape[2]
     grid = triton.cdiv(n_tokens, BASE_TILE), n_batch

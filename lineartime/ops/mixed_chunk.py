@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lineartime.ops import reference
 from lineartime.ops.dispatch import QUERY_KEY_DIM, TileClass, on_own_device, refuse_forward_mode, tile_class
-from lineartime.ops.gradients import base_gradient, make_heads, score_gradients
-from lineartime.ops.reference import CarriedState, Exchange
+from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients
+from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
 
 
@@ -370,9 +370,9 @@ class DocumentTables(NamedTuple):
     """When not causal: 1 / number of tokens of each token's document, or 1 for "sum"."""
 
 
-def lay_out_documents(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
-                      pooling: str, device: torch.device, outside_RB: Tensor | None = None,
-                      goes_on: bool = False) -> DocumentTables:
+def make_document_tables(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
+                         pooling: str, device: torch.device, outside_RB: Tensor | None = None,
+                         goes_on: bool = False) -> DocumentTables:
     """The `DocumentTables` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
 
     outside_RB: of parts of rows, the number of tokens that document 0 has before the part, and when not causal that of
@@ -526,168 +526,195 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
     return max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)
 
 
-@torch.library.custom_op("lineartime::gated_chunk_attention", mutates_args=())
+class FlashInputs(NamedTuple):
+    """What the custom op takes, contiguous. Heads are made from z; or `heads` of 128 dimensions are given, then uvz has
+    no z, and gamma, beta, sin and cos are None."""
+
+    uvz: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    sin: Tensor | None
+    cos: Tensor | None
+    heads: Tensor | None
+    w: Tensor
+    past: Tensor | None
+    """The sums that enter the rows, past_RBSE, float32."""
+    ids: Tensor | None
+    """This and the next four: `DocumentTables`."""
+    begins: Tensor | None
+    ends: Tensor | None
+    scales: Tensor
+    each: Tensor | None
+    chunk_size: int
+    causal: bool
+    carries: bool
+    """Whether the sums that leave the rows are wanted."""
+
+    @property
+    def documents(self) -> DocumentTables:
+        return DocumentTables(self.ids, self.begins, self.ends, self.scales, self.each)
+
+    @property
+    def made_by(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What makes heads from z."""
+        assert self.gamma is not None and self.beta is not None and self.sin is not None and self.cos is not None
+        return self.gamma, self.beta, self.sin, self.cos
+
+    @property
+    def width_of_v(self) -> int:
+        """E: columns of u and of v in the projection, which has z's columns too where heads are made from it."""
+        return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // 2
+
+
+FLASH_SCHEMA = ("Tensor uvz, Tensor? gamma, Tensor? beta, Tensor? sin, Tensor? cos, Tensor? heads, Tensor w, "
+                "Tensor? past, Tensor? ids, Tensor? begins, Tensor? ends, Tensor scales, Tensor? each, int chunk_size, "
+                "bool causal, bool carries")
+"""The fields of `FlashInputs`, as torch wants them for an op."""
+
+
 @on_own_device
-def forward(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None,
-            heads: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
-            ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
-            carries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """FLASH's attention of contiguous tensors. Heads are made from z, or given as `heads` of 128 dimensions; then uvz
-    has no z, and gamma, beta, sin and cos are None.
+def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """FLASH's attention of `FlashInputs`.
 
     Returns the output; the sums that leave the rows, left_RBSE, empty without `carries`; and what the backward pass
     reads again: the heads made here, v after silu, and the states that enter each chunk. In bfloat16 they take 5.6 KB
-    per token and layer at 110 M, and save 9.2 KB of traffic. past: the sums that enter the rows, past_RBSE,
-    float32, or None. ids, begins, ends, scales, each: see `DocumentTables`."""
+    per token and layer at 110 M, and save 9.2 KB of traffic."""
+    given = FlashInputs(*inputs)
+    uvz, heads, e, documents = given.uvz, given.heads, given.width_of_v, given.documents
     made = uvz.new_empty(0)
     if heads is None:
-        assert gamma is not None and beta is not None and sin is not None and cos is not None
-        made = heads = make_heads(uvz, gamma, beta, sin, cos)
-    e, documents = width_of_v(uvz, gamma), DocumentTables(ids, begins, ends, scales, each)
-    left = torch.empty_like(past) if carries and past is not None else None
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, chunk_size, backward=False, first_RBSE=past,
-                            last_RBSE=left)
+        made = heads = launch_make_heads(uvz, *given.made_by)
+    left = torch.empty_like(given.past) if given.carries and given.past is not None else None
+    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, given.chunk_size, backward=False,
+                            first_RBSE=given.past, last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
-    run_queries(uvz, heads, v, states, w, documents, out, None, None, None, chunk_size, causal)
+    run_queries(uvz, heads, v, states, given.w, documents, out, None, None, None, given.chunk_size, given.causal)
     return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
 
 
-def width_of_v(uvz: Tensor, gamma: Tensor | None) -> int:
-    """E: columns of u and of v in a projection, which has z's columns too where heads are made from it."""
-    return (uvz.shape[-1] - (0 if gamma is None else gamma.shape[-1])) // 2
-
-
-@forward.register_fake
-def _(uvz: Tensor, gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None,
-      heads: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None, begins: Tensor | None,
-      ends: Tensor | None, scales: Tensor, each: Tensor | None, chunk_size: int, causal: bool,
-      carries: bool) -> tuple[Tensor, ...]:
-    (n_rows, n_tokens, _), e = uvz.shape, width_of_v(uvz, gamma)
-    left = torch.empty_like(past) if carries and past is not None else scales.new_empty(0)
-    made = uvz.new_empty(4, n_rows, n_tokens, QUERY_KEY_DIM) if heads is None else uvz.new_empty(0)
+def empty_flash_outputs(*inputs: Any) -> tuple[Tensor, ...]:
+    """Tensors of the shapes that `flash_forward` returns."""
+    given = FlashInputs(*inputs)
+    uvz, scales, (n_rows, n_tokens, _), e = given.uvz, given.scales, given.uvz.shape, given.width_of_v
+    left = torch.empty_like(given.past) if given.carries and given.past is not None else scales.new_empty(0)
+    made = uvz.new_empty(4, n_rows, n_tokens, QUERY_KEY_DIM) if given.heads is None else uvz.new_empty(0)
     states = uvz.new_empty(scales.shape[0], n_rows, scales.shape[-1], QUERY_KEY_DIM, e)
     return uvz.new_empty(n_rows, n_tokens, e), left, made, uvz.new_empty(n_rows, n_tokens, e), states
 
 
-@torch.library.custom_op("lineartime::gated_chunk_attention_backward", mutates_args=())
 @on_own_device
-def backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor,
-             gamma: Tensor | None, beta: Tensor | None, sin: Tensor | None, cos: Tensor | None, w: Tensor,
-             past: Tensor | None, ids: Tensor | None, begins: Tensor | None, ends: Tensor | None, scales: Tensor,
-             each: Tensor | None, chunk_size: int,
-             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def flash_backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor,
+                   *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta, heads, w and past, in this order: an empty tensor for what was not given.
-    heads, v, states: see `forward`. dleft: the gradient of the sums that leave the rows."""
+    dleft: the gradient of the sums that leave the rows. heads, v, states: as `flash_forward` has them. inputs: its."""
+    given = FlashInputs(*inputs)
+    uvz, w, documents, chunk_size, causal = given.uvz, given.w, given.documents, given.chunk_size, given.causal
     # In this order: the gradients of the states, of u and q_lin, of v and k_lin, of q, k and the bias, and of z.
-    documents, dpast = DocumentTables(ids, begins, ends, scales, each), None if past is None else torch.empty_like(past)
+    dpast = None if given.past is None else torch.empty_like(given.past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
-    duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), scales.new_empty(0)
+    duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), given.scales.new_empty(0)
     run_queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
     run_keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
-    dw = score_gradients(heads, v, do, w, ids, each, dheads, row_len=chunk_size, scale_len=chunk_size, causal=causal)
+    dw = score_gradients(heads, v, do, w, given.ids, given.each, dheads, row_len=chunk_size, scale_len=chunk_size,
+                         causal=causal)
     dpast = none.clone() if dpast is None else dpast
-    if gamma is None or beta is None or sin is None or cos is None:
+    if given.heads is not None:
         return duvz, none, none.clone(), dheads, dw.to(w.dtype), dpast
+    gamma, beta, sin, cos = given.made_by
     dgamma, dbeta = base_gradient(uvz, dheads, gamma, sin, cos, duvz)
     return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), none, dw.to(w.dtype), dpast
 
 
-@backward.register_fake
-def _(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor, uvz: Tensor, gamma: Tensor | None,
-      beta: Tensor | None, sin: Tensor | None, cos: Tensor | None, w: Tensor, past: Tensor | None, ids: Tensor | None,
-      begins: Tensor | None, ends: Tensor | None, scales: Tensor, *rest: object) -> tuple[Tensor, ...]:
-    given = (uvz, gamma, beta, heads if gamma is None else None, w, past)
-    return tuple(scales.new_empty(0) if x is None else torch.empty_like(x) for x in given)
+def empty_flash_gradients(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor,
+                    *inputs: Any) -> tuple[Tensor, ...]:
+    """Tensors of the shapes that `flash_backward` returns."""
+    given = FlashInputs(*inputs)
+    wanted = (given.uvz, given.gamma, given.beta, heads if given.gamma is None else None, given.w, given.past)
+    return tuple(given.scales.new_empty(0) if x is None else torch.empty_like(x) for x in wanted)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the tensors given and what `forward` made for the backward pass."""
+def save_for_flash_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the tensors given and what `flash_forward` made for the backward pass."""
     _, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
-    *tensors, ctx.chunk_size, ctx.causal, _ = inputs
+    *tensors, chunk_size, causal, carries = inputs
+    ctx.how = chunk_size, causal, carries
     ctx.save_for_backward(*kept, *tensors)
 
 
-def differentiate(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    made, v, states, uvz, gamma, beta, sin, cos, heads, w, past, *documents = ctx.saved_tensors
+def flash_gradients(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    made, v, states, *tensors = ctx.saved_tensors
+    given = FlashInputs(*tensors, *ctx.how)
     # A result that nothing was made of has no gradient.
     dout = torch.zeros_like(v) if dout is None else dout.contiguous()
-    duvz, dgamma, dbeta, dheads, dw, dpast = backward(
-        dout, None if dleft is None else dleft.contiguous(), made if heads is None else heads, v, states, uvz, gamma,
-        beta, sin, cos, w, past, *documents, ctx.chunk_size, ctx.causal)
-    scales = (None, None) if gamma is None else (dgamma, dbeta)
-    return (duvz, *scales, None, None, None if heads is None else dheads, dw, None if past is None else dpast,
-            *[None] * 8)
+    duvz, dgamma, dbeta, dheads, dw, dpast = flash_backward_op(
+        dout, None if dleft is None else dleft.contiguous(), made if given.heads is None else given.heads, v, states,
+        *given)
+    dscales = (dgamma, dbeta, None, None, None) if given.heads is None else (None, None, None, None, dheads)
+    return duvz, *dscales, dw, None if given.past is None else dpast, *[None] * 8
 
 
-forward.register_autograd(differentiate, setup_context=keep)
+flash_op = torch.library.custom_op(
+    "lineartime::gated_chunk_attention", flash_forward, mutates_args=(),
+    schema=f"({FLASH_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+flash_op.register_fake(empty_flash_outputs)
+flash_op.register_autograd(flash_gradients, setup_context=save_for_flash_backward)
+flash_backward_op = torch.library.custom_op(
+    "lineartime::gated_chunk_attention_backward", flash_backward, mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dleft, Tensor given_or_made_heads, Tensor v, Tensor states, {FLASH_SCHEMA}) -> "
+           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+flash_backward_op.register_fake(empty_flash_gradients)
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
-                          chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                          pooling: str = "mean", exchange: Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_chunks` allows.
+def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
+                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                          exchange: Exchange | None = None) -> Tensor:
+    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_chunks` allows. Given heads
+    of fewer than 128 dimensions get zeros. With "written" q is divided here.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs the
-    inputs, and what `forward` keeps for it. Raises RuntimeError in forward-mode differentiation."""
-    s = gamma_4S.shape[-1]
-    if s < QUERY_KEY_DIM:  # PyTorch makes narrow heads
-        uv_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)
-        heads = reference.make_heads(F.silu(z_BTS), gamma_4S, beta_4S, sin, cos).unbind()
-        return gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
-                                    segment_ids_BT=segment_ids_BT, pooling=pooling, exchange=exchange)
-    # What enters the rows: from the part before, or from other ranks, which get what leaves. That needs k and v here.
-    past = None
-    if isinstance(exchange, CarriedState):
-        past = exchange.kv_BSE[None], exchange.count_B[None]
-    elif exchange is not None:
-        e, segment_ids_BT = (uvz_BTF.shape[-1] - s) // 2, reference.ids_or_zeros(segment_ids_BT, uvz_BTF)
-        _, v_BTE, z_BTS = uvz_BTF.split([e, e, s], dim=-1)
-        k_lin_BTS, = reference.make_heads(F.silu(z_BTS), gamma_4S[3:], beta_4S[3:], sin, cos)
-        past = past_of_rows(k_lin_BTS, F.silu(v_BTE), None, segment_ids_BT, causal, exchange)
-    made_by = gamma_4S, beta_4S, sin, cos
-    return attend(uvz_BTF, made_by, None, w, past, exchange, chunk_size, causal, segment_ids_BT, pooling)
-
-
-def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
-                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                         exchange: Exchange | None = None) -> Tensor:
-    """`reference.gated_head_attention` in kernels, for inputs that `dispatch.unsupported_heads` allows; see
-    `gated_chunk_attention`. Heads of fewer than 128 dimensions get zeros. With "written" q is divided here."""
-    # What enters the rows, as in `gated_chunk_attention`; "written" also needs the sum of the gates before them.
+    inputs, and what `flash_forward` keeps for it. Raises RuntimeError in forward-mode differentiation."""
+    if isinstance(heads, HeadsFromZ) and (s := heads.gamma_NS.shape[-1]) < QUERY_KEY_DIM:
+        uvz_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)  # PyTorch makes narrow heads
+        heads = reference.make_heads(F.silu(z_BTS), *heads).unbind()
+    # What enters the rows: from the part before, or from other ranks, which get what leaves. "written" also needs the
+    # sum of the gates before them: the same exchange of gates alone.
     past: tuple[Tensor, Tensor] | None = None
-    of_gates: Exchange | None = None  # the same exchange of the sums of gates alone
+    of_gates: Exchange | None = None
     if isinstance(exchange, CarriedState):
         past, count_B = (exchange.kv_BSE[None], exchange.count_B[None]), exchange.count_B
         of_gates = CarriedState(count_B.new_empty(len(count_B), 0, 0), count_B)
     elif exchange is not None:
-        segment_ids_BT, v_BTE = reference.ids_or_zeros(segment_ids_BT, uv_BTF), F.silu(uv_BTF.chunk(2, dim=-1)[1])
-        past = _, count_RB = past_of_rows(heads[3], v_BTE, gate_BT, segment_ids_BT, causal, exchange)
+        segment_ids_BT = reference.ids_or_zeros(segment_ids_BT, uvz_BTF)
+        past = _, count_RB = past_of_rows(uvz_BTF, heads, gate_BT, segment_ids_BT, causal, exchange)
         of_gates = lambda *_: count_RB[..., None]  # noqa: E731
+    if isinstance(heads, HeadsFromZ):
+        return attend_documents(uvz_BTF, heads, None, w, past, exchange, chunk_size, causal, segment_ids_BT, pooling)
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, of_gates)
     if past is not None and gate_BT is not None:  # the tables only need to know that there may be tokens outside
         past = past[0], torch.ones_like(past[1])
     heads_4BTS = with_zeros(torch.stack(list(heads)), -1)
-    out_BTE = attend(uv_BTF, [None] * 4, heads_4BTS, w, past, exchange, chunk_size, causal, segment_ids_BT, pooling)
+    out_BTE = attend_documents(uvz_BTF, [None] * 4, heads_4BTS, w, past, exchange, chunk_size, causal, segment_ids_BT,
+                               pooling)
     if isinstance(exchange, CarriedState) and isinstance(of_gates, CarriedState) and gate_BT is not None:
         exchange.count_B = of_gates.count_B
     return out_BTE
 
 
-def attend(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None, w: Tensor,
-           past: tuple[Tensor, Tensor] | None, exchange: Exchange | None, chunk_size: int, causal: bool,
-           segment_ids_BT: Tensor | None, pooling: str) -> Tensor:
-    """Run `forward`; a `CarriedState` gets what leaves the rows. past: kv_RBSE and count_RB that enter the rows."""
+def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None, w: Tensor,
+                     past: tuple[Tensor, Tensor] | None, exchange: Exchange | None, chunk_size: int, causal: bool,
+                     segment_ids_BT: Tensor | None, pooling: str) -> Tensor:
+    """Run `flash_forward`; a `CarriedState` gets what leaves the rows. past: kv_RBSE and count_RB that enter them."""
     # The tables of documents, contiguous tensors, and the kernels.
     (n_rows, n_tokens, _), carries = uvz_BTF.shape, isinstance(exchange, CarriedState)
     kv_RBSE, count_RB = (None, None) if past is None else past
     refuse_forward_mode(uvz_BTF, *made_by, heads_4BTS, w, kv_RBSE, count_RB)
-    documents = lay_out_documents(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
+    documents = make_document_tables(segment_ids_BT, n_rows, n_tokens, chunk_size, causal,
                                   "mean" if pooling == "mean" else "sum", uvz_BTF.device, count_RB, goes_on=carries)
     past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
     tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
-    out_BTE, left_RBSE, *_ = forward(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
+    out_BTE, left_RBSE, *_ = flash_op(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
     # The next part gets the last document's sums, without the zeros of narrow heads, and the number of its tokens.
     if isinstance(exchange, CarriedState):
         kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
@@ -703,10 +730,16 @@ def with_zeros(x: Tensor, axis: int) -> Tensor:
     return F.pad(x, [0, 0] * (-axis - 1) + [0, missing]) if missing else x
 
 
-def past_of_rows(k_lin_BTS: Tensor, v_BTE: Tensor, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
+def past_of_rows(uvz_BTF: Tensor, heads: Heads, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
                  exchange: Exchange) -> tuple[Tensor, Tensor]:
     """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, or the sums of
-    their gates, count_RB. The part is one chunk of the reference, so that one matmul makes what it hands on."""
+    their gates, count_RB."""
+    # Of heads that are made in the kernels the linear half's keys alone are needed here.
+    if isinstance(heads, HeadsFromZ):
+        gamma_4S, beta_4S, *angles = heads
+        heads = HeadsFromZ(gamma_4S[3:], beta_4S[3:], *angles)
+    _, v_BTE, (*_, k_lin_BTS) = reference.split_projection(uvz_BTF, heads)
+    # The part is one chunk of the reference, so that one matmul makes what it hands on.
     states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None],
                                       None if gate_BT is None else gate_BT[:, None], causal=causal, exchange=exchange)
     kv_RBSE, count_RB = (torch.stack([state[i][:, 0] for state in states]) for i in (0, 1))

@@ -5,7 +5,7 @@ All E columns of v need each weight. So weights are written to memory, a buffer 
 them. Weights are recomputed when needed again, which costs 128 of every E + 128 multiply-adds.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
-from lineartime.ops.gradients import base_gradient, make_heads, parts_of, score_gradients
+from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients, score_parts
+from lineartime.ops.reference import HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_rows, silu, silu_slope, store_rows, visible_tile
 
 
@@ -95,7 +96,7 @@ def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_str
     parts = split_columns(left) + split_columns(right)
     for n in tl.static_range(4):
         column = first_column + n * (BE // 4) + tl.arange(0, BE // 4)
-        finish(parts[n], gate_row, gate_stride, dout_row, out_row, out_stride, i, column, T - own, E, OF_QUERIES,
+        store_sum(parts[n], gate_row, gate_stride, dout_row, out_row, out_stride, i, column, T - own, E, OF_QUERIES,
                BACKWARD)
 
 
@@ -106,7 +107,7 @@ def split_columns(tile):
 
 
 @triton.jit
-def finish(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, column, n_tokens, E,
+def store_sum(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, column, n_tokens, E,
            OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr):
     """The factors that `add_up` applies to a sum of values, and the store of the result."""
     if BACKWARD and OF_QUERIES:
@@ -116,8 +117,8 @@ def finish(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, colum
     store_rows(out_row, i, column, n_tokens, E, out_stride, total)
 
 
-def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
-           out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
+def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
+                 out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
     """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time: whole rows, or part of one row.
 
     gate and out: contiguous but for the stride of tokens."""
@@ -128,7 +129,7 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
     own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
     # A buffer holds the weights of several rows, or of some tiles of one row, and is written and read again and again.
-    parts = parts_of(n_batch, n_tokens, bm, bn)
+    parts = score_parts(n_batch, n_tokens, bm, bn)
     weights = values.new_empty(parts[0].n_rows, parts[0].n_tiles * bm, parts[0].n_keys)
     for part in parts:
         weigh[part.n_tiles * part.n_keys // bn, part.n_rows](
@@ -141,72 +142,102 @@ def attend(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, g
             BM=own, BE=be, BK=bk, num_warps=sum_warps, num_stages=sum_stages)
 
 
-@torch.library.custom_op("lineartime::gated_quadratic_attention", mutates_args=())
+class QuadInputs(NamedTuple):
+    """What the custom op takes, contiguous. documents: int32."""
+
+    uvz: Tensor
+    gamma: Tensor
+    beta: Tensor
+    sin: Tensor
+    cos: Tensor
+    w: Tensor
+    documents: Tensor | None
+    scale_len: int
+    causal: bool
+
+    @property
+    def made_by(self) -> tuple[Tensor, ...]:
+        """What makes q and k from z."""
+        return self.gamma, self.beta, self.sin, self.cos
+
+
+QUAD_SCHEMA = ("Tensor uvz, Tensor gamma, Tensor beta, Tensor sin, Tensor cos, Tensor w, Tensor? documents, "
+               "int scale_len, bool causal")
+"""The fields of `QuadInputs`, as torch wants them for an op."""
+
+
 @on_own_device
-def forward(uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor, documents: Tensor | None,
-            scale_len: int, causal: bool) -> Tensor:
-    """`gated_quadratic_attention` of contiguous tensors; documents: int32."""
-    e = (uvz.shape[-1] - gamma.shape[-1]) // 2
-    heads, v = make_heads(uvz, gamma, beta, sin, cos), F.silu(uvz[..., e : 2 * e]).contiguous()
-    out = uvz.new_empty(*uvz.shape[:2], e)
-    attend(heads, v, w, documents, uvz, None, out, scale_len, causal, of_queries=True, backward=False)
+def quad_forward(*inputs: Any) -> Tensor:
+    """`gated_quadratic_attention` of `QuadInputs`."""
+    given, out = QuadInputs(*inputs), empty_quad_output(*inputs)
+    e = out.shape[-1]
+    heads, v = launch_make_heads(given.uvz, *given.made_by), F.silu(given.uvz[..., e : 2 * e]).contiguous()
+    sum_weighted(heads, v, given.w, given.documents, given.uvz, None, out, given.scale_len, given.causal,
+                 of_queries=True, backward=False)
     return out
 
 
-@forward.register_fake
-def _(uvz: Tensor, gamma: Tensor, *rest: object) -> Tensor:
-    return uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2)
+def empty_quad_output(*inputs: Any) -> Tensor:
+    given = QuadInputs(*inputs)
+    return given.uvz.new_empty(*given.uvz.shape[:2], (given.uvz.shape[-1] - given.gamma.shape[-1]) // 2)
 
 
-@torch.library.custom_op("lineartime::gated_quadratic_attention_backward", mutates_args=())
 @on_own_device
-def backward(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-             documents: Tensor | None, scale_len: int, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quad_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of uvz, gamma, beta and w, the last three in float32."""
+    given = QuadInputs(*inputs)
+    uvz, w, documents, scale_len, causal = given.uvz, given.w, given.documents, given.scale_len, given.causal
     # Heads, v and the gradient before the gate are made again: the forward pass keeps only its inputs.
     e = dout.shape[-1]
-    heads = make_heads(uvz, gamma, beta, sin, cos)
+    heads = launch_make_heads(uvz, *given.made_by)
     u, v_before = uvz[..., :e], uvz[..., e : 2 * e]
     v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).contiguous()
     # The gradients of u and of v by weights times values, then those of q, k and the bias, and of what made q and k.
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
-    attend(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
-    attend(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False, backward=True)
+    sum_weighted(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
+    sum_weighted(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False,
+                 backward=True)
     dw = score_gradients(heads, v, do, w, documents, None, dheads, row_len=uvz.shape[1], scale_len=scale_len,
                          causal=causal)
-    dgamma, dbeta = base_gradient(uvz, dheads, gamma, sin, cos, duvz)
+    dgamma, dbeta = base_gradient(uvz, dheads, given.gamma, given.sin, given.cos, duvz)
     return duvz, dgamma, dbeta, dw
 
 
-@backward.register_fake
-def _(dout: Tensor, uvz: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-      *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dgamma, dbeta, dw = (torch.empty_like(x, dtype=torch.float32) for x in (gamma, beta, w))
-    return torch.empty_like(uvz), dgamma, dbeta, dw
+def empty_quad_gradients(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = QuadInputs(*inputs)
+    dgamma, dbeta, dw = (torch.empty_like(x, dtype=torch.float32) for x in (given.gamma, given.beta, given.w))
+    return torch.empty_like(given.uvz), dgamma, dbeta, dw
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale_len, ctx.causal = inputs
+def save_for_quad_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, scale_len, causal = inputs
+    ctx.how = scale_len, causal
     ctx.save_for_backward(*tensors)
 
 
-def differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    uvz, gamma, beta, sin, cos, w, documents = ctx.saved_tensors
-    duvz, dgamma, dbeta, dw = backward(dout.contiguous(), uvz, gamma, beta, sin, cos, w, documents, ctx.scale_len,
-                                       ctx.causal)
-    return duvz, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), None, None, dw.to(w.dtype), None, None, None
+def quad_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    given = QuadInputs(*ctx.saved_tensors, *ctx.how)
+    duvz, dgamma, dbeta, dw = quad_backward_op(dout.contiguous(), *given)
+    return duvz, dgamma.to(given.gamma.dtype), dbeta.to(given.beta.dtype), None, None, dw.to(given.w.dtype), *[None] * 3
 
 
-forward.register_autograd(differentiate, setup_context=keep)
+quad_op = torch.library.custom_op("lineartime::gated_quadratic_attention", quad_forward, mutates_args=(),
+                                  schema=f"({QUAD_SCHEMA}) -> Tensor")
+quad_op.register_fake(empty_quad_output)
+quad_op.register_autograd(quad_gradients, setup_context=save_for_quad_backward)
+quad_backward_op = torch.library.custom_op(
+    "lineartime::gated_quadratic_attention_backward", quad_backward, mutates_args=(),
+    schema=f"(Tensor dout, {QUAD_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
+quad_backward_op.register_fake(empty_quad_gradients)
 
 
-def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                              *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None) -> Tensor:
-    """`reference.gated_quadratic_attention` in kernels, for inputs that `dispatch.unsupported_attention` allows.
+def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
+                              segment_ids_BT: Tensor | None = None) -> Tensor:
+    """`reference.gated_quadratic_attention` in kernels, for inputs that `dispatch.unsupported_rows` allows.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
     the inputs. Raises RuntimeError in forward-mode differentiation."""
-    tensors = [x.contiguous() for x in (uvz_BTF, gamma_2S, beta_2S, sin, cos, w)]
+    tensors = [x.contiguous() for x in (uvz_BTF, *heads, w)]
     refuse_forward_mode(*tensors)
     documents_BT = None if segment_ids_BT is None else segment_ids_BT.int().contiguous()
-    return forward(*tensors, documents_BT, scale_len, causal)
+    return quad_op(*tensors, documents_BT, scale_len, causal)

@@ -9,6 +9,7 @@ of one token among more than 16,384 is below the smallest normal float16. A resu
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -383,43 +384,48 @@ def split_uvz(uvz_BTF: Tensor, s: int) -> tuple[Tensor, Tensor, Tensor]:
     return u_BTE, v_BTE, z_BTS
 
 
-def gated_quadratic_attention(uvz_BTF: Tensor, gamma_2S: Tensor, beta_2S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                              *, scale_len: int, causal: bool, segment_ids_BT: Tensor | None = None) -> Tensor:
+class HeadsFromZ(NamedTuple):
+    """What `make_heads` takes beside z: heads are then made by the op, which reads z behind u and v."""
+
+    gamma_NS: Tensor
+    beta_NS: Tensor
+    sin: Tensor
+    cos: Tensor
+
+
+Heads = HeadsFromZ | Sequence[Tensor]
+"""q and k of the quadratic half, then of the linear half: `[B, T, S]` each, or made from z."""
+
+
+def split_projection(uvz_BTF: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Iterable[Tensor]]:
+    """u_BTE and v_BTE after silu, and the heads, made from z where they are not given."""
+    if isinstance(heads, HeadsFromZ):
+        u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, heads.gamma_NS.shape[-1])
+        return u_BTE, v_BTE, make_heads(z_BTS, *heads)
+    u_BTE, v_BTE = (F.silu(part) for part in uvz_BTF.chunk(2, dim=-1))
+    return u_BTE, v_BTE, heads
+
+
+def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
+                              segment_ids_BT: Tensor | None = None) -> Tensor:
     """A FLASH-Quad layer between its two projections (Code 6): silu, q and k from z, u * (relu(q k^T / n + b)^2 v).
 
     Arguments: see `ops.gated_quadratic_attention`. Returns `[B, T, E]`."""
-    u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, gamma_2S.shape[-1])
-    q_BTS, k_BTS = make_heads(z_BTS, gamma_2S, beta_2S, sin, cos)
+    u_BTE, v_BTE, (q_BTS, k_BTS) = split_projection(uvz_BTF, heads)
     segment_ids_B1T = None if segment_ids_BT is None else segment_ids_BT[:, None]
     return u_BTE * quadratic_attention(q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], w, scale_len=scale_len,
                                        causal=causal, segment_ids_BGC=segment_ids_B1T)[:, 0]
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
-                          chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None,
-                          pooling: str = "mean", exchange: Exchange | None = None) -> Tensor:
+def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
+                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                          exchange: Exchange | None = None) -> Tensor:
     """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
 
-    Rows are padded to whole chunks. Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
-    u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, gamma_4S.shape[-1])
-    heads_4BTS = make_heads(z_BTS, gamma_4S, beta_4S, sin, cos)
-    return gated_attention(u_BTE, v_BTE, heads_4BTS, w, chunk_size, causal, segment_ids_BT, pooling, exchange=exchange)
-
-
-def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
-                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                         exchange: Exchange | None = None) -> Tensor:
-    """`gated_chunk_attention` of precomputed heads. Arguments: see `ops.gated_head_attention`."""
-    u_BTE, v_BTE = (F.silu(part) for part in uv_BTF.chunk(2, dim=-1))
-    return gated_attention(u_BTE, v_BTE, heads, w, chunk_size, causal, segment_ids_BT, pooling, gate_BT, exchange)
-
-
-def gated_attention(u_BTE: Tensor, v_BTE: Tensor, heads: Iterable[Tensor], w: Tensor, chunk_size: int, causal: bool,
-                    segment_ids_BT: Tensor | None, pooling: str, gate_BT: Tensor | None = None,
-                    exchange: Exchange | None = None) -> Tensor:
-    """u * (mixed chunk attention of v) of rows, in chunks: `[B, T, E]`."""
+    Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
+    u_BTE, v_BTE, made = split_projection(uvz_BTF, heads)
     # Rows are cut into chunks, and the padding of the last chunk is cut off again.
-    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads)
+    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in made)
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
@@ -466,31 +472,19 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     return total, normed.to(matmul_dtype(total))
 
 
-TokenHeads = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
-"""The heads of one token per row, heads_4BS: q and k of the quadratic half, then of the linear half. Or what makes them
-from z: gamma_4S, beta_4S, sin_BR and cos_BR."""
-
-
-def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
+def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Causal attention of FLASH for one new token per row: out_BE. Buffers hold the past.
+    """Causal attention of FLASH for one new token per row: `[B, 1, E]`. Buffers hold the past.
 
     Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS and v_BCE. The token
     sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE. Arguments: see `ops.chunk_decode_step`."""
-    uv_BF = uvz_BF[:, : 2 * v_BCE.shape[-1]]
-    if isinstance(heads, Tensor):
-        heads_4BS = heads
-    else:
-        gamma_4S, beta_4S, sin_BR, cos_BR = heads
-        z_B1S = F.silu(uvz_BF[:, None, 2 * v_BCE.shape[-1] :])
-        heads_4BS = make_heads(z_B1S, gamma_4S, beta_4S, sin_BR[:, None], cos_BR[:, None])[:, :, 0]
-    c, (u_BE, v_BE) = k_quad_BCS.shape[1], F.silu(uv_BF).chunk(2, dim=-1)
-    q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S = heads_4BS[:, :, None]
-    rows, slot_C = torch.arange(len(uv_BF), device=uv_BF.device), torch.arange(c, device=uv_BF.device)
+    u_B1E, v_B1E, (q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S) = split_projection(uvz_B1F, heads)
+    c, rows = k_quad_BCS.shape[1], torch.arange(len(uvz_B1F), device=uvz_B1F.device)
     # Write the token into its slot of the open chunk.
-    for buffer_BC, new_B in ((k_quad_BCS, k_quad_B1S[:, 0]), (k_lin_BCS, k_lin_B1S[:, 0]), (v_BCE, v_BE)):
-        buffer_BC[rows, offset_B] = new_B
+    for buffer_BC, new_B1 in ((k_quad_BCS, k_quad_B1S), (k_lin_BCS, k_lin_B1S), (v_BCE, v_B1E)):
+        buffer_BC[rows, offset_B] = new_B1[:, 0]
     # Attend to the slots of the token's document up to its own, and read the sum over closed chunks.
+    slot_C = torch.arange(c, device=uvz_B1F.device)
     distance_BC = slot_C - offset_B[:, None]
     visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])
     qk_B1C = torch.bmm(float16_as_float32(q_quad_B1S), float16_as_float32(k_quad_BCS).mT)
@@ -498,4 +492,4 @@ def chunk_decode_step(uvz_BF: Tensor, heads: TokenHeads, bias_C: Tensor, k_quad_
     a_B1C = attention_weights(score_B1C, visible_BC[:, None])
     quad_B1E = weigh_values(a_B1C, v_BCE)
     linear_B1E = torch.bmm(q_lin_B1S * weight_B[:, None, None], kv_BSE)
-    return u_BE * (linear_B1E + quad_B1E)[:, 0].to(u_BE.dtype)
+    return u_B1E * (linear_B1E + quad_B1E).to(u_B1E.dtype)

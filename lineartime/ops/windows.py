@@ -20,12 +20,13 @@ from torch import Tensor
 
 from lineartime.ops import reference
 from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.reference import Heads, HeadsFromZ
 from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
 """Tokens of a window: chunks of one row, or several whole rows; at least one chunk."""
-BLOCK = 64
+SCORE_BLOCK = 64
 """Queries whose scores are one matmul, which leaves out the keys after the last of them. A chunk is one block if not
 causal, and in bfloat16, where matmuls are so fast that fewer are better."""
 
@@ -55,8 +56,8 @@ class DocumentWeights(NamedTuple):
         return DocumentWeights._make([x[rows, window] if isinstance(x, Tensor) else x for x in self])
 
 
-def lay_out_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str,
-                      causal: bool) -> DocumentWeights:
+def weigh_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str,
+                    causal: bool) -> DocumentWeights:
     """The `DocumentWeights` of the rows of a tensor `[B, T, ...]`, in its dtype, float32 at least."""
     like, n_tokens = at_least_float32(x_BT[:0]), x_BT.shape[1]  # the first for its dtype and device alone
     if segment_ids_BT is None:  # a query reads all tokens of the chunks before its own, or of the row
@@ -120,7 +121,7 @@ class WindowInputs(NamedTuple):
     def blocks(self) -> list[tuple[slice, slice]]:
         """The queries of each block, and its keys: when causal up to the last of the queries."""
         c = len(self.bias_CC)
-        size = BLOCK if self.causal and self.v_NCE.dtype != torch.bfloat16 else c
+        size = SCORE_BLOCK if self.causal and self.v_NCE.dtype != torch.bfloat16 else c
         return [(slice(first, min(first + size, c)), slice(0, min(first + size, c))) for first in range(0, c, size)]
 
 
@@ -162,7 +163,7 @@ def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeigh
                         causal)
 
 
-def product(x_NRS: Tensor, y_NMS: Tensor, hidden_NRM: Tensor | None) -> Tensor:
+def block_product(x_NRS: Tensor, y_NMS: Tensor, hidden_NRM: Tensor | None) -> Tensor:
     """x y^T of a block, and 0 where hidden."""
     product_NRM = torch.bmm(x_NRS, y_NMS.mT)
     return product_NRM if hidden_NRM is None else product_NRM.masked_fill_(hidden_NRM, 0.0)
@@ -180,7 +181,7 @@ def block_scores(inputs: WindowInputs, rows: slice, keys: slice) -> tuple[Tensor
         score_NRM.masked_fill_(hidden_NRM, 0.0)
     if inputs.own is not None:
         q_NCS, k_NCS = inputs.own
-        own_NRM = product(q_NCS[:, rows], k_NCS[:, keys], hidden_NRM)
+        own_NRM = block_product(q_NCS[:, rows], k_NCS[:, keys], hidden_NRM)
     return hidden_NRM, score_NRM.relu_(), own_NRM
 
 
@@ -211,7 +212,7 @@ def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NF
         dout_NRE, v_NME = dout_NCE[:, rows], inputs.v_NCE[:, keys]
         a_NRM = relu_NRM.square() if own_NRM is None else own_NRM + relu_NRM.square()
         dv_NCE[:, keys].baddbmm_(a_NRM.to(v_NME.dtype).mT, dout_NRE)
-        da_NRM = product(dout_NRE, v_NME, None if own_NRM is None else hidden_NRM)
+        da_NRM = block_product(dout_NRE, v_NME, None if own_NRM is None else hidden_NRM)
         # The weight is relu^2, so the gradient of a score is 2 relu times that of the weight.
         dscore_NRM = relu_NRM.mul_(da_NRM).mul_(2)
         dbias_CC[rows, keys] += dscore_NRM.sum(0)
@@ -224,7 +225,7 @@ def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NF
     return (dq_NCS, dk_NCS, dq_lin_NCF, dk_lin_NCF), d_own, dv_NCE
 
 
-def walk_states(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
+def walk_chunks(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
     """The states before each chunk of a window, or backwards after it: `[N, F, E]`. state_BFE, the first of them, is
     changed in place to the one behind the last chunk: state = added + goes_on * state."""
     added_BGFE = added_NFE.unflatten(0, (len(state_BFE), -1))
@@ -243,16 +244,16 @@ def states_read(added_NFE: Tensor, state_BFE: Tensor, documents: DocumentWeights
     """The states of all directions that each chunk of a window reads, one below the other: `[N, F, E]`. Backwards: the
     gradients of those that it makes, from the gradients of those that it reads.
 
-    added_NFE: what each chunk adds. state_BFE: that of earlier chunks, see `walk_states`."""
+    added_NFE: what each chunk adds. state_BFE: that of earlier chunks, see `walk_chunks`."""
     goes_on_BGD = documents.goes_on_BGD
     if documents.causal:
-        return walk_states(added_NFE, state_BFE, None if goes_on_BGD is None else goes_on_BGD[..., 0],
+        return walk_chunks(added_NFE, state_BFE, None if goes_on_BGD is None else goes_on_BGD[..., 0],
                            backwards=backwards)
     if goes_on_BGD is None:  # one document: every chunk reads the sum over all
         added_BGFE = added_NFE.unflatten(0, (len(state_BFE), -1))
         return added_BGFE.sum(1, keepdim=True).expand_as(added_BGFE).flatten(0, 1)
     directions = zip(added_NFE.chunk(2, 1), state_BFE.chunk(2, 1), goes_on_BGD.unbind(-1), (False, True), strict=True)
-    return torch.cat([walk_states(added, state, goes_on, backwards=backwards != from_end)
+    return torch.cat([walk_chunks(added, state, goes_on, backwards=backwards != from_end)
                       for added, state, goes_on, from_end in directions], 1)
 
 
@@ -282,7 +283,7 @@ def states_of_cut_row(added: Sequence[Tensor], documents: DocumentWeights, like:
 
 def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
                 chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.gated_head_attention`. For the backward pass also what attention returns before the gate,
+    """`reference.gated_chunk_attention` of u and v. For the backward pass also what attention returns before the gate,
     attended_BTE, and the states that the chunks read, kv_BGFE. s: the width of heads."""
     (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // 2
     n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
@@ -354,44 +355,73 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
     return diagonal_sums(dbias_CC).to(w.dtype)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Keep the inputs and what `attend_rows` returns for the backward pass."""
-    *tensors, ctx.documents, ctx.chunk_size, ctx.definition = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*tensors, *output[1:])
+class GatedChunkAttention(torch.autograd.Function):
+    """`attend_rows`, and the gradients of uvz, of w, and of the heads, or of gamma and beta where they make the heads.
 
-
-class GatedHeadAttention(torch.autograd.Function):
-    """`attend_rows` of heads that are made already, and the gradients of uv, heads and w."""
+    a, b, c, d: four heads, or with `from_z` a `HeadsFromZ`."""
 
     @staticmethod
-    def forward(uv_BTF: Tensor, q_quad: Tensor, k_quad: Tensor, q_lin: Tensor, k_lin: Tensor, w: Tensor,
+    def forward(uvz_BTF: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, w: Tensor, from_z: bool,
                 documents: DocumentWeights, chunk_size: int,
                 definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        heads = q_quad, k_quad, q_lin, k_lin
-        return attend_rows(uv_BTF, q_quad.shape[-1], lambda rows, span: (x[rows, span] for x in heads), w, documents,
-                           chunk_size)
+        uv_BTF = uvz_BTF[..., : -a.shape[-1]] if from_z else uvz_BTF
+        return attend_rows(uv_BTF, a.shape[-1], heads_in_parts(uvz_BTF, (a, b, c, d), from_z), w, documents, chunk_size)
 
-    setup_context = staticmethod(keep)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        *tensors, ctx.from_z, ctx.documents, ctx.chunk_size, ctx.definition = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, attended_BTE, kv_BGFE = ctx.saved_tensors
         if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
-            return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
-        uv_BTF, *heads, w = inputs
-        duv_BTF, all_dheads = torch.empty_like(uv_BTF), [torch.empty_like(x) for x in heads]
+            return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), *[None] * 4
+        uvz_BTF, *heads, w = inputs
+        uv_BTF, duv_BTF = uvz_BTF, (duvz_BTF := torch.empty_like(uvz_BTF))
+        if ctx.from_z:
+            uv_BTF, duv_BTF = (x[..., : -heads[0].shape[-1]] for x in (uvz_BTF, duvz_BTF))
+            dheads = [torch.zeros_like(at_least_float32(x)) for x in heads[:2]]  # of gamma and beta
+            take_gradient = partial(differentiate_z, uvz_BTF, heads, duvz_BTF, dheads)
+        else:
+            dheads = [torch.empty_like(x) for x in heads]
+            take_gradient = partial(write_gradients, dheads)
+        dw = differentiate_rows(dout_BTE, uv_BTF, heads_in_parts(uvz_BTF, heads, ctx.from_z), w, attended_BTE, kv_BGFE,
+                                ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
+        made = [dx.to(x.dtype) for dx, x in zip(dheads, heads, strict=False)]
+        return duvz_BTF, *made, *[None] * (4 - len(made)), dw, *[None] * 4
 
-        def take_gradient(rows: slice, span: slice, dheads: list[Tensor]) -> None:
-            for whole, part in zip(all_dheads, dheads, strict=True):
-                whole[rows, span] = part
 
-        dw = differentiate_rows(dout_BTE, uv_BTF, lambda rows, span: (x[rows, span] for x in heads), w, attended_BTE,
-                                kv_BGFE, ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
-        return duv_BTF, *all_dheads, dw, None, None, None
+def heads_in_parts(uvz_BTF: Tensor, heads: Sequence[Tensor], from_z: bool) -> HeadsOf:
+    """What gives the heads of some tokens: those given, or with `from_z` made by a `HeadsFromZ`."""
+    if from_z:
+        return partial(heads_from_z, uvz_BTF, HeadsFromZ(*heads))
+    return lambda rows, span: (x[rows, span] for x in heads)
 
 
-def rotate(x_4BTS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+def write_gradients(dheads: Sequence[Tensor], rows: slice, span: slice, dparts: list[Tensor]) -> None:
+    """Write the gradients of some tokens' heads into those of all."""
+    for whole, part in zip(dheads, dparts, strict=True):
+        whole[rows, span] = part
+
+
+def differentiate_z(uvz_BTF: Tensor, heads: Sequence[Tensor], duvz_BTF: Tensor, dscales: Sequence[Tensor], rows: slice,
+                    span: slice, dparts: list[Tensor]) -> None:
+    """From the gradients of some tokens' heads write that of their z to duvz, and add to those of gamma and beta."""
+    gamma_4S, _, sin, cos = heads
+    dgamma_4S, dbeta_4S = dscales
+    # Back through RoPE, then scale and offset, then silu.
+    z_raw_BTS, s = uvz_BTF[rows, span, -gamma_4S.shape[-1] :], gamma_4S.shape[-1]
+    dheads_4BTS = torch.stack([at_least_float32(dhead_BTS) for dhead_BTS in dparts])
+    dmade_4BTS = rotate_halves(dheads_4BTS, -part_of(sin, rows, span), part_of(cos, rows, span))
+    dbeta_4S.add_(dmade_4BTS.sum((1, 2)))
+    dgamma_4S.add_((dmade_4BTS * F.silu(z_raw_BTS)).sum((1, 2)))
+    dz_BTS = dmade_4BTS.mul_(gamma_4S[:, None, None]).sum(0).to(z_raw_BTS.dtype)
+    silu_backward(dz_BTS, z_raw_BTS, grad_input=duvz_BTF[rows, span, -s:])
+
+
+def rotate_halves(x_4BTS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """`reference.rope`, in half as many passes, which autograd could not follow."""
     # [x1 cos - x2 sin, x2 cos + x1 sin], written straight into its halves.
     out_4BTS = torch.empty_like(x_4BTS)
@@ -401,53 +431,14 @@ def rotate(x_4BTS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     return out_4BTS
 
 
-class GatedChunkAttention(torch.autograd.Function):
-    """`attend_rows` of heads that are made from z, and the gradients of uvz, gamma, beta and w."""
-
-    @staticmethod
-    def forward(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor,
-                documents: DocumentWeights, chunk_size: int,
-                definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        s = gamma_4S.shape[-1]
-        return attend_rows(uvz_BTF[..., :-s], s, partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
-                           documents, chunk_size)
-
-    setup_context = staticmethod(keep)
-
-    @staticmethod
-    def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, attended_BTE, kv_BGFE = ctx.saved_tensors
-        if must_be_followed(dout_BTE):
-            return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), None, None, None
-        uvz_BTF, gamma_4S, beta_4S, sin, cos, w = inputs
-        s, duvz_BTF = gamma_4S.shape[-1], torch.empty_like(uvz_BTF)
-        dgamma_4S, dbeta_4S = (torch.zeros_like(at_least_float32(x)) for x in (gamma_4S, beta_4S))
-
-        def take_gradient(rows: slice, span: slice, dheads: list[Tensor]) -> None:
-            # Back through RoPE, then scale and offset, then silu.
-            z_raw_BTS = uvz_BTF[rows, span, -s:]
-            sin_BTR, cos_BTR = part_of(sin, rows, span), part_of(cos, rows, span)
-            dheads_4BTS = torch.stack([at_least_float32(dhead_BTS) for dhead_BTS in dheads])
-            dmade_4BTS = rotate(dheads_4BTS, -sin_BTR, cos_BTR)
-            dbeta_4S.add_(dmade_4BTS.sum((1, 2)))
-            dgamma_4S.add_((dmade_4BTS * F.silu(z_raw_BTS)).sum((1, 2)))
-            dz_BTS = dmade_4BTS.mul_(gamma_4S[:, None, None]).sum(0).to(z_raw_BTS.dtype)
-            silu_backward(dz_BTS, z_raw_BTS, grad_input=duvz_BTF[rows, span, -s:])
-
-        dw = differentiate_rows(
-            dout_BTE, uvz_BTF[..., :-s], partial(heads_from_z, uvz_BTF, gamma_4S, beta_4S, sin, cos), w,
-            attended_BTE, kv_BGFE, ctx.documents, ctx.chunk_size, duvz_BTF[..., :-s], take_gradient)
-        return duvz_BTF, dgamma_4S.to(gamma_4S.dtype), dbeta_4S.to(beta_4S.dtype), None, None, dw, None, None, None
-
-
-def heads_from_z(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, rows: slice,
-                 span: slice) -> Tensor:
+def heads_from_z(uvz_BTF: Tensor, made_by: HeadsFromZ, rows: slice, span: slice) -> Tensor:
     """`reference.make_heads` of some tokens."""
+    gamma_4S, beta_4S, sin, cos = made_by
     z_BTS = F.silu(uvz_BTF[rows, span, -gamma_4S.shape[-1] :])
     # In float32 until the heads are complete, then rounded once.
     z, gamma, beta = (at_least_float32(x) for x in (z_BTS, gamma_4S[:, None, None], beta_4S[:, None, None]))
     made_4BTS = torch.addcmul(beta, z, gamma)
-    return rotate(made_4BTS, part_of(sin, rows, span), part_of(cos, rows, span)).to(z_BTS.dtype)
+    return rotate_halves(made_4BTS, part_of(sin, rows, span), part_of(cos, rows, span)).to(z_BTS.dtype)
 
 
 def part_of(angle: Tensor, rows: slice, span: slice) -> Tensor:
@@ -463,30 +454,20 @@ def diagonal_sums(x_CC: Tensor) -> Tensor:
     return x_CC.new_zeros(2 * len(x_CC) - 1).index_add_(0, at_CC.flatten(), x_CC.flatten())
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, gamma_4S: Tensor, beta_4S: Tensor, sin: Tensor, cos: Tensor, w: Tensor, *,
-                          chunk_size: int, causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
+                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                           exchange: reference.Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows."""
+    """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows. With "written" q is divided here."""
     assert exchange is None
-    documents = lay_out_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling, causal)
-    definition = partial(reference.gated_chunk_attention, chunk_size=chunk_size, causal=causal,
-                         segment_ids_BT=segment_ids_BT, pooling=pooling)
-    return GatedChunkAttention.apply(uvz_BTF, gamma_4S, beta_4S, sin, cos, w, documents, chunk_size, definition)[0]
-
-
-def gated_head_attention(uv_BTF: Tensor, heads: Sequence[Tensor], w: Tensor, *, chunk_size: int, causal: bool,
-                         segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                         exchange: reference.Exchange | None = None) -> Tensor:
-    """`reference.gated_head_attention`, for what `dispatch.use_windows` allows. With "written" q is divided here."""
-    assert exchange is None
+    from_z = isinstance(heads, HeadsFromZ)
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
-    documents = lay_out_documents(segment_ids_BT, uv_BTF, chunk_size, pooling, causal)
+    documents = weigh_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling, causal)
 
-    def definition(uv_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
+    def definition(uvz_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
         # The heads have their divisor already, so "written" is a sum here.
         *heads, w = heads_and_w
-        return reference.gated_head_attention(uv_BTF, heads, w, chunk_size=chunk_size, causal=causal,
-                                              segment_ids_BT=segment_ids_BT,
-                                              pooling="mean" if pooling == "mean" else "sum")
+        return reference.gated_chunk_attention(uvz_BTF, HeadsFromZ(*heads) if from_z else heads, w,
+                                               chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
+                                               pooling="mean" if pooling == "mean" else "sum")
 
-    return GatedHeadAttention.apply(uv_BTF, *heads, w, documents, chunk_size, definition)[0]
+    return GatedChunkAttention.apply(uvz_BTF, *heads, w, from_z, documents, chunk_size, definition)[0]

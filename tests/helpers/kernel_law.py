@@ -1,12 +1,14 @@
 """The law for the kernels of both gated attentions: at most twice the reference's error against
 float64. And what they are given."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lineartime.config import model_config
 from lineartime.model.language_model import LanguageModel
-from lineartime.ops.reference import rotary
+from lineartime.ops.reference import HeadsFromZ, rotary
 
 S = 128
 NAMES = ("out", "uvz", "gamma", "beta", "w")
@@ -16,11 +18,16 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def flat(op) -> Callable[..., Tensor]:
+    """An op as a function of six tensors: uvz, gamma, beta, sin, cos and w."""
+    return lambda uvz, gamma, beta, sin, cos, w, **how: op(uvz, HeadsFromZ(gamma, beta, sin, cos), w, **how)
+
+
 def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
     """The output, and the gradients of uvz, gamma, beta and w for some gradient of it."""
     inputs = {name: x.detach() for name, x in inputs.items()}
     leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]
-    out = op(*inputs.values(), **how)
+    out = flat(op)(*inputs.values(), **how)
     given = random(*out.shape, seed=6).bfloat16().to(out.dtype)  # the same in every type
     return [out.detach(), *torch.autograd.grad(out, leaves, given)]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.config import PRESETS, ModelConfig
+from lineartime.model.gau_options import write_gate
 from lineartime.model.language_model import LanguageModel
-from lineartime.model.memory import write_gate
 from tiny_models import BIDIRECTIONAL, CONFIGS, FLASH, UNPACKED, difference, random_ids, random_model
 from token_by_token import layer_output
 

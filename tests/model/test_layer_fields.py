@@ -5,7 +5,6 @@ import torch
 
 from lineartime import FeedForward, GatedAttentionUnit, ModelConfig, MultiHeadAttention, model_config
 from lineartime.base.errors import UsageError
-from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.layers import ResidualLayer
 
 WRONG = [
@@ -13,9 +12,7 @@ WRONG = [
     (GatedAttentionUnit, (), {"kernel": "softmax"}, "unknown setting: kernel; did you mean attn_kernel?"),
     (GatedAttentionUnit, (), {"norm": "rms"}, "norm"),
     (GatedAttentionUnit, (model_config("flash-quad"),), {"d_model": 64}, "not both: d_model"),
-    (GatedAttentionUnit, (model_config("flash+"),), {}, "this GAU is neither FLASH's nor FLASH-Quad's"),
-    (GatedAttentionUnit, (model_config("flash", overlap=True),), {}, "AblatedGatedAttentionUnit"),
-    (AblatedGatedAttentionUnit, (model_config("performer"),), {}, "ffn = mlp"),
+    (GatedAttentionUnit, (model_config("performer"),), {}, "ffn = mlp"),
     (MultiHeadAttention, (model_config("flash"),), {}, "ffn = gau"),
     (FeedForward, (model_config("flash"),), {}, "FeedForward"),
 ]
@@ -30,6 +27,10 @@ def test_wrong_fields_are_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize(("made", "fields"), [
     (GatedAttentionUnit, {"d_model": 24, "chunk_size": 4}), (GatedAttentionUnit, {"d_model": 25}),
+    (GatedAttentionUnit, {"d_model": 24, "key_conv": 3, "attn_kernel": "softmax"}),
+    (GatedAttentionUnit, {"d_model": 24, "chunk_size": 4, "overlap": True, "gate": False, "n_heads": 4}),
+    (GatedAttentionUnit, {"d_model": 24, "chunk_size": 4, "key_conv": 3, "linear_gate": True, "linear_rope": False,
+                          "chunk_pooling": "written"}),
     (FeedForward, {"d_model": 25}), (MultiHeadAttention, {"d_model": 24, "n_heads": 2}),
     (MultiHeadAttention, {"d_model": 24, "n_heads": 2, "attn_type": "mixed_chunk", "chunk_size": 4})])
 def test_a_layer_alone_is_that_of_its_configuration(made: type[ResidualLayer], fields: dict) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lineartime.config import model_config
-from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
@@ -98,7 +97,7 @@ def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, 
         config = model_config("flash" if chunks else "flash-quad", d_model=d, query_key_dim=s, causal=causal,
                               expansion_factor=var["dense_1/kernel"].shape[0] // d, norm=norm_type, abs_pos="learned",
                               **fields)
-        return AblatedGatedAttentionUnit(config) if config.is_ablated_gau else GatedAttentionUnit(config)
+        return GatedAttentionUnit(config)
 
 
 def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, norm_type: str,

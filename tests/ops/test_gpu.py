@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.op import OPS, gated_inputs
 from context_ranks import Tokens
-from kernel_law import documents
+from kernel_law import documents, flat
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient
@@ -164,10 +164,7 @@ def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) ->
     module, size = (mixed_chunk, "chunk_size") if name == "gated_chunk_attention" else (quadratic, "scale_len")
     given = {"causal": config.causal, "segment_ids_BT": segment_ids_BT, size: config.scale_len}
 
-    def of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda uvz, gamma, beta, sin, cos, w: function(uvz, gamma, beta, sin, cos, w, **given)
-
-    return [of(getattr(each, name)) for each in (module, reference)]
+    return [partial(flat(getattr(each, name)), **given) for each in (module, reference)]
 
 
 def op_inputs(config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:

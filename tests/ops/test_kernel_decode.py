@@ -12,7 +12,7 @@ from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops import decode_step, reference
-from lineartime.ops.reference import rotary
+from lineartime.ops.reference import HeadsFromZ, rotary
 from lineartime.weights.generation import generate
 from lineartime.weights.generation.step import DecodeStep
 from marks import rest
@@ -20,7 +20,7 @@ from tiny_models import CHUNK, CONFIGS, FLASH, random_ids, random_model, with_en
 
 S, C, END = 128, 128, 0
 BUFFERS = ("k_quad_BCS", "k_lin_BCS", "v_BCE")
-MADE_BY = ("gamma_4S", "beta_4S", "sin_BR", "cos_BR")
+MADE_BY = ("gamma_4S", "beta_4S", "sin_B1R", "cos_B1R")
 
 
 @pytest.mark.parametrize("config", [with_end(FLASH, END), with_end(CONFIGS["flash+ heads"], END)])
@@ -66,12 +66,12 @@ def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int 
     n, offset_B = len(rows), position_B % c
     n_carried_B = (position_B - offset_B - start_B).clamp(min=0)
     each_B = 1 / n_carried_B.clamp(min=1) if pooling == "mean" else torch.ones(n)
-    sin_BR, cos_BR = rotary(position_B, S, dtype)
+    sin_B1R, cos_B1R = rotary(position_B[:, None], S, dtype)
     made_by = {"gamma_4S": (random(4, S, seed=1) + 1).to(dtype), "beta_4S": random(4, S, seed=2).to(dtype),
-               "sin_BR": sin_BR, "cos_BR": cos_BR}
+               "sin_B1R": sin_B1R, "cos_B1R": cos_B1R}
     return {
-        "uvz_BF": random(n, 2 * e + S * (not heads), seed=0).to(dtype),
-        **({"heads": random(4, n, S, seed=8).to(dtype)} if heads else made_by), "bias_C": random(c, seed=3) + 1,
+        "uvz_B1F": random(n, 1, 2 * e + S * (not heads), seed=0).to(dtype),
+        **({"heads": random(4, n, 1, S, seed=8).to(dtype)} if heads else made_by), "bias_C": random(c, seed=3) + 1,
         "k_quad_BCS": random(n, c, S, seed=4).to(dtype), "k_lin_BCS": random(n, c, S, seed=5).to(dtype),
         "v_BCE": random(n, c, e, seed=6).to(dtype), "kv_BSE": random(n, S, e, seed=7),
         "offset_B": offset_B, "first_B": start_B - position_B + offset_B,
@@ -81,7 +81,7 @@ def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int 
 def call(op, inputs: dict[str, Tensor]) -> Tensor:
     """What `op` returns, of made heads or of what makes them."""
     given = {name: x for name, x in inputs.items() if name not in MADE_BY}
-    return op(**({} if "heads" in given else {"heads": tuple(inputs[name] for name in MADE_BY)}), **given)
+    return op(**({} if "heads" in given else {"heads": HeadsFromZ(*(inputs[name] for name in MADE_BY))}), **given)
 
 
 def run(op, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -142,7 +142,7 @@ def test_wider_programs(e: int, columns: int, monkeypatch: pytest.MonkeyPatch) -
 def test_float32_parameters_and_strides() -> None:
     """Parameters of a type of their own; inputs, but not buffers, that are not contiguous."""
     inputs = make_inputs(torch.bfloat16, ROWS[2:4], 16)
-    for name in ("gamma_4S", "beta_4S", "sin_BR", "cos_BR"):
+    for name in ("gamma_4S", "beta_4S", "sin_B1R", "cos_B1R"):
         inputs[name] = inputs[name].float()
     plain, buffers = run(decode_step.chunk_decode_step, inputs)
     exact = run(reference.chunk_decode_step, inputs, torch.float64)[0]

@@ -9,6 +9,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from kernel_law import S, make_inputs, random, run
 from lineartime.ops import decode_step, dispatch, mixed_chunk, quadratic
+from lineartime.ops.reference import HeadsFromZ
 
 
 def run_every_op():
@@ -23,8 +24,8 @@ def run_every_op():
     with torch.no_grad():
         place = torch.zeros(1, dtype=torch.long)
         buffers = [torch.zeros(1, 128, width) for width in (S, S, 64)]
-        made_by = numbers(4, S), numbers(4, S), inputs["sin"][0, :1], inputs["cos"][0, :1]
-        decode_step.chunk_decode_step(numbers(1, 2 * 64 + S), made_by, numbers(128), *buffers, numbers(1, S, 64),
+        made_by = HeadsFromZ(numbers(4, S), numbers(4, S), inputs["sin"][:, :1], inputs["cos"][:, :1])
+        decode_step.chunk_decode_step(numbers(1, 1, 2 * 64 + S), made_by, numbers(128), *buffers, numbers(1, S, 64),
                                       place, place, torch.ones(1))
 
 
@@ -72,12 +73,17 @@ def test_what_is_too_large_for_kernels_or_of_another_width():
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, device="meta", dtype=dtype)
 
+    def heads(s):
+        return HeadsFromZ(*[empty(4, s)] * 4)
+
     for shape, words in (
             ((65_536, 1, 256), "65,536 rows, kernels have 65,535"),
             ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
             ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
             ((65_535, 1, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)):
-        assert dispatch.unsupported_attention(empty(*shape), S, 256) == words
+        for reason in (dispatch.unsupported_rows(empty(*shape), heads(S)),
+                       dispatch.unsupported_chunks(empty(*shape), heads(S), 256, "mean")):
+            assert reason == words
     for (n, c, e), width, words in (
             ((65_535, 256, 64), S, None), ((65_536, 256, 64), S, "65,536 rows, kernels have 65,535"),
             ((1, 256, 64), 64, "keys of width 64, a decode step in a kernel has 128"),
@@ -88,4 +94,6 @@ def test_what_is_too_large_for_kernels_or_of_another_width():
             (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
             (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
             (64, torch.float16, "written", 'sums of chunk_pooling "written" do not fit float16')):
-        assert dispatch.unsupported_heads(empty(2, 300, 2 * 64, dtype=dtype), s, 256, pooling) == words
+        made = [empty(2, 300, s, dtype=dtype)] * 4
+        assert dispatch.unsupported_chunks(empty(2, 300, 2 * 64, dtype=dtype), made, 256, pooling) == words
+    assert dispatch.unsupported_rows(empty(1, 5, 256), heads(64)) == "query_key_dim 64, kernels have 128"

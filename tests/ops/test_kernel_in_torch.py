@@ -8,20 +8,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from kernel_law import S, documents, make_inputs, random
+from kernel_law import S, documents, flat, make_inputs, random
 from lineartime.ops import decode_step, mixed_chunk, quadratic
 
 
 def of_chunks(n_tokens: int, dtype: torch.dtype):
-    op = partial(mixed_chunk.gated_chunk_attention, chunk_size=128, causal=True, segment_ids_BT=documents(2, n_tokens))
-    return op, make_inputs(2, n_tokens, dtype)
+    op = flat(mixed_chunk.gated_chunk_attention)
+    return (partial(op, chunk_size=128, causal=True, segment_ids_BT=documents(2, n_tokens)),
+            make_inputs(2, n_tokens, dtype))
 
 
 def of_rows(n_tokens: int, dtype: torch.dtype):
     inputs = make_inputs(2, n_tokens, dtype, chunk=n_tokens)
     inputs |= {name: inputs[name][:2] for name in ("gamma", "beta")}
     ids_BT = documents(2, n_tokens).t().contiguous().t()
-    return partial(quadratic.gated_quadratic_attention, scale_len=n_tokens, causal=True, segment_ids_BT=ids_BT), inputs
+    op = flat(quadratic.gated_quadratic_attention)
+    return partial(op, scale_len=n_tokens, causal=True, segment_ids_BT=ids_BT), inputs
 
 
 EVERY_OP = pytest.mark.parametrize("made", [of_chunks, of_rows])
@@ -79,18 +81,18 @@ def test_an_op_returns_what_it_says() -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", *more))
 
     inputs, ids_BT = make_inputs(2, 5, torch.bfloat16), documents(2, 5)
-    tables = mixed_chunk.lay_out_documents(ids_BT, 2, 5, 128, True, "mean", torch.device("cpu"))
+    tables = mixed_chunk.make_document_tables(ids_BT, 2, 5, 128, True, "mean", torch.device("cpu"))
     *made_by, w = inputs.values()
     uv, heads = inputs["uvz"][..., :128].contiguous(), random(4, 2, 5, S, seed=2).bfloat16()
     for given in ((*made_by, None), (uv, None, None, None, None, heads)):
         for past, carries in ((random(1, 2, S, 64, seed=1), True), (None, False)):
             args = (*given, w, past, *tables, 128, True, carries)
-            check(mixed_chunk.forward, *args)
-            _, left, made, *kept = out = mixed_chunk.forward(*args)
-            check(mixed_chunk.backward, out[0], left if carries else None, made if given[-1] is None else heads, *kept,
-                  *given[:-1], *args[6:-1])
+            check(mixed_chunk.flash_op, *args)
+            _, left, made, *kept = out = mixed_chunk.flash_op(*args)
+            check(mixed_chunk.flash_backward_op, out[0], left if carries else None,
+                  made if given[-1] is None else heads, *kept, *args)
     _, inputs = of_rows(5, torch.float32)
-    check(quadratic.forward, *(x.requires_grad_() for x in inputs.values()), documents(2, 5).int(), 5, True,
+    check(quadratic.quad_op, *(x.requires_grad_() for x in inputs.values()), documents(2, 5).int(), 5, True,
           more=("test_autograd_registration",))
     sums, place = random(3, S, 16, seed=3), torch.tensor([5, 0, 7])
     buffers = [random(3, 128, width, seed=width).bfloat16() for width in (S, S, 16)]

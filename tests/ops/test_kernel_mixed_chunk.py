@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import kernel_law
-from kernel_law import S, assert_near, documents, head_inputs, make_inputs, random, run_heads, tiny
+from kernel_law import S, assert_near, documents, flat, head_inputs, make_inputs, random, run_heads, tiny
 from lineartime.base.errors import UsageError
-from lineartime.config import model_config
-from lineartime.model.ablations import AblatedGatedAttentionUnit
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference, windows
+from lineartime.ops.reference import HeadsFromZ
 from marks import rest
 from tiny_models import random_ids
 
@@ -56,7 +55,7 @@ def test_more_columns_and_parameters_of_the_same_type(kind: str, causal: bool, m
 def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, how = make_inputs(2, 645, torch.float32), {"chunk_size": 128, "causal": causal,
                                                        "segment_ids_BT": documents(2, 645)}
-    tables = mixed_chunk.lay_out_documents(how["segment_ids_BT"], 2, 645, 128, causal, "mean", torch.device("cpu"))
+    tables = mixed_chunk.make_document_tables(how["segment_ids_BT"], 2, 645, 128, causal, "mean", torch.device("cpu"))
     heads, uvz = random(4, 2, 645, S, seed=7), inputs["uvz"]
     made = []
     for many in (32, 0):
@@ -75,7 +74,8 @@ def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -
     ids_1T[:, 100:] += 1
     ids_1T[:, 200:] += 1
     uvz = inputs["uvz"].requires_grad_()
-    out = mixed_chunk.gated_chunk_attention(*inputs.values(), chunk_size=128, causal=causal, segment_ids_BT=ids_1T)
+    out = flat(mixed_chunk.gated_chunk_attention)(*inputs.values(), chunk_size=128, causal=causal,
+                                                  segment_ids_BT=ids_1T)
     gradient_T = torch.autograd.grad(out[0, 150].sum(), uvz)[0][0].abs().sum(-1)
     seen = set(range(100, 151 if causal else 200))
     found = set(gradient_T.nonzero().flatten().tolist())
@@ -115,9 +115,9 @@ def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, c
     inputs = head_inputs(2, 270, s, torch.bfloat16)
     how = {"chunk_size": 128, "causal": causal, "pooling": pooling, "gated": pooling == "written",
            "segment_ids_BT": documents(2, 270) if with_documents else None}
-    exact = run_heads(reference.gated_head_attention, {name: x.double() for name, x in inputs.items()}, **how)
+    exact = run_heads(reference.gated_chunk_attention, {name: x.double() for name, x in inputs.items()}, **how)
     ours, theirs = (run_heads(op, inputs, **how)
-                    for op in (mixed_chunk.gated_head_attention, reference.gated_head_attention))
+                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
     assert_near(ours, theirs, exact, names=("out", *inputs))
 
 
@@ -127,8 +127,8 @@ PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling
 @pytest.mark.parametrize("fields", [PLUS, *rest({"query_key_dim": 64}, {"n_heads": 2, **PLUS})], ids=str)
 def test_heads_that_pytorch_makes_are_attended_in_kernels(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny("flash", n_layers=1, **fields), []
-    inner = mixed_chunk.gated_head_attention
-    monkeypatch.setattr(mixed_chunk, "gated_head_attention", lambda *a, **how: called.append(1) or inner(*a, **how))
+    inner = mixed_chunk.gated_chunk_attention
+    monkeypatch.setattr(mixed_chunk, "gated_chunk_attention", lambda *a, **how: called.append(1) or inner(*a, **how))
     ids_BT, made = random_ids(1, 140, vocab_size=64), []
     for impl in ("reference", "triton"):
         model.set_impl(impl)
@@ -145,8 +145,7 @@ def test_layers_that_kernels_do_not_have() -> None:
                  {"document_mask": "paper", "chunk_size": 128}]
     made = [(GatedAttentionUnit(d_model=64, **{"query_key_dim": 128, **fields}), what)
             for what, fields in layers.items()]
-    made += [(AblatedGatedAttentionUnit(model_config("flash" if "chunk_size" in fields else "flash-quad", d_model=64,
-                                                     **fields)), "ablations") for fields in ablations]
+    made += [(GatedAttentionUnit(d_model=64, **fields), "ablations") for fields in ablations]
     for layer, what in made:
         expected = layer(x_BTD)
         layer.impl = "triton"
@@ -181,17 +180,17 @@ def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, i
     inputs["gamma"], inputs["beta"] = inputs["gamma"][:n_heads], inputs["beta"][:n_heads]
     if n_heads == 2:
         inputs["w"] = random(2 * 140 - 1, seed=3)
-    by_default, kernel, definition = (op(*inputs.values(), causal=True, impl=impl, **how)
+    by_default, kernel, definition = (flat(op)(*inputs.values(), causal=True, impl=impl, **how)
                                       for impl in (None, "triton", "reference"))
     default = windows if n_heads == 4 else reference
-    assert torch.equal(by_default, getattr(default, op.__name__)(*inputs.values(), causal=True, **how))
+    assert torch.equal(by_default, flat(getattr(default, op.__name__))(*inputs.values(), causal=True, **how))
     assert not torch.equal(kernel, definition)
     assert (kernel - definition).norm() <= 1e-6 * definition.norm()
     for (n_rows, n_tokens), causal in (((1, 0), True), ((0, 5), True), ((1, 0), False), ((0, 5), False)):
         uvz = torch.zeros(n_rows, n_tokens, 2 * 64 + S)
         heads, angles = torch.ones(2, n_heads, S, requires_grad=True), torch.zeros(1, n_tokens, S // 2)
         w = torch.zeros(255 if n_heads == 4 else max(2 * n_tokens - 1, 0))
-        out = op(uvz, *heads, angles, angles, w, causal=causal, impl="triton", **how)
+        out = op(uvz, HeadsFromZ(*heads, angles, angles), w, causal=causal, impl="triton", **how)
         assert out.shape == (n_rows, n_tokens, 64)
         out.sum().backward()
         assert (heads.grad == 0).all()

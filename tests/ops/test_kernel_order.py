@@ -11,6 +11,7 @@ import launch_order
 from kernel_law import S, documents, make_inputs, run
 from lineartime.model.layers import rotary
 from lineartime.ops import decode_step, gradients, mixed_chunk, quadratic
+from lineartime.ops.reference import HeadsFromZ
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
@@ -35,9 +36,10 @@ def decode():
     position, start = torch.tensor([(0, 0), (127, 0), (289, 0), (461, 429), (461, 461)]).T
     offset, n = position % 128, len(position)
     carried = (position - offset - start).clamp(min=0)
-    parameters = numbers(4, S, seed=1), numbers(4, S, seed=2), *rotary(position, S, torch.float32)
+    angles = rotary(position[:, None], S, torch.float32)
+    parameters = HeadsFromZ(numbers(4, S, seed=1), numbers(4, S, seed=2), *angles)
     made = []
-    for given in ((numbers(n, 2 * 96 + S), parameters), (numbers(n, 2 * 96), numbers(4, n, S, seed=5))):
+    for given in ((numbers(n, 1, 2 * 96 + S), parameters), (numbers(n, 1, 2 * 96), numbers(4, n, 1, S, seed=5))):
         buffers = [numbers(n, 128, width, seed=width).detach() for width in (S, S, 96)]
         out = decode_step.chunk_decode_step(
             *given, numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel_law import S, assert_near, gated_heads, head_inputs, make_inputs, random, tiny
+from kernel_law import S, assert_near, flat, gated_heads, head_inputs, make_inputs, random, tiny
 from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
-from lineartime.ops.reference import CarriedState
+from lineartime.ops.reference import CarriedState, HeadsFromZ
 from marks import rest
 from tiny_models import random_ids
 
@@ -29,11 +29,14 @@ def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, *, causal: bo
     before the part and, when not causal, of as many after it, unless it ends in padding; with pooling "written" of
     gates whose sum is .4 or 90. carried: a `CarriedState`; otherwise what ranks exchange."""
     leaves = {name: x.detach().requires_grad_(name not in ("sin", "cos")) for name, x in inputs.items()}
-    given, how = list(leaves.values()), {"chunk_size": 128, "causal": causal, "segment_ids_BT": ids_BT}
+    how = {"chunk_size": 128, "causal": causal, "segment_ids_BT": ids_BT}
     if "heads" in inputs:
         heads, gate_BT = gated_heads(leaves)
         given = [leaves["uv"], heads, leaves["w"]]
         how |= {"pooling": pooling, "gate_BT": gate_BT if pooling == "written" else None}
+    else:
+        uvz_BTF, *made_by, w = leaves.values()
+        given = [uvz_BTF, HeadsFromZ(*made_by), w]
     first_BTF = next(iter(inputs.values()))
     n_rows, dtype = len(first_BTF), torch.promote_types(first_BTF.dtype, torch.float32)
     s = heads[0].shape[-1] if "heads" in inputs else S
@@ -86,9 +89,9 @@ def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_B
     monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 0 if of_heads else 32)
     shape = (2, 256) if ids_BT is None else ids_BT.shape
     inputs = head_inputs(*shape, 64, torch.bfloat16) if of_heads else make_inputs(*shape, torch.bfloat16)
-    name = "gated_head_attention" if of_heads else "gated_chunk_attention"
-    exact = run_part(getattr(reference, name), {key: x.double() for key, x in inputs.items()}, ids_BT, **how)
-    ours, theirs = (run_part(getattr(module, name), inputs, ids_BT, **how) for module in (mixed_chunk, reference))
+    exact = run_part(reference.gated_chunk_attention, {key: x.double() for key, x in inputs.items()}, ids_BT, **how)
+    ours, theirs = (run_part(op, inputs, ids_BT, **how)
+                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
     assert_near([*ours.values()], [*theirs.values()], [*exact.values()], 1e-6 if of_heads else 0.0, tuple(exact))
     if ids_BT is EVERY_PART:  # a past that no token belongs to has no gradient
         unread = exact["past"].abs().amax(-1) == 0
@@ -100,26 +103,26 @@ def test_a_past_is_carried_over_whole_chunks() -> None:
         "chunk_size": 128, "exchange": CarriedState(torch.zeros(1, S, 64), torch.zeros(1))}
     words = "a state is carried over whole chunks of causal rows: "
     with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
-        ops.gated_chunk_attention(uvz, *rest, causal=True, **how)
+        flat(ops.gated_chunk_attention)(uvz, *rest, causal=True, **how)
     with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
-        ops.gated_head_attention(uvz[..., :-S], uvz[None, ..., :S].expand(4, 1, 200, S), rest[-1], causal=True, **how)
+        ops.gated_chunk_attention(uvz[..., :-S], [uvz[..., :S]] * 4, rest[-1], causal=True, **how)
     with pytest.raises(UsageError, match=f"{words}causal = false"):
-        ops.gated_chunk_attention(uvz, *rest, causal=False, **how)
+        flat(ops.gated_chunk_attention)(uvz, *rest, causal=False, **how)
+    with pytest.raises(UsageError, match="gates are for heads that are made"):
+        flat(ops.gated_chunk_attention)(uvz, *rest, causal=True, chunk_size=128, gate_BT=uvz[..., 0])
 
 
 FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
 
 
-@pytest.mark.parametrize(("name", "fields"), [
-    ("gated_chunk_attention", {}), *rest(("gated_head_attention", FLASH_PLUS),
-                                         ("gated_head_attention", {"query_key_dim": 64}))])
-def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str, object],
+@pytest.mark.parametrize("fields", [{}, *rest(FLASH_PLUS, {"query_key_dim": 64})], ids=str)
+def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """With documents, in parts that end inside chunks and are shorter in the last row, which then goes on alone: the
     rows read at once."""
     model = tiny("flash", n_layers=1, end_of_document=0, **fields).eval()
     torch.nn.init.ones_(model.layers[0].scale_offset.gamma)  # so that the state counts
-    lengths, carried = [], getattr(mixed_chunk, name)
+    lengths, carried = [], mixed_chunk.gated_chunk_attention
     ids_BT = random_ids(3, 310, vocab_size=63) + 1
     ids_BT[[0, 1, 2], [20, 200, 150]] = 0
 
@@ -127,7 +130,7 @@ def test_the_chunks_of_a_prompt_are_read_by_kernels(name: str, fields: dict[str,
         lengths.append(uvz_BTF.shape[1])
         return carried(uvz_BTF, *rest, **how)
 
-    monkeypatch.setattr(mixed_chunk, name, spy)
+    monkeypatch.setattr(mixed_chunk, "gated_chunk_attention", spy)
     model.set_impl("triton")
     state, n_read, made = model.decoding_state(3), [0, 0, 0], torch.empty(3, 310, 64)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernel_law
-from kernel_law import NAMES, S, documents, error, random, run
+from kernel_law import NAMES, S, documents, error, flat, random, run
 from lineartime.ops import gradients, quadratic, reference
 from lineartime.ops.reference import rotary
 from marks import rest
@@ -66,7 +66,7 @@ def test_nothing_crosses(dtype: torch.dtype, causal: bool) -> None:
     ids[:, 120:] = -1
     how = {"scale_len": 133, "causal": causal, "segment_ids_BT": ids}
     uvz = inputs.pop("uvz").requires_grad_()
-    out = quadratic.gated_quadratic_attention(uvz, *inputs.values(), **how)
+    out = flat(quadratic.gated_quadratic_attention)(uvz, *inputs.values(), **how)
     assert (out[:, 120:] == 0).all() and (out[:, :120] != 0).any(-1).all()
     last = 70  # of the queries that a gradient is given for, the first being 60
     given = torch.zeros_like(out).index_fill(1, torch.arange(60, last + 1), 1.0)
@@ -74,5 +74,5 @@ def test_nothing_crosses(dtype: torch.dtype, causal: bool) -> None:
     seen = (ids[0] == 1) & ((torch.arange(133) <= last) | (not causal))
     assert (duvz[0, ~seen] == 0).all() and (duvz[0, seen] != 0).any(-1).all()
     changed = torch.where(seen[:, None], uvz.detach(), random(*uvz.shape, seed=7).to(dtype))
-    again = quadratic.gated_quadratic_attention(changed, *inputs.values(), **how)
+    again = flat(quadratic.gated_quadratic_attention)(changed, *inputs.values(), **how)
     assert torch.equal(again[:, 60 : last + 1], out.detach()[:, 60 : last + 1])

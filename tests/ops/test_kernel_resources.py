@@ -26,8 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from kernel_law import flat
 from lineartime.ops import decode_step, mixed_chunk, quadratic
 from lineartime.ops.dispatch import MUCH_SHARED_KIB
+from lineartime.ops.reference import HeadsFromZ
 
 SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
 """Shared memory that one program can have, by architecture: NVIDIA's table of compute capabilities."""
@@ -122,8 +124,8 @@ def gated_attention(case: Case) -> Tensor:
               numbers(2 * (case.chunk or t) - 1))
     mask = {"causal": case.causal, "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long)}
     if case.chunk:
-        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, **mask)
-    return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
+        return flat(mixed_chunk.gated_chunk_attention)(*inputs, chunk_size=case.chunk, **mask)
+    return flat(quadratic.gated_quadratic_attention)(*inputs, scale_len=512, **mask)
 
 
 def one_token(case: Case) -> Tensor:
@@ -133,11 +135,11 @@ def one_token(case: Case) -> Tensor:
     place = torch.zeros(n, dtype=torch.long)
     rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
             torch.zeros(n, S, D_INNER), place, place, torch.zeros(n))
-    uvz_BF, heads_4BS = torch.zeros(n, 2 * D_INNER + S, dtype=kind), torch.zeros(4, n, S, dtype=kind)
+    uvz_B1F, heads_4B1S = torch.zeros(n, 1, 2 * D_INNER + S, dtype=kind), torch.zeros(4, n, 1, S, dtype=kind)
     if case.op == "chunk_decode_step, made heads":
-        return decode_step.chunk_decode_step(uvz_BF[:, : 2 * D_INNER], heads_4BS, *rest)
-    scale_4S, angle_BR = torch.zeros(4, S, dtype=kind), torch.zeros(n, S // 2, dtype=kind)
-    return decode_step.chunk_decode_step(uvz_BF, (scale_4S, scale_4S, angle_BR, angle_BR), *rest)
+        return decode_step.chunk_decode_step(uvz_B1F[..., : 2 * D_INNER], heads_4B1S, *rest)
+    scale_4S, angle_B1R = torch.zeros(4, S, dtype=kind), torch.zeros(n, 1, S // 2, dtype=kind)
+    return decode_step.chunk_decode_step(uvz_B1F, HeadsFromZ(scale_4S, scale_4S, angle_B1R, angle_B1R), *rest)
 
 
 OPS: dict[str, Callable[[Case], Tensor]] = {

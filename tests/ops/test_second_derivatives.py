@@ -1,6 +1,7 @@
 """Derivatives of derivatives: what runs by default on a processor gives the numbers of the reference."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kernel_law import random
 from lineartime import ops
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
+from lineartime.ops.reference import HeadsFromZ
 from tiny_models import CONFIGS, OWN_GRID, random_ids, random_model, with_end
 
 B, T, E, S, C = 2, 10, 6, 4, 4
@@ -26,21 +28,23 @@ def made(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 UVZ = (B, T, 2 * E + S)
 Op = Callable[..., Tensor]
+def of_chunks(impl: str | None, uvz: Tensor, gamma: Tensor, beta: Tensor, w: Tensor, **how: object) -> Tensor:
+    made_by = HeadsFromZ(gamma, beta, SIN[:, : uvz.shape[1]], COS[:, : uvz.shape[1]])
+    return ops.gated_chunk_attention(uvz, made_by, w, chunk_size=C, causal=True, impl=impl, **how)
+
+
 OPS: dict[str, tuple[Op, list[Tensor]]] = {
-    "chunks": (lambda impl, uvz, gamma, beta, w: ops.gated_chunk_attention(
-        uvz, gamma, beta, SIN, COS, w, chunk_size=C, causal=True, impl=impl), made(UVZ, (4, S), (4, S), (2 * C - 1,))),
-    "chunks, documents": (lambda impl, uvz, gamma, beta, w: ops.gated_chunk_attention(
-        uvz, gamma, beta, SIN, COS, w, chunk_size=C, causal=True, segment_ids_BT=IDS, pooling="sum", impl=impl),
-        made(UVZ, (4, S), (4, S), (2 * C - 1,))),
-    "one tensor as two heads": (lambda impl, uv, q, k, w: ops.gated_head_attention(
+    "chunks": (of_chunks, made(UVZ, (4, S), (4, S), (2 * C - 1,))),
+    "chunks, documents": (partial(of_chunks, segment_ids_BT=IDS, pooling="sum"),
+                          made(UVZ, (4, S), (4, S), (2 * C - 1,))),
+    "one tensor as two heads": (lambda impl, uv, q, k, w: ops.gated_chunk_attention(
         uv, (q, k, q, k), w, chunk_size=C, causal=True, impl=impl),
         made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,))),
-    "heads, written": (lambda impl, uv, q, k, w, gate: ops.gated_head_attention(
+    "heads, written": (lambda impl, uv, q, k, w, gate: ops.gated_chunk_attention(
         uv, (q, k, q, k * gate.sigmoid()[..., None]), w, chunk_size=C, causal=True, pooling="written",
         gate_BT=gate.sigmoid(), impl=impl), made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,), (B, T))),
-    "carried": (lambda impl, uvz, gamma, beta, w, kv: ops.gated_chunk_attention(
-        uvz[:, :8], gamma, beta, SIN[:, :8], COS[:, :8], w, chunk_size=C, causal=True, impl=impl,
-        exchange=reference.CarriedState(kv, torch.full((B,), 5.0))),
+    "carried": (lambda impl, uvz, gamma, beta, w, kv: of_chunks(
+        impl, uvz[:, :8], gamma, beta, w, exchange=reference.CarriedState(kv, torch.full((B,), 5.0))),
         made(UVZ, (4, S), (4, S), (2 * C - 1,), (B, S, E))),
     "loss": (lambda impl, x, weight, bias: linear_cross_entropy(x, weight, bias, TARGETS, chunk_tokens=2)
              if impl is None else F.cross_entropy(F.linear(x, weight, bias), TARGETS, reduction="none"),

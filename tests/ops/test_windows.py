@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_law import S, assert_held, assert_near, head_inputs, make_inputs, run_heads
+from kernel_law import S, assert_held, assert_near, flat, head_inputs, make_inputs, run_heads
 from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.config import model_config
@@ -34,7 +34,7 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
     monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     inputs = {name: x.double() for name, x in head_inputs(3, 300, 16, torch.float64, chunk).items()}
-    ours, theirs = (run_heads(module.gated_head_attention, inputs, pooling == "written", chunk_size=chunk,
+    ours, theirs = (run_heads(module.gated_chunk_attention, inputs, pooling == "written", chunk_size=chunk,
                               causal=causal, segment_ids_BT=ids_BT, pooling=pooling) for module in (windows, reference))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
@@ -59,7 +59,7 @@ def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: s
                     make_inputs(3, 300, dtype, chunk=64, parameters=parameters), chunk_size=64, causal=causal,
                     segment_ids_BT=ids_BT)
     inputs = head_inputs(3, 300, 16, dtype, 64)
-    exact, ours, theirs = (run_heads(module.gated_head_attention, given, True, chunk_size=64, causal=causal,
+    exact, ours, theirs = (run_heads(module.gated_chunk_attention, given, True, chunk_size=64, causal=causal,
                                      segment_ids_BT=ids_BT, pooling="written")
                            for module, given in ((reference, {name: x.double() for name, x in inputs.items()}),
                                                  (windows, inputs), (reference, inputs)))
@@ -114,9 +114,8 @@ def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: t
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager models on a processor, masked ones and without gradients too; all else takes the reference."""
     ran, ids_BT = [], torch.ones(1, 20, dtype=torch.long)
-    for name in ("gated_chunk_attention", "gated_head_attention"):
-        plain = getattr(windows, name)
-        monkeypatch.setattr(windows, name, lambda *args, plain=plain, **how: ran.append(1) or plain(*args, **how))
+    plain = windows.gated_chunk_attention
+    monkeypatch.setattr(windows, "gated_chunk_attention", lambda *args, **how: ran.append(1) or plain(*args, **how))
     for preset, task, made, wanted in (
             ("flash", "wiki40b", lambda model: model, 1), ("flash+", "wiki40b", lambda model: model, 1),
             ("flash", "c4", torch.no_grad(), 1), ("flash-quad", "wiki40b", lambda model: model, 0),
@@ -144,7 +143,7 @@ def test_other_derivatives() -> None:
     uvz, *rest = inputs.values()
 
     def total(x: Tensor) -> Tensor:
-        return ops.gated_chunk_attention(x, *rest, chunk_size=32, causal=True).square().sum()
+        return flat(ops.gated_chunk_attention)(x, *rest, chunk_size=32, causal=True).square().sum()
 
     (first,) = torch.autograd.grad(total(leaf := uvz.clone().requires_grad_()), leaf)
     each = torch.func.vmap(torch.func.grad(total))(uvz[:, None])[:, 0]
@@ -158,6 +157,6 @@ def test_an_op_in_float32_under_autocast_is_the_reference() -> None:
     inputs = make_inputs(2, 70, torch.float32, chunk=32)
     inputs["uvz"].requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = (ops.gated_chunk_attention(*inputs.values(), chunk_size=32, causal=True, impl=impl)
+        found, wanted = (flat(ops.gated_chunk_attention)(*inputs.values(), chunk_size=32, causal=True, impl=impl)
                          for impl in (None, "reference"))
     assert torch.equal(found, wanted)

@@ -15,7 +15,7 @@ from lineartime.ops.reference import Exchange, product
 
 KERNEL_EPSILON = 1e-3
 """Added to every feature of queries and keys; it keeps the denominator above zero."""
-BLOCK = 128
+PREFIX_BLOCK = 128
 """Tokens per block of the prefix sums "matmul" and "blocks"."""
 
 
@@ -62,9 +62,10 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
         state_BTHMK = product("bthm,bthk->bthmk", fk_BTHM, v_BTHK).cumsum(1) + initial[:, None]
         return product("bthm,bthmk->bthk", fq_BTHM, state_BTHMK), state_BTHMK[:, -1]
     # In blocks: the state behind each block, and before it, by a cumulative sum over blocks.
-    missing = -n_tokens % BLOCK
-    fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, BLOCK)) for x in (fq_BTHM, fk_BTHM, v_BTHK))
-    ones_CC = torch.ones(BLOCK, BLOCK, dtype=v.dtype, device=v.device).tril()
+    missing = -n_tokens % PREFIX_BLOCK
+    fq, fk, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, PREFIX_BLOCK))
+                 for x in (fq_BTHM, fk_BTHM, v_BTHK))
+    ones_CC = torch.ones(PREFIX_BLOCK, PREFIX_BLOCK, dtype=v.dtype, device=v.device).tril()
     sum_BGHMK = at_least_float32(product("bgchm,bgchk->bghmk", fk, v)).cumsum(1) + initial[:, None]
     before_BGHMK = torch.cat([initial[:, None], sum_BGHMK[:, :-1]], dim=1)
     if prefix_sum == "matmul":  # a state per token, by a triangle of ones
