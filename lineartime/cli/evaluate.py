@@ -68,54 +68,54 @@ def evaluate(options: EvaluateOptions) -> None:
     are scored by exact match and F1."""
     folder = named_folder(options.run)
     if options.questions:
-        require_there(options.questions)
-        evaluate_answers(folder, options)
-        return
-    if options.data is None:
+        scores, lines = scored_answers(folder, options)
+    elif options.data is not None:
+        scores, lines = scored_text(folder, options.data, options)
+    else:
         raise UsageError("evaluate needs prepared text", "evaluate",
                          "give --data DATA, or for a fine-tuned run --questions FILE")
-    from lineartime.data.mixture import read_mixture
-    from lineartime.data.tokens import read_manifest
-
-    require(len(read_mixture(options.data)) == 1, "evaluate scores one text", options.data, "give one of its folders")
-    read_manifest(options.data)  # refuses what is not prepared text, before torch is imported
-    from lineartime.training.evaluation import evaluate, load_with_split
-    from lineartime.training.runtime import pick_device
-
-    model, stream, facts = load_with_split(folder, options.data, options.split)
-    picked = pick_device(options.device)
-    facts["split"] = options.split
-    with connected(picked.type) as ranks, Terminal() as terminal:
-        model.to(picked)
-        result = evaluate(model, stream, context=options.context, batch_rows=options.batch_rows,
-                          precision=options.precision, ranks=ranks,
-                          progress=lambda n: terminal.count("evaluating", n, stream.n_tokens))
-        facts["context"], scores = options.context or model.config.context, result.to_dict()
-        unit = "nats per token" if result.n_read is None else "nats per masked token"
-        lines = [summary(options.split, scores),
-                 *(f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
-                   for first, last, loss in result.loss_by_position)]
-    show_or_print(facts | scores, lines, options.out, options.as_json)
-
-
-def show_or_print(scores: dict[str, Any], lines: list[str], out: Path | None, as_json: bool) -> None:
-    """Write scores into the file if there is one, and print them as JSON or for a person."""
     text = json.dumps(scores)
-    if out is not None and launched().is_first:
-        write_atomically(out, text + "\n")
-    for line in [text] if as_json else lines:
+    if options.out is not None and launched().is_first:
+        write_atomically(options.out, text + "\n")
+    for line in [text] if options.as_json else lines:
         say(line)
 
 
-def evaluate_answers(run: Path, options: EvaluateOptions) -> None:
-    """Score the answers of a fine-tuned run by the official rules, and print the scores."""
+def scored_text(run: Path, data: str, options: EvaluateOptions) -> tuple[dict[str, Any], list[str]]:
+    """The scores of a split of prepared text, and how a person is told of them."""
+    from lineartime.data.mixture import read_mixture
+    from lineartime.data.tokens import read_manifest
+
+    require(len(read_mixture(data)) == 1, "evaluate scores one text", data, "give one of its folders")
+    read_manifest(data)  # refuses what is not prepared text, before torch is imported
+    from lineartime.training.evaluation import evaluate, load_with_split
+    from lineartime.training.runtime import pick_device
+
+    model, stream, facts = load_with_split(run, data, options.split)
+    picked = pick_device(options.device)
+    with connected(picked.type) as ranks, Terminal() as terminal:
+        result = evaluate(model.to(picked), stream, context=options.context, batch_rows=options.batch_rows,
+                          precision=options.precision, ranks=ranks,
+                          progress=lambda n: terminal.count("evaluating", n, stream.n_tokens))
+    unit = "nats per token" if result.n_read is None else "nats per masked token"
+    lines = [f"         position {first:>6} to {last:>6}  {loss:.4f} {unit}"
+             for first, last, loss in result.loss_by_position]
+    scores = result.to_dict()
+    about = {"split": options.split, "context": options.context or model.config.context}
+    return facts | about | scores, [summary(options.split, scores), *lines]
+
+
+def scored_answers(run: Path, options: EvaluateOptions) -> tuple[dict[str, Any], list[str]]:
+    """The scores of a fine-tuned run's answers by the official rules, and how a person is told of
+    them. The answers go into the file of predictions."""
+    predictions = options.predictions
+    require_there(options.questions)
+    require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
     from lineartime.tasks.qa.questions import read_questions
     from lineartime.tasks.qa.spans import evaluate_questions
     from lineartime.training.runtime import pick_device
     from lineartime.weights.load import load_span_model
 
-    predictions = options.predictions
-    require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
     asked = list(read_questions(options.questions, options.evidence))
     require(predictions is not None or any(question.accepted for question in asked),
             "no question has an answer to compare with", ", ".join(options.questions),
@@ -134,8 +134,7 @@ def evaluate_answers(run: Path, options: EvaluateOptions) -> None:
     if predictions is not None:
         write_json(predictions, answers, ascii_only=False)
         lines.append(f"answers  {predictions}")
-    show_or_print(facts | scores, lines, options.out, options.as_json)
-
+    return facts | scores, lines
 
 
 def score(
