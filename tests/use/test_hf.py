@@ -1,24 +1,32 @@
-"""A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives."""
+"""A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives, and classes
+of rows."""
 
 import copy
 import dataclasses
 import itertools
-import json
 import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.config import model_config, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, byte_tokenizer, load_tokenizer, train_tokenizer
 from lineartime.folders import read_config
-from lineartime.hf import LineartimeCache, LineartimeConfig, LineartimeForCausalLM, LineartimeTokenizer
+from lineartime.hf import (
+    LineartimeCache,
+    LineartimeConfig,
+    LineartimeForCausalLM,
+    LineartimeTokenizer,
+    document_means,
+)
 from lineartime.model.language_model import token_losses
 from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import load_model
@@ -271,21 +279,17 @@ def test_a_cache_is_a_file(hf64, tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("name", "widths"), [("flash", [1] * 6), ("flash", [2, 5, 3]), ("transformer++", [2, 5, 3]),
-                                              ("llama", [2, 5, 3])])
+@pytest.mark.parametrize(("name", "widths"), [("flash", [1] * 6), ("flash", [2, 5, 3]), ("transformer++", [2, 5, 3])])
 def test_exported_for_generation(name, widths):
-    """By the exporter of transformers, as llama: decoding by one token or by many, with a cache that goes in and comes
-    out, padding, documents, and other numbers of rows and tokens than those of the example."""
+    """By the exporter of transformers: decoding by one token or by many, with a cache that goes in and comes out,
+    padding, documents, and other numbers of rows and tokens than the example has."""
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
-    config = AutoConfig.for_model(name, num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=300,
-                                  num_attention_heads=2) if name == "llama" else LineartimeConfig(
-        **to_dict(dataclasses.replace(CONFIGS[name], n_layers=1)))
+    config = LineartimeConfig(**to_dict(dataclasses.replace(CONFIGS[name], n_layers=1)))
     torch.manual_seed(0)
     model, stop = AutoModelForCausalLM.from_config(config).double().eval(), 9
     model.config.output_hidden_states = widths[0] == 1
-    cache = transformers.DynamicCache(config=config) if name == "llama" else LineartimeCache()
-    ids_BT, mask_BT = packed_ids()[[0, 1, 0], :23], torch.ones(3, 23, dtype=torch.long)
+    ids_BT, mask_BT, cache = packed_ids()[[0, 1, 0], :23], torch.ones(3, 23, dtype=torch.long), LineartimeCache()
     mask_BT[1, :3] = 0
     position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
     step = DynamoExporter().export_for_generation(
@@ -305,8 +309,9 @@ def test_exported_for_generation(name, widths):
 
 
 def test_rows_of_a_cache(hf64):
-    """Repeated and chosen, as transformers may ask of a cache."""
+    """Repeated, chosen and reordered, as transformers may ask of a cache."""
     ids_BT, cache = packed_ids(), LineartimeCache()
+    assert cache.batch_size == cache.get_max_length() == -1 and not cache.is_compileable
     with torch.no_grad():
         expected_BTV = hf64(ids_BT).logits
 
@@ -319,7 +324,9 @@ def test_rows_of_a_cache(hf64):
         cache.batch_repeat_interleave(2)
         assert_next([0, 0, 1, 1], 13, 20)
         cache.batch_select_indices(torch.tensor([3, 0]))
-        assert_next([1, 0], 20, 30)
+        assert_next([1, 0], 20, 29)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert_next([0, 1], 29, 30)
         with pytest.raises(UsageError, match="another batch: 2 rows, the input has 1"):
             hf64(ids_BT[:1, 20:], past_key_values=cache)
         cache.reset()
@@ -330,17 +337,6 @@ def test_rows_of_a_cache(hf64):
         cache.crop(0)
 
 
-def test_rows_of_a_cache_are_chosen(hf64):
-    ids_BT, cache = packed_ids(), LineartimeCache()
-    assert cache.batch_size == cache.get_max_length() == -1 and not cache.is_compileable
-    with torch.no_grad():
-        expected_BV = hf64(ids_BT).logits[:, 13]
-        hf64(ids_BT[:, :13], past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        found_BV = hf64(ids_BT[[1, 0], 13:14], past_key_values=cache).logits[:, 0]
-    assert (found_BV - expected_BV[[1, 0]]).abs().max() < 1e-11
-
-
 def test_loss(ours, hf):
     """Training makes no logits unless asked: they would be most of the memory. An evaluation has them."""
     ids_BT = packed_ids()
@@ -348,6 +344,7 @@ def test_loss(ours, hf):
     # transformers runs the last token too, which changes the rounding of a sum
     evaluated = hf(ids_BT, labels=ids_BT)
     assert torch.allclose(evaluated.loss, expected_BT.mean(), rtol=1e-6)
+    assert hf._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # by which Trainer shifts labels of smoothing
     assert torch.allclose(hf(ids_BT, labels=ids_BT, num_items_in_batch=7).loss, expected_BT.sum() / 7, rtol=1e-6)
     assert hf(ids_BT, labels=torch.full_like(ids_BT, -100)).loss == 0
     assert torch.equal(evaluated.logits, hf(ids_BT).logits)
@@ -585,17 +582,6 @@ def test_what_trl_asks_of_a_model(hf):
     assert torch.equal(logits_BTV, hf(ids_BT).logits) and trunk.base_model is trunk.model
 
 
-def test_labels_of_smoothing_are_shifted(hf):
-    """As Trainer asks for it: by the name of the class."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    assert hf._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    ids_BT = packed_ids()
-    smoothed = LabelSmoother(epsilon=0.0)(hf.train()(ids_BT), ids_BT, shift_labels=True)
-    assert torch.allclose(smoothed, hf(ids_BT, labels=ids_BT).loss, rtol=1e-5)
-
-
 def test_what_would_be_ignored_is_refused(hf):
     ids_BT = packed_ids()
     for given, words in (
@@ -719,18 +705,6 @@ def test_a_tokenizer_from_elsewhere_keeps_its_own_tokens(folder, tmp_path):
     assert type(AutoTokenizer.from_pretrained(tmp_path)) is LineartimeTokenizer
 
 
-@pytest.mark.rest
-def test_tokenizers_that_older_versions_saved(folder, tmp_path):
-    """Their padding is the end of a document, and they have no post-processor."""
-    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_DOCUMENT)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LineartimeTokenizer", **tokens}))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(tokenizer) is LineartimeTokenizer and tokenizer.pad_token_id == EOD
-    assert tokenizer(["a", "bc"], padding=True)["input_ids"] == [[EOD, EOD, 97], [EOD, 98, 99]]
-
-
 def test_text_generation_pipeline(hf64, folder):
     with torch.no_grad():
         hf64.model.head_bias[128:256] -= 100  # text in ASCII, which decodes piece by piece
@@ -740,3 +714,86 @@ def test_text_generation_pipeline(hf64, folder):
     for batch_size in (1, 3):
         got = pipeline(texts, batch_size=batch_size, max_new_tokens=20, do_sample=False)
         assert [rows[0]["generated_text"] for rows in got] == [a + b for a, b in zip(texts, new, strict=True)]
+
+
+TEXTS = [[EOD, *b"once upon"], [EOD, *b"a"], [EOD, *b"no more of this"]]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["causal", "masked"])
+def classified(request, tmp_path_factory):
+    """A model whose rows get classes, and its folder."""
+    ours = random_model(dataclasses.replace(CONFIGS["flash"], causal=request.param))
+    return ours, write_checkpoint(tmp_path_factory.mktemp("classified"), ours, byte_tokenizer())
+
+
+def padded(texts, left):
+    pads = [[EOD + 1] * (max(map(len, texts)) - len(text)) for text in texts]
+    ids_BT = torch.tensor([pad + text if left else text + pad for text, pad in zip(texts, pads, strict=True)])
+    return {"input_ids": ids_BT, "attention_mask": (ids_BT != EOD + 1).long()}
+
+
+def test_means_count_tokens_of_each_document_only():
+    x_BTD = torch.randn(2, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    segment_ids_BT = torch.tensor([[0, 0, 1, 1, 1, 3, -1], [-1, -1, 0, 0, 0, 0, 0]])
+    means_BND = document_means(x_BTD, segment_ids_BT)
+    assert means_BND.shape == (2, 4, 3)
+    for row, n, places in ((0, 0, [0, 1]), (0, 1, [2, 3, 4]), (0, 3, [5]), (1, 0, [2, 3, 4, 5, 6])):
+        assert torch.allclose(means_BND[row, n], x_BTD[row, places].mean(0), atol=1e-15)
+    assert (means_BND[0, 2] == 0).all() and (means_BND[1, 1:] == 0).all()
+    assert (document_means(x_BTD, torch.full((2, 7), -1)) == 0).all()
+    ones_BTD = torch.ones(1, 3000, 1, dtype=torch.bfloat16)  # whose sum in bfloat16 is 256
+    assert document_means(ones_BTD, torch.zeros(1, 3000, dtype=torch.long)).item() == 1
+
+
+def test_the_class_of_a_row_does_not_depend_on_its_batch(classified, tmp_path):
+    ours, folder = classified
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, dtype=torch.float64)
+    trunk = AutoModel.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        for left in (True, False):
+            batch = padded(TEXTS, left)
+            logits_BL = hf(**batch).logits
+            if ours.config.causal:  # a padding token of its own says where padding is
+                assert torch.equal(hf(batch["input_ids"]).logits, logits_BL)
+            for row, text in enumerate(TEXTS):
+                mean_D = ours.double().hidden(torch.tensor([text]))[0].mean(0)
+                assert (logits_BL[row] - hf.score(mean_D)).abs().max() < 1e-11
+            states_BTD = trunk(**batch).last_hidden_state
+            embedding_BD = document_means(states_BTD, batch["attention_mask"] - 1)[:, 0]
+            assert (hf.score(embedding_BD) - logits_BL).abs().max() < 1e-11
+    ours.float()
+    hf.save_pretrained(tmp_path)
+    again, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float64)
+    assert not any(loading.values()), loading
+    assert again.config.num_labels == 3
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, logits_BL)
+    with pytest.raises(UsageError, match="labels_of"):
+        hf(**batch, labels_of="x")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_classifier_is_exported(classified):
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(classified[1])
+    batch = tuple(padded(TEXTS, True).values())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.export(hf, batch).module()(*batch).logits, hf(*batch).logits)
+
+
+@pytest.mark.parametrize("kind, labels, loss", [
+    (None, [2, 0, 1], F.cross_entropy),
+    ("multi_label_classification", [[1, 0, 1], [0, 0, 0], [1, 1, 1]], F.binary_cross_entropy_with_logits),
+    ("regression", [[0.5, 1, 2], [0, 0, 1], [3, 2, 1]], F.mse_loss),
+    ("regression of one", [0.5, -1, -100], F.mse_loss)])
+def test_losses_of_rows(classified, kind, labels, loss):
+    """Labels `[B]` and `[B, 1]` are the same."""
+    one, labels = kind == "regression of one", torch.tensor(labels, dtype=None if kind is None else torch.float)
+    how = {"num_labels": 1} if one else {"num_labels": 3, "problem_type": kind}
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(classified[1], **how)
+    output = hf(**padded(TEXTS, True), labels=labels)
+    assert torch.allclose(output.loss, loss(output.logits[:, 0] if one else output.logits, labels))
+    if one or kind is None:
+        assert torch.equal(hf(**padded(TEXTS, True), labels=labels[:, None]).loss, output.loss)
+    output.loss.backward()
+    assert hf.score.weight.grad.abs().sum() > 0 and 0 < hf.score.weight.std() < 0.04

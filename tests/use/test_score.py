@@ -10,6 +10,7 @@ import subprocess
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from benchmarks.measure import rss_bytes
 from command_line import Call, assert_refused
 from lineartime.base.errors import DataError, UsageError
+from lineartime.data.read_text import cut_pieces
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.scoring import ScoringState, open_state, score
@@ -72,17 +74,18 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["flash", "flash local key conv", "flash+", "transformer++", "combiner", "performer"])
-def test_blocks_and_saves_change_nothing(name: str, tmp_path: Path) -> None:
-    """Of a long line, and of blank lines without end, memory holds a part."""
+def test_blocks_and_saves_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory holds a part of a long line, and of blank lines without end; here parts are short."""
+    monkeypatch.setattr("lineartime.use.scoring.cut_pieces", partial(cut_pieces, size=5000))
     tokenizer, path, found = byte_tokenizer(), tmp_path / "state", []
     model, content = model_for(tokenizer, name), "\ufeff" + text_of(100) + "\n"
     if name == "flash":
-        content += text_of(15_000).replace("\n", " ")[:70_000] + "\n" * 66_000 + text_of(40) + "\n"
+        content += text_of(1500).replace("\n", " ")[:5600] + "\n" * 5500 + text_of(40) + "\n"
     expected, blocks = list(score(model, tokenizer, [content])), in_blocks(content.encode(), 12)
     for n in range(0, len(blocks), 2):
         state = open_state(model, tokenizer, path)
         found += score(model, tokenizer, blocks[n : n + 2], state=state, keep=True)
-        assert len(state.text) <= 65537 and len(state.shown) <= 80
+        assert len(state.text) <= 5001 and len(state.shown) <= 80
         state.save(path)
     assert [row.bits for row in found] == pytest.approx([row.bits for row in expected], abs=1e-9)
     assert [row._replace(bits=0) for row in found] == [row._replace(bits=0) for row in expected]
