@@ -12,6 +12,7 @@ from lineartime.base.settings import parse_field, replace_fields, require, requi
 from lineartime.config import (
     MODEL_FIELDS,
     PRESETS,
+    REMOVED,
     TRAIN_FIELDS,
     ModelConfig,
     StartingWeights,
@@ -212,6 +213,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     require(bool(equals), "a setting is NAME=VALUE", repr(text), "such as steps=1000")
     name = name.strip()
+    require(name not in REMOVED, "a setting that is gone", name, REMOVED.get(name, ("", ""))[1])
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     if name in RUN_FIELDS:
         return name, value.strip()

@@ -212,7 +212,7 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, call):
     refuse(2, "sees both ways", run="causal")
     for option, value, words in (
             ("--set", "learning_rate=1", "learning_rate"), ("--set", "d_model=8", "d_model"),
-            ("--set", "shard=true", "shard"), ("--set", "window_tokens=1", "unknown setting"),
+            ("--set", "shard=true", "shard"), ("--set", "window_tokens=1", "a setting that is gone"),
             ("--set", "context_parallel=2", "context_parallel"), ("--set", "chunk_size=0", "chunk_size"),
             ("--set", "tokens_per_step=100", "tokens_per_step"), ("--set", "context=32", "give --context"),
             ("--learning-rates", "1e-3,x", "wrong value"), ("--learning-rates", "1e-3,0.001", "twice"),
