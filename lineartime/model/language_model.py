@@ -274,8 +274,7 @@ def init_weights(model: LanguageModel) -> None:
 
 
 class Undrawn(TorchFunctionMode):
-    """Inside it parameters are not drawn. On the meta device PyTorch would load its compiler to
-    draw them."""
+    """Inside it parameters are not drawn: on the meta device that would load a compiler."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_drawn = getattr(function, "__module__", None) == "torch.nn.init"

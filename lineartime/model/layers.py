@@ -59,8 +59,7 @@ class RelPosBias(nn.Module):
             self.b = nn.Parameter(torch.empty(BIAS_WIDTH))
 
     def at(self, offset: Tensor) -> Tensor:
-        """The bias at the offsets key position minus query position: integers of any shape,
-        |offset| < n in a table."""
+        """The bias at integers key position minus query position, |offset| < n in a table."""
         if self.n < TOEPLITZ_BELOW:
             return self.weight[offset + self.n - 1]
         # rope(a, i) . rope(b, j) depends on i - j alone: the sum over frequencies f_k of
@@ -105,8 +104,7 @@ def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
 
 
 class ScaleOffset(nn.Module):
-    """The scales gamma_NS and offsets beta_NS by which N heads are made from one base (Eq. 5), see
-    `reference.make_heads`."""
+    """gamma_NS and beta_NS, by which `reference.make_heads` makes N heads from one base (Eq. 5)."""
 
     def __init__(self, n_heads: int, width: int):
         super().__init__()
@@ -212,8 +210,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         self.config = config
         self.impl: str | None = None
-        """"reference" (PyTorch), "triton" (kernels), or None: by device and inputs, see the table
-        of `ops`."""
+        """"reference" (PyTorch), "triton" (kernels), or None, see the table of `ops`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without a compiled `add`: a copy would run on the original's weights."""

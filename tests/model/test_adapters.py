@@ -1,4 +1,4 @@
-"""Low-rank adapters, or whatever else takes the place of `in_proj` and `out_proj`: these are called as modules."""
+"""Low-rank adapters in place of `in_proj` and `out_proj`, which are called as modules."""
 
 from collections.abc import Callable
 

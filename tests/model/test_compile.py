@@ -1,7 +1,7 @@
 """Compiled layers against the reference: the same loss and the same gradient of every parameter.
 
-PyTorch's compiler writes C++ for a CPU, which `make test-all` needs a compiler for, as docs/guide.md says.
-"""
+PyTorch's compiler writes C++ for a CPU, which `make test-all` needs a compiler for, as
+docs/guide.md says. """
 
 import copy
 import math
@@ -29,8 +29,8 @@ MODELS = {
 
 
 def gradients(model, rows_BT, dtype):
-    """The loss and the gradients of all parameters by name, the products in `dtype`. What is free is full of NaN:
-    compiled code that reads what nobody wrote has been seen."""
+    """The loss and the gradients of all parameters by name, the products in `dtype`. What is free
+    is full of NaN: compiled code that reads what nobody wrote has been seen."""
     model.zero_grad(set_to_none=True)
     freed = [torch.full((2**n,), math.nan) for n in range(12, 21) for _ in range(4)]
     del freed
@@ -46,8 +46,9 @@ def gradients(model, rows_BT, dtype):
           ("transformer++", 203, torch.float32, False, "inductor"),
           ("long memory", 203, torch.float32, False, "inductor"))])
 def test_compiled_layers_are_the_reference(name, length, dtype, checkpointing, backend, monkeypatch):
-    """At most twice as far from float64 as eager layers in the same type, or the rounding of a few operations in that
-    type. 203 tokens end inside a chunk. `make test` traces the layers; writing C++ takes half a minute."""
+    """At most twice as far from float64 as eager layers in the same type, or the rounding of a few
+    operations in that type. 203 tokens end inside a chunk. `make test` traces the layers; writing
+    C++ takes half a minute."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.manual_seed(0)

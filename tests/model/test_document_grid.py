@@ -1,4 +1,4 @@
-"""`document_grid` "own": a document in a packed row is what it is alone, in value and in every gradient."""
+"""`document_grid` "own": a packed document is what it is alone, in value and every gradient."""
 
 import copy
 import itertools
@@ -12,13 +12,12 @@ from kernel_law import assert_near, tiny
 from lineartime.config import ModelConfig
 from lineartime.model.document_grid import lay_out
 from lineartime.model.language_model import LanguageModel, masked_token_losses, token_losses
-from lineartime.tasks.pooling import document_means, row_means
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, same, with_end
 
 END = 0
 ROWS = [(5, 1, 2 * CHUNK, 4), (CHUNK, 3, CHUNK + 1), (CONTEXT,), (2, 2, 2, 2, 2, 2)]
-"""Documents that end with chunks and inside them, a row of one, and one of documents shorter than a chunk."""
+"""Documents that end with chunks and inside them, a row of one, and short ones."""
 NAMES = ["flash", "flash+", "flash-quad", "mc-tfm++", "transformer++", "performer"]
 OTHERS = [name for name in CONFIGS if name not in NAMES]
 EVERY = CONFIGS | BIDIRECTIONAL
@@ -32,14 +31,15 @@ def config_of(name: str, causal: bool = True, grid: str = "own", **fields: objec
 
 
 def documents_of(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Each begins with the end-of-document token, but for the first of a row, which training may cut anywhere."""
+    """Each begins with the end-of-document token, but for the first of a row."""
     texts = (1 + random_ids(sum(lengths), seed=seed, vocab_size=12)).split(lengths)
     return [text_T if n == 0 else torch.cat([torch.tensor([END]), text_T[1:]]) for n, text_T in enumerate(texts)]
 
 
 def packed_rows() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """The documents of `ROWS`; and ids, segment ids and the mask of rows in which they are packed, with padding, which
-    may be an end-of-document token, anywhere, and with a row of padding alone."""
+    """The documents of `ROWS`; and ids, segment ids and the mask of rows in which they are packed,
+    with padding, which may be an end-of-document token, anywhere, and with a row of padding
+    alone."""
     packed = [documents_of(lengths, seed) for seed, lengths in enumerate(ROWS)]
     width, generator = CONTEXT + 5, torch.Generator().manual_seed(0)
     ids_BT = torch.full((len(ROWS) + 1, width), END)
@@ -64,7 +64,7 @@ def assert_same(model: torch.nn.Module, found_ND: Tensor, alone_ND: Tensor) -> N
 
 @pytest.mark.parametrize(("name", "causal"), CASES)
 def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
-    """Documents by the tokens that begin them, and by numbers with gaps; by vectors, and block by block."""
+    """Documents by their first tokens, and by numbers with gaps; by vectors, and block by block."""
     documents, ids_BT, segment_ids_BT, valid_BT = packed_rows()
     longest = ids_BT.shape[1] if EVERY[name].max_len else CONTEXT  # a table is for the row with its padding
     config = config_of(name, causal, context=longest)
@@ -104,8 +104,8 @@ def test_a_layer_by_itself_does_the_same(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_training_learns_of_a_row_is_what_it_learns_of_each_document(causal: bool) -> None:
-    """A row goes on inside a document, and the token that ends one is its last target and the next one's first input.
-    An end of a document is never masked."""
+    """A row goes on inside a document, and the token that ends one is its last target and the next
+    one's first input. An end of a document is never masked."""
     model, documents = random_model(config_of("flash+", causal)), documents_of((6, 9, 1, 8), seed=3)
     row_1L = torch.cat([*documents, torch.tensor([END])])[None]
     ends = [*(document[:1] for document in documents[1:]), torch.tensor([END])]
@@ -119,17 +119,6 @@ def test_what_training_learns_of_a_row_is_what_it_learns_of_each_document(causal
         alone_N = torch.cat([masked_token_losses(model, document[None], target[None])
                              for document, target in zip(documents, targets, strict=True)])
     assert_same(model, found_N, alone_N)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_vector_of_a_packed_document_is_its_own(causal: bool) -> None:
-    documents, ids_BT, segment_ids_BT, valid_BT = packed_rows()
-    model = random_model(config_of("flash", causal))
-    numbers_BT = torch.where(valid_BT, (segment_ids_BT - 2) // 3, -1)
-    with torch.no_grad():
-        means_BND = document_means(model.hidden(ids_BT, padding_mask_BT=valid_BT), numbers_BT)
-        found_ND = torch.cat([means_BND[row, : len(lengths)] for row, lengths in enumerate(ROWS)])
-        assert same(found_ND, torch.cat([row_means(model, ids_T[None]) for ids_T in documents]))
 
 
 def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
@@ -173,8 +162,7 @@ def test_decoding_gives_the_states_of_every_block(name: str) -> None:
 
 
 def alone_and_packed(model: LanguageModel, exact: LanguageModel) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The logits of a packed row and its gradients, by kernels and by the reference; and those in float64 of each
-    document alone."""
+    """A packed row by kernels and by the reference, and each document alone in float64."""
     documents = documents_of((129, 20), seed=5)
     row_1T, made = torch.cat(documents)[None], []
     for impl in ("triton", "reference"):
@@ -187,7 +175,7 @@ def alone_and_packed(model: LanguageModel, exact: LanguageModel) -> tuple[list[T
 
 @pytest.mark.parametrize("name", ["flash", *rest("flash+", "flash-quad")])
 def test_kernels_compute_the_same(name: str) -> None:
-    """At most twice as far from the document alone in float64 as the reference is, see `kernel_law`."""
+    """At most twice as far from float64 as the reference is, see `kernel_law`."""
     model = tiny(name, n_layers=1, d_model=32, end_of_document=END, document_grid="own",
                  **({"chunk_size": 128} if name == "flash+" else {}))
     with torch.no_grad():
@@ -200,7 +188,7 @@ def test_kernels_compute_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", ["flash", "mc-tfm++", "transformer++"])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_compiled_models_compute_the_same(name: str) -> None:
-    """Rows of different numbers of documents have different numbers of places, which the graph does not have."""
+    """Rows of other documents have another number of places, which the graph does not have."""
     model = random_model(config_of(name))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")

@@ -1,8 +1,9 @@
-"""The laws of the layers, in float64: what a position sees, what changes nothing, what stays accurate and cheap.
+"""The laws of the layers, in float64: what a position sees, what changes nothing, what stays
+accurate and cheap.
 
-`influence` is the Jacobian of the hidden states by the embeddings, one number per pair of positions. `reachable` says
-of every pair whether that number must be exactly zero or must not be: a model that sees nothing fails too.
-"""
+`influence` is the Jacobian of the hidden states by the embeddings, one number per pair of
+positions. `reachable` says of every pair whether that number must be exactly zero or must not be: a
+model that sees nothing fails too. """
 
 import itertools
 import math
@@ -52,18 +53,21 @@ CAUSAL_ONES = [*PRESETS, *OPTIONS]
 TURNED = ["transformer++", "performer", "combiner", "mc-tfm++", "flash-quad", "flash", "flash+", "flash overlap",
           "flash key conv", "flash local key conv", "flash learned weights", "flash cls", "flash-quad cls",
           "flash first to all"]
-"""Models that the laws ask as bidirectional ones too: each kind of attention, each option that looks ahead or behind.
-The combinations of options are held to their definition in test_ablations.py."""
+"""Models that the laws ask as bidirectional ones too: each kind of attention, each option that
+looks ahead or behind. The combinations of options are held to their definition in
+test_ablations.py."""
 BOTH_WAYS = [(name, True) for name in CAUSAL_ONES] + [(name, False) for name in TURNED]
 EVERY_MODEL = pytest.mark.parametrize(
     ("name", "causal"), BOTH_WAYS, ids=[f"{name}-{'causal' if c else 'bidirectional'}" for name, c in BOTH_WAYS])
 
 
 def influence(config: ModelConfig, seed: int, segment_ids_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """Entry [i, j]: the largest derivative of hidden state i, along a random direction, by a component of embedding j.
+    """Entry [i, j]: the largest derivative of hidden state i, along a random direction, by a
+    component of embedding j.
 
-    The rows of the batch are equal and row i is asked about position i, so one backward pass fills the table. Every
-    place of every row reads its own line of the embeddings. Position biases are made positive: relu hides no pair."""
+    The rows of the batch are equal and row i is asked about position i, so one backward pass fills
+    the table. Every place of every row reads its own line of the embeddings. Position biases are
+    made positive: relu hides no pair."""
     length = len(segment_ids_T)
     model = random_model(replace(config, vocab_size=length * length), seed)
     with torch.no_grad():
@@ -83,7 +87,7 @@ def influence(config: ModelConfig, seed: int, segment_ids_T: Tensor, valid_T: Te
 
 
 def reachable(config: ModelConfig, segment_ids_T: Tensor) -> Tensor:
-    """Entry [i, j]: whether position j reaches position i through `n_layers` layers; every token real."""
+    """Entry [i, j]: whether position j reaches position i through `n_layers` layers."""
     position = torch.arange(len(segment_ids_T))
     document = segment_ids_T[:, None] == segment_ids_T
     before = position[:, None] >= position if config.causal else torch.ones_like(document)
@@ -117,7 +121,7 @@ def test_one_chunk_is_flash_quad(chunk_size: int) -> None:
 
 @st.composite
 def packings(draw: st.DrawFn, longest: int = CONTEXT) -> Tensor:
-    """Documents of one token to three chunks, numbered from anywhere with gaps: segment ids of at most `longest`."""
+    """Segment ids of documents of one token to three chunks, numbered from anywhere with gaps."""
     ids, document = [], draw(st.integers(0, 3))
     lengths = st.one_of(st.integers(1, 3 * CHUNK), st.sampled_from([1, CHUNK, 2 * CHUNK]))
     for length in draw(st.lists(lengths, min_size=1, max_size=8)):
@@ -128,7 +132,7 @@ def packings(draw: st.DrawFn, longest: int = CONTEXT) -> Tensor:
 
 @st.composite
 def padded(draw: st.DrawFn, longest: int = CONTEXT) -> tuple[Tensor, Tensor]:
-    """A packing with padding anywhere: segment ids (those of padding are a neighbour's) and where there is a token."""
+    """Segment ids with padding anywhere, whose ids are a neighbour's, and where tokens are."""
     segment_ids_T = draw(packings(longest - 6))
     valid, documents = [], []
     for document in segment_ids_T.tolist():
@@ -161,7 +165,7 @@ def test_no_document_sees_another(name: str, causal: bool, packing: tuple[Tensor
 @given(last=st.lists(st.lists(st.integers(0, 4), min_size=20, max_size=20).map(sorted), min_size=1, max_size=3),
        n_chunks=st.integers(1, 20), leaving=st.booleans(), seed=st.integers(0, 9))
 def test_states_of_chunks_are_sums(last: list[list[int]], n_chunks: int, leaving: bool, seed: int, block: int) -> None:
-    """Blocks of any size, blocks of blocks too: what enters each chunk, and what leaves the last one, and gradients."""
+    """Blocks of any size, blocks of blocks too: what enters and leaves chunks, and gradients."""
     last_BG = torch.tensor(last)[:, :n_chunks]
     entering_BP = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
     generator = torch.Generator().manual_seed(seed)
@@ -193,7 +197,7 @@ ONE_PER_LAYER = pytest.mark.parametrize("name", ["flash", "flash-quad", "transfo
 
 @ONE_PER_LAYER
 def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
-    """Documents of such ids would see each other, or not see themselves. A mask may call any id padding."""
+    """Documents of such ids would see each other. A mask may call any id padding."""
     model, ids_BT = random_model(CONFIGS[name]), random_ids(2, 6)
     layer, first = model.layers[0], [0, 0, 0, 1, 1, -1]
     for wrong in ([0, 0, 1, 1, 0, 0], [2, 2, 2, 1, 1, 1], [0, 0, -1, 0, 0, 0], [-1] + [0] * 5, [0, 0, 0, 0, -2, -2],
@@ -227,7 +231,7 @@ def test_learned_chunk_weights_are_for_one_document() -> None:
 
 @EVERY_MODEL
 def test_no_rows_and_no_tokens(name: str, causal: bool) -> None:
-    """Empty results of the right shape, and gradients of zero for the weights that have one with tokens."""
+    """Empty results of the right shape, and zero gradients for the weights that are used."""
     model = random_model(replace(EVERY[name], causal=causal))
     parameters = list(model.parameters())
     used = torch.autograd.grad(model(random_ids(1, 9)).sum(), parameters, allow_unused=True)
@@ -251,9 +255,10 @@ def test_no_rows_and_no_tokens(name: str, causal: bool) -> None:
 @given(rows=st.lists(padded(), min_size=1, max_size=3), seed=SEEDS, data=st.data())
 def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tuple[Tensor, Tensor]], seed: int,
                                           data: st.DataObject) -> None:
-    """Rows of different lengths with padding at the left, at the right and in the middle, in a batch of any order: each
-    real token's logits are those of its row alone, whose documents are given by number. Padding may hold any token, the
-    end of a document too. A row of padding alone stays finite."""
+    """Rows of different lengths with padding at the left, at the right and in the middle, in a
+    batch of any order: each real token's logits are those of its row alone, whose documents are
+    given by number. Padding may hold any token, the end of a document too. A row of padding alone
+    stays finite."""
     config = replace(EVERY[name], causal=causal)
     by_number, model = random_model(config, seed), random_model(with_end(config), seed)
     width = max(len(valid_T) for _, valid_T in rows)
@@ -276,8 +281,7 @@ def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tu
 @given(packing=padded(), seed=SEEDS)
 def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: bool, packing: tuple[Tensor, Tensor],
                                                              seed: int) -> None:
-    """The layers by themselves, one after another, give the model's hidden states and gradients, and those of the row
-    without its padding, which may hold NaN."""
+    """The layers one after another are the model, in value and gradient. Padding may be NaN."""
     segment_ids_T, valid_T = packing
     if name in UNPACKED:
         segment_ids_T = torch.zeros_like(segment_ids_T)
@@ -286,30 +290,25 @@ def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: 
     ids_BT, generator = random_ids(1, len(valid_T), seed=seed), torch.Generator().manual_seed(seed)
     cotangent_ND = torch.randn(int(valid_T.sum()), 8, dtype=torch.float64, generator=generator)
 
-    def by_layers(padding: float, segment_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def by_layers(padding: float) -> Tensor:
         x_BTD = model.embed(ids_BT) + model.abs_pos((valid_BT.cumsum(1) - 1).clamp(min=0))
         x_BTD = x_BTD.masked_fill(~valid_BT[..., None], padding)
-        x_BTD = x_BTD if padding_mask is not None else x_BTD[:, valid_T]
         for layer in model.layers:
-            x_BTD = layer(x_BTD, segment_ids=segment_ids, padding_mask=padding_mask)
+            x_BTD = layer(x_BTD, segment_ids=segment_ids_BT, padding_mask=valid_BT)
             assert x_BTD.isfinite().all()
-        return model.norm(x_BTD if padding_mask is None else x_BTD[:, valid_T])[0]
+        return model.norm(x_BTD[:, valid_T])[0]
 
     def gradients(out_ND: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad((out_ND * cotangent_ND).sum(), [*model.parameters()], materialize_grads=True)
 
-    found_ND = by_layers(math.nan, segment_ids_BT, valid_BT)
-    assert torch.equal(found_ND, by_layers(1e3, segment_ids_BT, valid_BT))
-    alone_ND = by_layers(0.0, segment_ids_BT[valid_BT][None], None)
-    of_model_ND = model.hidden(ids_BT, segment_ids_BT, valid_BT)[0, valid_T]
-    found = gradients(found_ND)
-    for wanted_ND in (of_model_ND, alone_ND):
-        assert same(found_ND, wanted_ND) and all(map(same, found, gradients(wanted_ND)))
+    found_ND, wanted_ND = by_layers(math.nan), model.hidden(ids_BT, segment_ids_BT, valid_BT)[0, valid_T]
+    assert torch.equal(found_ND, by_layers(1e3))
+    assert same(found_ND, wanted_ND) and all(map(same, gradients(found_ND), gradients(wanted_ND)))
 
 
 @EVERY_MODEL
 def test_longer_than_a_table(name: str, causal: bool) -> None:
-    """A learned position table ends at the context, a table of position biases over the row at n; nothing else ends."""
+    """A learned position table ends at the context, a table of position biases at n."""
     model = random_model(replace(EVERY[name], causal=causal))
     limited = name in ("transformer", "transformer++ relu2", "flash-quad", "flash-quad cls")
     assert model.config.max_len == (CONTEXT if limited else None)
@@ -326,7 +325,7 @@ PI = Decimal("3.1415926535897932384626433832795028841971693993751058209749445923
 
 
 def exact_sin_cos(position: int, i: int, half: int) -> tuple[float, float]:
-    """sin and cos of position x 10000^(-i / half), the angle in 60 digits and turned back into one circle."""
+    """sin and cos of position x 10000^(-i / half), with the angle in 60 digits."""
     with localcontext(prec=60):
         angle = float(Decimal(position) * Decimal(10000) ** (Decimal(-i) / Decimal(half)) % (2 * PI))
     return math.sin(angle), math.cos(angle)
@@ -353,7 +352,7 @@ def test_angles_far_out(width: int) -> None:
 
 
 def test_bias_far_out() -> None:
-    """The bias between two positions around 10^6 is the one between the same positions moved to the start."""
+    """The bias between positions around 10^6 is that of the same positions at the start."""
     bias = RelPosBias(512)
     for vector in bias.parameters():
         torch.nn.init.normal_(vector, 0, 0.5, torch.Generator().manual_seed(0))
@@ -366,7 +365,7 @@ def test_bias_far_out() -> None:
 @settings(max_examples=30)
 @given(n=st.sampled_from([1, 2, 24, 511, 512, 700]), length=st.integers(1, 600), seed=SEEDS, data=st.data())
 def test_position_bias_is_its_definition(n: int, length: int, seed: int, data: st.DataObject) -> None:
-    """b[i, j] = w[j - i + n - 1] below 512, rope(a, i) . rope(b, j) from there on, where a row may be longer than n."""
+    """b[i, j] = w[j - i + n - 1] below 512, rope(a, i) . rope(b, j) from there on, for any row."""
     length = min(length, n) if n < 512 else length
     bias = RelPosBias(n).double()
     for parameter in bias.parameters():
@@ -396,7 +395,7 @@ def test_position_bias_is_not_rounded_under_autocast(n: int) -> None:
 
 @pytest.mark.rest
 def test_state_after_a_million_tokens() -> None:
-    """The float32 sum over 2^20 tokens of one document against float64, and what is read from it on the way."""
+    """The float32 sum over 2^20 tokens of one document against float64, and what is read."""
     config = replace(FLASH, n_layers=1, chunk_size=64, end_of_document=None)
     model64 = random_model(config)
     model32 = random_model(config).float()
@@ -416,7 +415,7 @@ def test_state_after_a_million_tokens() -> None:
 
 
 def test_a_longer_context_costs_flash_nothing_per_token() -> None:
-    """FLOPs per token, as PyTorch counts those of matrix products; attention of FLASH-Quad has 2 T (s + e)."""
+    """FLOPs of matrix products, per token; attention of FLASH-Quad has 2 T (s + e)."""
     flops: dict[tuple[str, int], float] = {}
     for preset, context in itertools.product(("flash", "flash-quad"), (512, 5120)):
         with FakeTensorMode(), FlopCounterMode(display=False) as counter:
@@ -429,11 +428,11 @@ def test_a_longer_context_costs_flash_nothing_per_token() -> None:
 
 
 def cost_spread(config: ModelConfig, lengths: list[int], enough: float = 0.0, most: int = 3) -> float:
-    """The dearest length over the cheapest, in CPU time of a layer's forward and backward, best of repeats: at `most`
-    so many, fewer where the spread is small `enough`.
+    """The dearest length over the cheapest, in CPU time of a layer's forward and backward, best of
+    repeats: at `most` so many, fewer where the spread is small `enough`.
 
-    The tokens are as many for each length, cut into fewer rows: with them memory stays the same, as in training with a
-    fixed number of tokens per step, and what is left is the length."""
+    The tokens are as many for each length, cut into fewer rows: with them memory stays the same, as
+    in training with a fixed number of tokens per step, and what is left is the length."""
     layer = LanguageModel(replace(config, n_layers=1)).layers[0]
     n_tokens = max(lengths)
     seconds: dict[int, float] = {}
@@ -452,6 +451,6 @@ def cost_spread(config: ModelConfig, lengths: list[int], enough: float = 0.0, mo
 
 @pytest.mark.parametrize("causal", [True, *rest(False)])
 def test_linear_cost(causal: bool) -> None:
-    """Time per token within 20% from 1K to 64K tokens, with documents of about 700; a busy machine repeats it."""
+    """Time per token within 20% from 1K to 64K tokens, with documents of about 700."""
     config = replace(FLASH, d_model=32, query_key_dim=32, chunk_size=256, causal=causal)
     assert cost_spread(config, [2**10, 2**13, 2**16], enough=1.2, most=9) <= 1.2

@@ -1,9 +1,7 @@
-"""A state that was saved goes on as if it had never been: with one prompt, with many, and after a text."""
+"""A state that was saved goes on as if it had never been."""
 
 import copy
-import os
 import pickle
-import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ TEXT = "It was the 3rd, of May;\n\n  and naïve 世界 Reader's  x=1; " * 20
 @pytest.mark.parametrize("n_before", [10, 12])
 @pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++", "combiner", "performer"])
 def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before: int, tmp_path: Path) -> None:
-    """Of one row for three prompts of other lengths; the state stays as it is, and so does a copy."""
+    """From one row for three prompts; the state stays as it is, and so does a copy."""
     model = random_model(with_end(CONFIGS[name]))
     before, prompts = random_ids(n_before).tolist(), [[3, 4, 5, 6, 7], [8], [9, 0, 2]]
     whole, _ = prefill(model, [before + prompt for prompt in prompts])
@@ -122,15 +120,3 @@ def test_what_is_no_state_of_this_model_is_refused_in_one_line(call: Call, tmp_p
         found, _, err = call(*arguments)
         assert_refused(found, err[err.find("error: "):], code, words)
     assert not (tmp_path / "new").exists() and book.read_text() == TEXT
-
-
-def test_a_kill_leaves_the_old_file_whole(tmp_path: Path) -> None:
-    """The process dies before the new file has its name."""
-    path = tmp_path / "state"
-    random_model(CONFIGS["flash"]).decoding_state(1).save(path)
-    before = path.read_bytes()
-    if (child := os.fork()) == 0:
-        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        random_model(CONFIGS["flash"], 1).decoding_state(1).save(path)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL and path.read_bytes() == before

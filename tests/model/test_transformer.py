@@ -14,7 +14,7 @@ from token_by_token import dense, normed
 @pytest.mark.parametrize("ffn", ["mlp", "glu"])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_feed_forward(activation: str, ffn: str, norm: str) -> None:
-    """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x): Eqs. 1-2 with no activation on the second factor."""
+    """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x) (Eqs. 1-2)."""
     layer = FeedForward(d_model=24, expansion_factor=2, norm=norm, activation=activation, ffn=ffn).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -37,8 +37,9 @@ def test_feed_forward(activation: str, ffn: str, norm: str) -> None:
     ("flash-quad", {"gate": False}), ("flash", {"causal": False, "first_to_all": True}),
 ], ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
 def test_initial_values(preset: str, options: dict, task: str, init_std: float) -> None:
-    """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, everything else normal(0, 0.02): but for
-    matrices and embeddings where `init_std` says so. What flash+ has besides is tested below."""
+    """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, everything else normal(0,
+    0.02): but for matrices and embeddings where `init_std` says so. What flash+ has besides is
+    tested below."""
     torch.manual_seed(0)
     fields = options | {"init_std": init_std} | ({"n_heads": 4} if PRESETS[preset].ffn != "gau" else {})
     model = LanguageModel(model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields))
@@ -62,8 +63,8 @@ def test_initial_values(preset: str, options: dict, task: str, init_std: float) 
 
 @pytest.mark.parametrize("preset", ["flash", "mc-tfm++", "flash-quad", "transformer++"])
 def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
-    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; gains of 1. The other weights of the
-    first layer are those without the options."""
+    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; gains of 1. The other
+    weights of the first layer are those without the options."""
     gau, chunks = PRESETS[preset].ffn == "gau", PRESETS[preset].chunk_size is not None
     fields = {"n_layers": 1, "d_model": 256, "vocab_size": 500} | ({"query_key_dim": 256} if gau else {"n_heads": 4})
     options = {"key_conv": 3}

@@ -53,7 +53,7 @@ def test_every_parameter_is_counted():
     small("flash", n_heads=4, **LONG_MEMORY), small("transformer++", key_conv=3)],
     ids=lambda config: f"{config.attn_type} {config.ffn}")
 def test_decoding_bytes_by_formula(config):
-    """The table in docs/paper.md in bfloat16, w bytes, with sums of f; and the state of a row has as many."""
+    """The table in docs/paper.md in bfloat16, w bytes, with sums of f; a state has as many."""
     w, f, c, h, d = 2, 4, config.chunk_size, config.n_heads, config.d_model
     s, e = (config.query_key_dim, config.d_inner) if config.ffn == "gau" else (d, d)
     constant = per_token = 0

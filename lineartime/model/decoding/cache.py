@@ -55,16 +55,14 @@ class Cache:
 
 @dataclasses.dataclass
 class ChunkState(Cache):
-    """The cache of mixed chunk attention: the open chunk, and a sum over closed chunks. Its size
-    does not depend on T."""
+    """The open chunk, and a sum over closed chunks. Its size does not depend on T."""
 
     constant: ClassVar[tuple[str, ...]] = ("bias_M",)
     k_quad_BCS: Tensor
     k_lin_BCS: Tensor
     v_BCE: Tensor
     kv_BSE: Tensor
-    """Sum of k v over the current document's tokens in closed chunks; float32 at least. Undefined
-    if there are none."""
+    """Sum of k v over the current document's closed chunks, if it has any; float32 at least."""
     n_heads: int = 1
     k_before_BCS: Tensor | None = None
     v_before_BCE: Tensor | None = None

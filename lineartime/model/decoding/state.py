@@ -118,8 +118,7 @@ class DecodingState:
 
 
 def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> None:
-    """`DecodingState.save`. facts: what else is kept, for JSON. of_model: the model's hash, if
-    known."""
+    """`DecodingState.save`. facts: for JSON. of_model: the model's hash, if it is known."""
     if state.model is None:
         raise UsageError("the state does not know its model", path, "say state.model = model")
     tensors = state.tensors()
