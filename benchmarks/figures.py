@@ -81,42 +81,28 @@ def digest(picture: Picture) -> str:
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Write a picture as PNG, whole or not at all. Raises ResourceError."""
-    with matplotlib.rc_context(STYLE), replaced(path) as file:
-        figure_of(picture).savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
-
-
-def figure_of(picture: Picture) -> Figure:
-    """Panels beside each other, in at most three columns, and one legend for all of them below."""
+    """Write a picture as PNG, whole or not at all: panels beside each other, in at most three columns,
+    a caption above, and below one legend for all, for which the picture grows. Raises ResourceError."""
     panels = picture.panels
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
-    n_rows = math.ceil(len(panels) / n_columns)
-    width = max(0.3 + 4.2 * n_columns, 8)
-    figure = Figure(figsize=(width, 0.3 + 3.2 * n_rows), dpi=150, layout="constrained")
-    places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
-    for axes in places[len(panels):]:
-        axes.remove()
-    for axes, panel in zip(places, panels, strict=False):
-        draw_lines(axes, panel)
-        scale_axes(axes, panel, panels)
-        axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
-    finish_figure(figure, picture.caption)
-    return figure
-
-
-def finish_figure(figure: Figure, caption: str) -> None:
-    """Put the caption above the panels, and below one legend, for which the figure grows."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    width, height = figure.get_size_inches()
-    if handles:
-        n_rows = math.ceil(len(handles) / max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles)))))
-        figure.set_figheight(height + 0.25 * n_rows)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center",
-                      ncols=math.ceil(len(handles) / n_rows))
-    figure.suptitle(textwrap.fill(caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left", color="#555555")
+    n_rows, width = math.ceil(len(panels) / n_columns), max(0.3 + 4.2 * n_columns, 8)
+    with matplotlib.rc_context(STYLE), replaced(path) as file:
+        figure = Figure(figsize=(width, 0.3 + 3.2 * n_rows), dpi=150, layout="constrained")
+        places = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
+        handles: dict[str, Any] = {}
+        for axes, panel in zip(places, panels, strict=False):
+            draw_lines(axes, panel)
+            scale_axes(axes, panel, panels)
+            axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+            handles = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True)) | handles
+        for axes in places[len(panels):]:
+            axes.remove()
+        in_row = max(1, width // max(1.9, 0.6 + 0.095 * max(map(len, handles), default=0)))
+        figure.set_figheight(0.3 + 3.2 * n_rows + 0.25 * math.ceil(len(handles) / in_row))
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=max(int(in_row), 1))
+        figure.suptitle(textwrap.fill(picture.caption, round(13.5 * width)), fontsize=9.5, x=0.008, ha="left",
+                        color="#555555")
+        figure.savefig(file, format="png", facecolor="white", metadata={"Rows": digest(picture)})
 
 
 def draw_lines(axes: Axes, panel: Panel) -> None:

@@ -40,7 +40,7 @@ SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale
 """Of `BOTH_GRIDS`, the models whose rows ranks can share."""
 ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "performer, own grid"]
 """Those that are measured: a model for each thing that ranks exchange."""
-OFTEN = ["flash", "flash+"]
+OFTEN = ["flash+"]
 """Those that 2, 3 and 4 ranks share; the others 3."""
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "flash, own grid"]
@@ -209,11 +209,11 @@ def run_cases(world, data):
             for n, ranks in ranks_of.items():
                 if n == 3 or name in OFTEN:
                     results["errors"][f"{name}, causal {causal}, {n} ranks"] = case.error(ranks)
-                if n == 4 and name in OFTEN[1:]:
+                if n == 4 and name in OFTEN:
                     case.model.train()
                     case.model.activation_checkpointing = True
                     results["errors"][f"checkpointing, causal {causal}"] = case.error(ranks)
-                if n == 3 and name in OFTEN[:1]:
+                if n == 3 and name == "flash":
                     with mock.patch.object(reference, "SCAN_BLOCK", 3):
                         results["errors"][f"blocks of blocks, causal {causal}"] = case.error(ranks)
         case = Case("flash+", causal, ends=True)
