@@ -1,10 +1,14 @@
-"""Text, tokens and models in a store, a local S3 server (make ecosystem)."""
+"""Text and tokens in a store (a local S3 server), and datatrove as docs/guides/many-machines.md has it
+(make ecosystem)."""
 
 import gzip
+import json
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -15,6 +19,7 @@ from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokens import open_split
 
 pytestmark = pytest.mark.ecosystem
+GUIDE = Path(__file__).parents[2] / "docs/guides/many-machines.md"
 HOW = {"vocab_size": 400, "held_out": 0.1}
 
 
@@ -56,6 +61,23 @@ def test_stores_give_the_same_bytes(bucket, tmp_path):
     assert (stream.read(0, len(stream)) == expected.read(0, len(expected))).all()
     with pytest.raises(DataError, match=r"cannot read: s3://bucket/none\.txt; no such file"):
         lineartime.prepare(["s3://bucket/none.txt"], tmp_path / "none")
+
+
+def test_datatrove_tokenizes_what_is_prepared(tmp_path):
+    """The program of the guide: its files give what their text gives."""
+    paragraphs = SAMPLE.read_text(encoding="utf-8")[:200_000].split("\n\n")
+    (tmp_path / "books").mkdir()
+    for number in range(3):
+        lines = (json.dumps({"text": text}) + "\n" for text in paragraphs[number::3] if text.strip())
+        (tmp_path / f"books/{number}.jsonl").write_text("".join(lines))
+    lineartime.prepare([tmp_path / "books/0.jsonl"], tmp_path / "part-data", vocab_size=400)
+    program = re.search(r"```py\n(.*?)```", GUIDE.read_text(), re.DOTALL)[1].replace("tasks=64", "tasks=3")
+    (tmp_path / "run.py").write_text(program)
+    subprocess.run([sys.executable, "run.py"], check=True, cwd=tmp_path)
+    for name in ("books", "tokens"):
+        lineartime.prepare([tmp_path / name], tmp_path / f"{name}-data", tokenizer=tmp_path / "part-data", held_out=0.1)
+    for path in (tmp_path / "books-data").glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "tokens-data" / path.name).read_bytes()
 
 
 def test_a_model_is_exported_and_opened_by_its_address(bucket, tmp_path):
