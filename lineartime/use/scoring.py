@@ -28,7 +28,7 @@ from lineartime.model.language_model import LanguageModel
 
 SHOWN_CHARACTERS = 80
 """A score has at most so many characters of its line."""
-WINDOW_TOKENS = 2048
+READ_TOKENS = 2048
 """The model reads about so many tokens at once, in whole chunks."""
 
 
@@ -80,9 +80,8 @@ def saved_names(state: ScoringState) -> list[str]:
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
-    """The state in a file, or without one the state before the first token. Raises UsageError for a
-    model that cannot score a text as it comes, CheckpointError for a file that is damaged or of
-    another model or tokenizer."""
+    """The state in a file, or before the first token. Raises UsageError for a model that cannot
+    score a text as it comes, CheckpointError for a file that is damaged or of another model."""
     require(type(model) is LanguageModel and model.config.causal, "only a causal language model scores a text as it "
             "comes", "score", "see evaluate for masked models")
     require(tokenizer.vocab_size <= model.config.vocab_size, "this tokenizer is another model's", tokenizer.name)
@@ -96,7 +95,7 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
     return dataclasses.replace(state, decoding=decoding, **facts)
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """Part of a text that is tokenised at once, and the number and first characters of the line
     that it ends, if it ends one."""
 
@@ -104,24 +103,24 @@ class Part(NamedTuple):
     line: tuple[int, str] | None = None
 
 
-def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[Part]:
+def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[TextPart]:
     """The next parts of a text, as far as they are known. Moves the state on."""
     *lines, rest = new.split("\n")
     for line, ended in [*((line, True) for line in lines), (rest, False)]:
         state.shown = (state.shown + line)[:SHOWN_CHARACTERS]
         # Where a long line is cut does not depend on the blocks in which it comes.
         *pieces, (state.text, _) = cut_pieces([state.text + line + "\n" * ended])
-        yield from (Part(piece.text) for piece in pieces)
+        yield from (TextPart(piece.text) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)
             if ended or state.text.isspace():  # up to its last word; in blank lines the search would be slow
                 found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
                 end = found.end() if found else 0
             state.n_lines += 1
-            yield Part(state.text[:end], (state.n_lines, state.shown))
+            yield TextPart(state.text[:end], (state.n_lines, state.shown))
             state.text, state.shown = state.text[end:], ""
     if is_end:  # white space behind the last line
-        yield Part(state.text)
+        yield TextPart(state.text)
         state.text = ""
 
 
@@ -130,7 +129,7 @@ def next_bits(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, prec
     """The bits of the next tokens, float64 `[N]`. Raises NumericsError for bits that are not
     finite."""
     device, chunk = model.embed.weight.device, model.config.chunk_size or 1
-    window, bits = max(WINDOW_TOKENS // chunk, 1) * chunk, [np.empty(0)]
+    window, bits = max(READ_TOKENS // chunk, 1) * chunk, [np.empty(0)]
     while len(ids_N):
         next_N, ids_N = np.split(ids_N, [window - state.n_tokens % window])
         read_N = np.concatenate([[state.last], next_N[:-1]])
@@ -163,7 +162,7 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
         data = block.encode("utf-8", "surrogatepass") if isinstance(block, str) else block
         text, state.tail, error = decode_next(data, state.tail, state.n_read, name)
         state.n_read += len(data or b"")
-        yield from score_parts(model, tokenizer, [*next_parts(state, text, block is None)], state, per, precision)
+        yield from scores_of(model, tokenizer, [*next_parts(state, text, block is None)], state, per, precision)
         if error is not None:
             raise error
     if per == "document":
@@ -171,10 +170,9 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
-    """Decode the next block of a stream of UTF-8; None: its end. Returns its text, the bytes of a
-    last character that is not whole yet, and the error behind the text, if there is one. tail: such
-    bytes of the block before. Both are in hexadecimal. position: the block's first byte. name: for
-    the error."""
+    """Decode the next block of a stream of UTF-8, None at its end: its text, the bytes of a last
+    character that is not whole yet in hexadecimal, and the error behind the text. tail: such bytes
+    of the block before. position: the block's first byte. name: for the error."""
     data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
     try:
         text, n = codecs.utf_8_decode(data, "strict", block is None)
@@ -184,9 +182,9 @@ def decode_next(block: bytes | None, tail: str, position: int, name: object) -> 
     return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
 
 
-def score_parts(model: LanguageModel, tokenizer: Tokenizer, parts: list[Part], state: ScoringState, per: str,
+def scores_of(model: LanguageModel, tokenizer: Tokenizer, parts: list[TextPart], state: ScoringState, per: str,
                 precision: str) -> Iterator[Score]:
-    """The scores of the tokens of some parts, or of the lines that end in them. Moves the state
+    """The scores of the tokens in these parts, or of the lines that end there. Moves the state
     on."""
     number, encoded = state.n_tokens, []
     for part in parts:

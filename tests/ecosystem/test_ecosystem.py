@@ -1,4 +1,5 @@
-"""Other libraries with the model that ships: what docs/ecosystem.md says of them (make ecosystem)."""
+"""Other libraries with the model that ships: what docs/ecosystem.md says of them (make
+ecosystem)."""
 
 import json
 import os
@@ -78,13 +79,15 @@ def test_datasets_gives_the_rows_of_prepared_text(tmp_path):
 
 
 def test_accelerate_and_trainer_smooth_labels(tmp_path):
-    """Labels are shifted: with nearly no smoothing the losses are nearly those without, if padding goes right."""
+    """Labels are shifted: with nearly no smoothing the losses are nearly those without, if padding
+    goes right."""
     found = [losses(trainer_of(tmp_path, side="right", label_smoothing_factor=factor)) for factor in (0.0, 1e-6)]
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 def test_accelerate_and_trainer_train_in_bfloat16(tmp_path):
-    """The weights stay in float32, and the losses are near those of float32: 8 bits of a loss of 4 are 0.02."""
+    """The weights stay in float32, and the losses are near those of float32: 8 bits of a loss of 4
+    are 0.02."""
     exact, trainer = losses(trainer_of(tmp_path)), trainer_of(tmp_path, bf16=True)
     found = losses(trainer)
     assert exact[-1] < exact[0] - 0.4 and found == pytest.approx(exact, abs=0.05) and found != exact
@@ -114,8 +117,8 @@ def test_accelerate_and_trainer_learn_labels(tmp_path):
 
 
 def main(out, n_rows_each):
-    """Four steps by all processes that run this; OUT/losses.json. Padding is on the right, where each row has the same
-    number of labels with any other rows in its batch."""
+    """Four steps by all processes that run this; OUT/losses.json. Padding is on the right, where
+    each row has the same number of labels with any other rows in its batch."""
     book = (Path(lineartime.__file__).parent / "text/jane_eyre.txt").read_text()
     rows = [{"input_ids": opened()[1](book[5000 + 200 * i :][: 60 + 7 * i]).input_ids} for i in range(40)]
     trainer = trainer_of(out, rows, side="right", per_device_train_batch_size=int(n_rows_each))
@@ -125,7 +128,8 @@ def main(out, n_rows_each):
 
 
 def test_accelerate_launches_two_processes(tmp_path):
-    """They give the losses of one process with twice the rows. (`--cpu` would start one process.)"""
+    """They give the losses of one process with twice the rows. (`--cpu` would start one
+    process.)"""
     (tmp_path / "two").mkdir()
     done = subprocess.run([sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
                            "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
@@ -235,7 +239,8 @@ def test_trl_prefers(tmp_path):
 
 
 def test_lm_eval_rolls_the_likelihood_of_a_text():
-    """With add_bos_token=False; otherwise it scores the beginning too. A text longer than a training row is whole."""
+    """With add_bos_token=False; otherwise it scores the beginning too. A text longer than a
+    training row is whole."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 

@@ -52,7 +52,8 @@ def bucket(tmp_path_factory):
 
 
 def test_stores_give_the_same_bytes(bucket, tmp_path):
-    """s3fs: read from a store and written to it, by two processes; found complete again; mapped from a copy."""
+    """s3fs: read from a store and written to it, by two processes; found complete again; mapped
+    from a copy."""
     own = lineartime.prepare([bucket / "books"], tmp_path / "own", **HOW)
     there = lineartime.prepare(["s3://bucket/books"], "s3://bucket/out", **HOW, jobs=2, unit_bytes=100_000)
     assert there.sha256 == own.sha256
@@ -81,7 +82,8 @@ def test_datatrove_tokenizes_what_is_prepared(tmp_path):
 
 
 def test_a_model_is_exported_and_opened_by_its_address(bucket, tmp_path):
-    """Trained on tokens in a store; what is said of it and its text are those of an export into a folder."""
+    """Trained on tokens in a store; what is said of it and its text are those of an export into a
+    folder."""
     def call(*arguments):
         command = [sys.executable, "-m", "lineartime", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout

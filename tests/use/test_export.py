@@ -1,4 +1,5 @@
-"""A run made into a folder to give away: what is in it is the run's, and what its card says was measured."""
+"""A run made into a folder to give away: what is in it is the run's, and what its card says was
+measured."""
 
 import json
 import math
@@ -111,7 +112,8 @@ def test_a_program_with_another_default_dtype_and_device_gets_the_same_model(run
 
 
 def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) -> None:
-    """With trust all of it; without, a plain tokenizer gives the same ids. What is saved again opens the same way."""
+    """With trust all of it; without, a plain tokenizer gives the same ids. What is saved again
+    opens the same way."""
     ours = AutoTokenizer.from_pretrained(exported)
     batch = ours(["Reader, I", "I"], padding=True)
     expected = (f"{batch['input_ids']} {batch['attention_mask']} {ours.bos_token} {ours.eos_token} {ours.pad_token}\n")
@@ -130,7 +132,8 @@ def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) 
 
 
 def test_without_the_package_it_says_where_to_find_it(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would say to install by name what a file imports outside of `try`; no index has the name."""
+    """transformers would say to install by name what a file imports outside of `try`; no index has
+    the name."""
     code = exported / "modeling_lineartime.py"
     assert get_imports(code) == []
     monkeypatch.setitem(sys.modules, "lineartime.hf", None)
@@ -225,7 +228,8 @@ def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path,
 
 
 def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, the exit code of the kind of trouble, and nothing left behind; before the scores, which take long."""
+    """One line, the exit code of the kind of trouble, and nothing left behind; before the scores,
+    which take long."""
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     assert_refused(*call("export", run, "--out", tmp_path / "latin1.md" / "out")[::2], 6, "cannot write")
     monkeypatch.setattr("lineartime.use.export.evaluate_data", pytest.fail)
@@ -275,7 +279,8 @@ def test_a_damaged_newest_checkpoint_is_said(run: Path, data: Path, tmp_path: Pa
 
 
 def copy_of(folder: Path, out: Path) -> Path:
-    """A copy of a folder; of a run's newest checkpoint, the checkpoint as `latest` names it in a copy of the run."""
+    """A copy of a folder; of a run's newest checkpoint, the checkpoint as `latest` names it in a
+    copy of the run."""
     if folder.name == "latest":
         shutil.copytree(folder.parent, out, symlinks=True)
         (out / "latest").unlink()

@@ -1,5 +1,5 @@
-"""A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel` gives, and classes
-of rows."""
+"""A checkpoint's folder under transformers: the same weights, logits and tokens as `LanguageModel`
+gives, and classes of rows."""
 
 import copy
 import dataclasses
@@ -197,7 +197,8 @@ def test_padding_anywhere_changes_nothing(ours, hf64):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_loss_of_a_row_does_not_depend_on_those_beside_it(hf64, side):
-    """With padding on either side, whose id is a token's: it is not predicted, and nothing is predicted from it."""
+    """With padding on either side, whose id is a token's: it is not predicted, and nothing is
+    predicted from it."""
     rows = [[EOD, 1, 2, 3], [EOD, 4, 5, 6, 7, 8, 9]]
     ids_BT, mask_BT = torch.full((2, 7), 3), torch.zeros(2, 7, dtype=torch.long)
     for row, ids in enumerate(rows):
@@ -281,8 +282,8 @@ def test_a_cache_is_a_file(hf64, tmp_path):
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "widths"), [("flash", [1] * 6), ("flash", [2, 5, 3]), ("transformer++", [2, 5, 3])])
 def test_exported_for_generation(name, widths):
-    """By the exporter of transformers: decoding by one token or by many, with a cache that goes in and comes out,
-    padding, documents, and other numbers of rows and tokens than the example has."""
+    """By the exporter of transformers: decoding by one token or by many, with a cache that goes in
+    and comes out, padding, documents, and other numbers of rows and tokens than the example has."""
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
     config = LineartimeConfig(**to_dict(dataclasses.replace(CONFIGS[name], n_layers=1)))
@@ -338,7 +339,8 @@ def test_rows_of_a_cache(hf64):
 
 
 def test_loss(ours, hf):
-    """Training makes no logits unless asked: they would be most of the memory. An evaluation has them."""
+    """Training makes no logits unless asked: they would be most of the memory. An evaluation has
+    them."""
     ids_BT = packed_ids()
     expected_BT = token_losses(ours, ids_BT).detach()
     # transformers runs the last token too, which changes the rounding of a sum
@@ -392,7 +394,8 @@ def test_configurations_that_differ_are_not_equal_and_wrong_ones_are_refused(fol
 
 
 def test_the_longest_row_is_not_that_of_training(tmp_path):
-    """lm_eval cuts texts to it, and transformers warns of it. A table of positions has an end, FLASH has none."""
+    """lm_eval cuts texts to it, and transformers warns of it. A table of positions has an end,
+    FLASH has none."""
     table = dataclasses.replace(CONFIGS["transformer++"], abs_pos="learned")
     for config, longest in ((CONFIGS["flash"], 1 << 30), (table, table.context)):
         LineartimeConfig(**to_dict(config)).save_pretrained(tmp_path)
@@ -445,8 +448,9 @@ def test_positions_say_what_the_mask_says_or_where_documents_begin(hf64):
 @pytest.mark.parametrize(("name", "causal"), [("flash", True), ("flash", False), *rest(
     *itertools.product(("flash-quad", "transformer++", "flash long memory"), (True, False)))])
 def test_one_loss_padded_packed_and_alone(name, causal):
-    """With `document_grid` "own": texts in padded rows, in one row as DataCollatorWithFlattening makes it, or in rows
-    of their own; an end-of-document token inside a text begins a document there as well."""
+    """With `document_grid` "own": texts in padded rows, in one row as DataCollatorWithFlattening
+    makes it, or in rows of their own; an end-of-document token inside a text begins a document
+    there as well."""
     config = dataclasses.replace(CONFIGS[name], document_grid="own", causal=causal)
     kind = AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
     hf = kind.from_config(LineartimeConfig(**to_dict(config))).double()
@@ -473,7 +477,8 @@ def test_one_loss_padded_packed_and_alone(name, causal):
 
 
 def test_vectors_instead_of_tokens(hf64):
-    """In parallel, with padding, in packed rows and by decoding: without ids no token begins a document."""
+    """In parallel, with padding, in packed rows and by decoding: without ids no token begins a
+    document."""
     batch = left_padded([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]])
     ids_BT, mask_BT = batch.values()
     embeds_BTD = hf64.get_submodule("embeddings.word_embeddings")(ids_BT).detach()  # the name that PEFT looks for
@@ -510,7 +515,8 @@ def test_the_states_of_every_block(hf64):
 
 
 def test_padding_is_a_token_of_its_own(hf64, folder):
-    """Outside the vocabulary: the model takes it for padding with and without a mask, and never for a target."""
+    """Outside the vocabulary: the model takes it for padding with and without a mask, and never for
+    a target."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(["once upon a time", "no"], padding=True, return_tensors="pt")
     ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"]
@@ -539,7 +545,8 @@ def test_padding_is_a_token_of_its_own(hf64, folder):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.rest
 def test_exported_with_any_length(hf64):
-    """One program for rows of 2 to 64 tokens, with padding on the left, and one for rows without a mask."""
+    """One program for rows of 2 to 64 tokens, with padding on the left, and one for rows without a
+    mask."""
     lengths = {1: torch.export.Dim("T", min=2, max=64)}
     ids_BT = packed_ids()
     for mask in (None, ids_BT.cumsum(1) > 300):
@@ -572,7 +579,8 @@ def test_generation_stops_at_a_string(hf64, folder):
 
 
 def test_what_trl_asks_of_a_model(hf):
-    """Its trainers take the trunk and the head apart, and call the trunk from a `forward` of their own."""
+    """Its trainers take the trunk and the head apart, and call the trunk from a `forward` of their
+    own."""
     ids_BT, forward = packed_ids(), hf.forward
     hf.forward = lambda *arguments, **more: forward(*arguments, **more)
     trunk, head = hf.base_model, hf.get_output_embeddings()
@@ -626,7 +634,8 @@ def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
 
 
 def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
-    """As in training. Trainers write the end of a document behind a text, and a chat's template has special tokens."""
+    """As in training. Trainers write the end of a document behind a text, and a chat's template has
+    special tokens."""
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), byte_tokenizer()
     texts = ["a <|pad|> b", f"{END_OF_DOCUMENT} c"]
     assert tokenizer(texts)["input_ids"] == [[EOD, *plain.encode(text)] for text in texts]
@@ -700,7 +709,8 @@ def test_a_tokenizer_from_elsewhere_keeps_its_own_tokens(folder, tmp_path):
     ours, tokenizer = load_tokenizer(tmp_path / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer("abba b")["input_ids"] == [ours.end_of_document, *ours.encode("abba b")]
     assert (tokenizer.bos_token, tokenizer.eos_token) == (END_OF_DOCUMENT, "<|turn|>")
-    # A plain class would heed the post-processor: nothing but this class, imported or trusted, opens such an export.
+    # A plain class would heed the post-processor: nothing but this class, imported or trusted,
+    # opens such an export.
     (tmp_path / "tokenizer_config.json").write_text(tokenizer_files(ours)["tokenizer_config.json"])
     assert type(AutoTokenizer.from_pretrained(tmp_path)) is LineartimeTokenizer
 

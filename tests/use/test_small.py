@@ -1,4 +1,5 @@
-"""The model that ships with the package: small, whole, better than a compressor on a book it has not seen."""
+"""The model that ships with the package: small, whole, better than a compressor on a book it has
+not seen."""
 
 import re
 import shlex
