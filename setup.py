@@ -1,4 +1,5 @@
-"""The package's description on an index: README without the links and pictures that only a checkout has."""
+"""The package's description on an index: README without the links and pictures that only a checkout
+has."""
 
 import re
 from pathlib import Path

@@ -81,8 +81,8 @@ def digest(picture: Picture) -> str:
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Write a picture as PNG, whole or not at all: panels beside each other, in at most three columns,
-    a caption above, and below one legend for all, for which the picture grows. Raises ResourceError."""
+    """Write a picture as PNG, whole or not at all: panels in at most three columns, a caption above,
+    and below one legend for all, for which the picture grows. Raises ResourceError."""
     panels = picture.panels
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows, width = math.ceil(len(panels) / n_columns), max(0.3 + 4.2 * n_columns, 8)
@@ -320,8 +320,7 @@ def recall_picture(rows: Sequence[Row], task: str) -> Picture:
         by_number.append(Line(name, spread_points({n: accuracies(runs, lengths[0], n) for n in n_facts}), style))
         by_length.append(Line(name, spread_points({length: accuracies(runs, length) for length in lengths}), style))
         by_step.append(Line(name, tuple((step, right) for step, _, right in runs[0]["curve"]), style))
-    # A model that would know a row's values but not their keys. It is on top: models often end
-    # there.
+    # A model that would know a row's values but not their keys. It is drawn on top.
     known, name = [without_keys(task, n) for n in n_facts], "the values without their keys"
     mean, steps = statistics.fmean(known), [step for each in by_step for step, _ in each.points] or [0]
     by_number.append(Line(name, tuple(zip(n_facts, known, strict=True)), DOTTED))

@@ -1,11 +1,12 @@
-"""The Markdown pages of this repository as one tree for the site's builder, and a check of the site it built.
+"""The Markdown pages of this repository as one tree for the site's builder, and a check of the site
+it built.
 
-    python docs/site.py pages FOLDER     copy the pages; a source file that a page links to becomes a page too
-    python docs/site.py check FOLDER     every link and anchor of the built HTML leads somewhere
+    python docs/site.py pages FOLDER     copy the pages; a source file that a page links to becomes
+    a page too python docs/site.py check FOLDER     every link and anchor of the built HTML leads
+    somewhere
 
-On a code host a link such as ../lineartime/model/gau.py opens the file. A site has no files, so there it opens a page with
-the file's text.
-"""
+On a code host a link such as ../lineartime/model/gau.py opens the file. A site has no files, so
+there it opens a page with the file's text."""
 
 import re
 import shutil
@@ -20,7 +21,8 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml"}
 
 
 def copy_pages(out: Path) -> None:
-    """Write README, the other pages at the root, docs/ and all they link to under `out`, each at its own path.
+    """Write README, the other pages at the root, docs/ and all they link to under `out`, each at
+    its own path.
 
     Exits with a message that names the page and the link where a link leads nowhere."""
     shutil.rmtree(out, ignore_errors=True)

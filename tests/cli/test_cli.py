@@ -1,4 +1,5 @@
-"""The command line as a person meets it: every verb, every refusal in one line, nothing heavy imported too soon."""
+"""The command line as a person meets it: every verb, every refusal in one line, nothing heavy
+imported too soon."""
 
 import errno
 import io
@@ -135,7 +136,8 @@ def test_generate_from_arguments_files_and_stdin(run: Path, tmp_path: Path, call
 
 
 def test_generate_ends_before_a_stop_text(call: Call) -> None:
-    """For one prompt, which streams, and for two, which do not. The stop text is a part of several tokens."""
+    """For one prompt, which streams, and for two, which do not. The stop text is a part of several
+    tokens."""
     begin, how = ["generate", "small", "Reader,"], ["--max-new-tokens", 12, "--temperature", 0]
     free = call(*begin, *how)[1].rstrip("\n")
     unfinished, stop = free[-1] + "never", free[-11:-5]

@@ -1,4 +1,5 @@
-"""What there is to choose from: models, fields, examples, and what the shell completes. None of it needs torch."""
+"""What there is to choose from: models, fields, examples, and what the shell completes. None of it
+needs torch."""
 
 import os
 import shlex

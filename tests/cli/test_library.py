@@ -1,4 +1,5 @@
-"""The library from Python: what the verbs do in a few lines, with progress as a callback and nothing printed."""
+"""The library from Python: what the verbs do in a few lines, with progress as a callback and
+nothing printed."""
 
 import json
 import logging

@@ -1,4 +1,5 @@
-"""What a run is before its first step: its size, its plan, its time; its lines for TensorBoard; and signals."""
+"""What a run is before its first step: its size, its plan, its time; its lines for TensorBoard; and
+signals."""
 
 import json
 import os
@@ -192,7 +193,8 @@ def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monk
 
 
 def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
-    """Also of a run that went on and wrote lines again; and nothing is written for a run that is complete."""
+    """Also of a run that went on and wrote lines again; and nothing is written for a run that is
+    complete."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, wanted = tmp_path / "run", {}

@@ -1,5 +1,5 @@
-"""Commands of the pages: those of docs/guides/own-text.md run as they stand there, on a small text and at few steps;
-every other one is what its verb takes."""
+"""Commands of the pages: those of docs/guides/own-text.md run as they stand there, on a small text
+and at few steps; every other one is what its verb takes."""
 
 import shlex
 from pathlib import Path

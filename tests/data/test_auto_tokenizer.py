@@ -1,4 +1,5 @@
-"""A folder of another model's tokenizer gives the ids that transformers gives, or is refused in one line."""
+"""A folder of another model's tokenizer gives the ids that transformers gives, or is refused in one
+line."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""A text has the same ids wherever it is read: in prepare, in embed and classify, and in transformers."""
+"""A text has the same ids wherever it is read: in prepare, in embed and classify, and in
+transformers."""
 
 import itertools
 import random
@@ -23,7 +24,8 @@ SPELLED = [END_OF_DOCUMENT, PAD, "[MASK]", "[SEP]", "[UNK]", "<unk>", "<s>", "<0
 
 
 def texts_of_scripts(n):
-    """Short texts of words of one script or more, with white space of many kinds, and names of special tokens."""
+    """Short texts of words of one script or more, with white space of many kinds, and names of
+    special tokens."""
     draw = random.Random(0)
 
     def word():

@@ -1,4 +1,5 @@
-"""Documents from files, and files into splits; whatever is wrong is refused with the file and its line, row or byte."""
+"""Documents from files, and files into splits; whatever is wrong is refused with the file and its
+line, row or byte."""
 
 import bz2
 import contextlib

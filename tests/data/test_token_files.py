@@ -1,4 +1,5 @@
-"""Tokens that other programs wrote are prepared as they are, and read by trainers that are not ours."""
+"""Tokens that other programs wrote are prepared as they are, and read by trainers that are not
+ours."""
 
 import struct
 

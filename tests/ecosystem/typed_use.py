@@ -1,5 +1,5 @@
-"""A program that uses the public names with types. `make wheel` checks it against the installed package, by mypy
---strict and by pyright; it is not run."""
+"""A program that uses the public names with types. `make wheel` checks it against the installed
+package, by mypy --strict and by pyright; it is not run."""
 
 from pathlib import Path
 

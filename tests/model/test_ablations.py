@@ -1,4 +1,5 @@
-"""The paper's other models and its ablations are their definitions: each layer against the same token by token."""
+"""The paper's other models and its ablations are their definitions: each layer against the same
+token by token."""
 
 from dataclasses import replace
 
@@ -20,8 +21,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def agree_with_definition(config: ModelConfig, rows: list[list[int]], seed: int) -> None:
-    """The first layer's output and the gradient in every weight and in x. rows: documents, and -1 at the end for
-    padding, which neither is asked nor gets a gradient."""
+    """The first layer's output and the gradient in every weight and in x. rows: documents, and -1
+    at the end for padding, which neither is asked nor gets a gradient."""
     model = random_model(replace(config, n_layers=1), seed)
     layer = model.layers[0]
     w = dict(layer.named_parameters())
@@ -95,8 +96,8 @@ SHORT = [*PRESETS, "transformer++ relu2", "flash softmax", "flash heads", "flash
 
 @pytest.mark.parametrize("name", SHORT)
 def test_bfloat16_is_near(name: str) -> None:
-    """Under autocast, as in training and evaluation: the loss and every gradient are near those of float32, and with
-    bfloat16 weights the output too."""
+    """Under autocast, as in training and evaluation: the loss and every gradient are near those of
+    float32, and with bfloat16 weights the output too."""
     torch.manual_seed(0)
     config = replace(DEFINED[name], d_model=32, query_key_dim=16, context=64)
     model, ids_BT = LanguageModel(config), random_ids(2, 50)

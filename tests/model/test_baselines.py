@@ -1,5 +1,5 @@
-"""What Performer's three sums have to keep. That Combiner and Performer are their formulas, output and gradients, is in
-test_ablations.py beside the other models."""
+"""What Performer's three sums have to keep. That Combiner and Performer are their formulas, output
+and gradients, is in test_ablations.py beside the other models."""
 
 import itertools
 
@@ -43,7 +43,8 @@ def test_three_ways_to_sum_are_one(causal: bool, seed: int, n_tokens: int, data:
 
 @EVERY_PREFIX_SUM
 def test_a_large_entry_changes_nothing_before_it(prefix_sum: str) -> None:
-    """In float32, bit for bit: a sum that is taken back by subtraction would keep the rounding of 10^4."""
+    """In float32, bit for bit: a sum that is taken back by subtraction would keep the rounding of
+    10^4."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 300, 2, 4, generator=generator) for _ in range(3))
     small = performer_attention(q, k, v, causal=True, prefix_sum=prefix_sum)
@@ -61,7 +62,8 @@ def test_a_large_entry_changes_nothing_before_it(prefix_sum: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
 def test_sums_over_thousands_of_tokens_in_bfloat16(prefix_sum: str, autocast: bool,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running sum in bfloat16 stops growing after some hundred terms: the mean of later values would be lost."""
+    """A running sum in bfloat16 stops growing after some hundred terms: the mean of later values
+    would be lost."""
     monkeypatch.setattr(performer, "BLOCK", 8)
     generator = torch.Generator().manual_seed(0)
     n_tokens = 4096

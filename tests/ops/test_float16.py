@@ -1,4 +1,5 @@
-"""float16 in the reference: neither sums over long rows nor large scores lose digits or leave its range."""
+"""float16 in the reference: neither sums over long rows nor large scores lose digits or leave its
+range."""
 
 import pytest
 import torch

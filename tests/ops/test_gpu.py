@@ -1,5 +1,6 @@
-"""On a CUDA device: what a processor computes in float64, for every model; training in bfloat16; decoding; compiling;
-and the kernels at the sizes they are for, where the tests of each kernel are of small ones in Triton's interpreter.
+"""On a CUDA device: what a processor computes in float64, for every model; training in bfloat16;
+decoding; compiling; and the kernels at the sizes they are for, where the tests of each kernel are
+of small ones in Triton's interpreter.
 
 Left out unless asked for: `python -m pytest -m gpu tests/ops/test_gpu.py`."""
 
@@ -43,7 +44,8 @@ def device():
 
 
 def error(ours: Tensor, theirs: Tensor, least: float = 1.0) -> float:
-    """Norm of the difference over the norm, or over `least` where that is less; not a number where one is not."""
+    """Norm of the difference over the norm, or over `least` where that is less; not a number where
+    one is not."""
     assert ours.shape == theirs.shape
     ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
     return float((ours - theirs).norm() / theirs.norm().clamp(min=least))
@@ -99,7 +101,8 @@ def test_bfloat16_trains(preset: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["transformer++", "flash-quad", "flash", "mc-tfm++"])
 def test_packed_documents_do_not_see_each_other(preset: str, dtype: torch.dtype) -> None:
-    """Attention of variable length in bfloat16: near float64 on a processor, and nothing of another document."""
+    """Attention of variable length in bfloat16: near float64 on a processor, and nothing of another
+    document."""
     config = middle_sized(preset, end_of_document=END)
     model = LanguageModel(config).train()
     ids_1T = random_ids(1, 512, vocab_size=511) + 1
@@ -115,7 +118,8 @@ def test_packed_documents_do_not_see_each_other(preset: str, dtype: torch.dtype)
         others = model(other_1T.to(DEVICE))
     limit = LIMITS[torch.float32] if dtype == torch.float32 else 5e-2
     least = 0.01 * max(float(t.norm()) for t in expected.values())
-    # A gradient that is one number is a sum in which most of it cancels: bfloat16 leaves little of it.
+    # A gradient that is one number is a sum in which most of it cancels: bfloat16 leaves little of
+    # it.
     several = [name for name in expected if dtype == torch.float32 or expected[name].numel() > 1]
     assert {n: e for n in several if not (e := error(made[n], expected[n], least)) <= limit} == {}
     assert torch.equal(others[:, :131], made["logits"][:, :131])
@@ -179,7 +183,8 @@ def value_and_gradients(function: Callable, inputs: dict[str, Tensor], cotangent
 
 def too_far(kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
             dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Outputs and gradients whose error is more than twice the reference's in the same dtype: both errors."""
+    """Outputs and gradients whose error is more than twice the reference's in the same dtype: both
+    errors."""
     exact_inputs = {key: x.detach().double().requires_grad_(x.requires_grad) for key, x in inputs.items()}
     cotangent = torch.randn_like(definition(*inputs.values()))
     exact = value_and_gradients(definition, exact_inputs, cotangent)
@@ -195,8 +200,8 @@ def too_far(kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool, dtype: torch.dtype) -> None:
-    """With documents and padding; and in whole chunks, in rows of one document. Memory that a kernel is given holds NaN
-    (see conftest)."""
+    """With documents and padding; and in whole chunks, in rows of one document. Memory that a
+    kernel is given holds NaN (see conftest)."""
     for n_tokens in (*LENGTHS, 2048):
         config = op_config(name, chunk, causal, n_tokens)
         ids_BT = None if n_tokens == 2048 else documents(3, n_tokens).to(DEVICE)
@@ -218,8 +223,8 @@ def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> N
     {}, {"query_key_dim": 64}, {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"},
     {"n_heads": 2, "linear_gate": True, "chunk_pooling": "written"}], ids=["paper", "narrow", "options", "heads"])
 def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
-    """FLASH, with narrower heads, options beyond the paper, several heads: gradients, and prompts of different lengths
-    in parts."""
+    """FLASH, with narrower heads, options beyond the paper, several heads: gradients, and prompts
+    of different lengths in parts."""
     model = LanguageModel(model_config("flash", n_layers=2, d_model=128, vocab_size=64, context=700, chunk_size=128,
                                        end_of_document=END, **options)).double()
     for layer in model.layers:  # so that the linear half counts
@@ -290,7 +295,8 @@ def with_kernels(preset: str) -> ModelConfig:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["flash", "flash-quad"])
 def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) -> None:
-    """The whole gradient of a step is at most twice as far from float64 as that of the reference."""
+    """The whole gradient of a step is at most twice as far from float64 as that of the
+    reference."""
     model = random_model(with_kernels(preset)).to(DEVICE, torch.float32).train()
     rows_BT = (random_ids(3, 701, vocab_size=511) + 1).to(DEVICE)
     rows_BT[1, [5, 130, 131, 400]] = END

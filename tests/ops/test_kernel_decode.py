@@ -1,4 +1,5 @@
-"""The kernel of a decode step, in Triton's interpreter, held to its reference, which is the layer's."""
+"""The kernel of a decode step, in Triton's interpreter, held to its reference, which is the
+layer's."""
 
 from dataclasses import replace
 
@@ -27,7 +28,8 @@ MADE_BY = ("gamma_4S", "beta_4S", "sin_B1R", "cos_B1R")
 @pytest.mark.parametrize("lengths", [(1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), (CHUNK + 1, CHUNK + 1)])
 def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, ...],
                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every place in a chunk, with documents, rows together and not, as `decode_step` and as `DecodeStep`."""
+    """At every place in a chunk, with documents, rows together and not, as `decode_step` and as
+    `DecodeStep`."""
     model = random_model(config)
     prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
     tokens_NB = [random_ids(len(prompts), seed=seed, vocab_size=6) for seed in range(2 * CHUNK + 2)]
@@ -91,8 +93,8 @@ def run(op, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> tupl
 
 
 def assert_held(inputs: dict[str, Tensor]) -> None:
-    """The output and what is written have at most twice the reference's error; nothing else is written, and nothing is
-    read where a row has nothing to see."""
+    """The output and what is written have at most twice the reference's error; nothing else is
+    written, and nothing is read where a row has nothing to see."""
     (theirs, their_buffers), (exact, exact_buffers) = (run(reference.chunk_decode_step, inputs, dtype)
                                                        for dtype in (None, torch.float64))
     hidden = {name: x.clone() for name, x in inputs.items()}
@@ -118,7 +120,8 @@ def assert_held(inputs: dict[str, Tensor]) -> None:
 
 
 ROWS = [(0, 0), (C - 1, 0), (2 * C + 33, 0), (3 * C, 2 * C + 9), (3 * C + 77, 3 * C + 45), (C + 33, C + 33)]
-"""A first token, a last slot, a row in its third chunk, documents that began before the chunk, in it and just now."""
+"""A first token, a last slot, a row in its third chunk, documents that began before the chunk, in
+it and just now."""
 
 
 @pytest.mark.parametrize(("dtype", "rows", "e", "more"), [
@@ -181,7 +184,8 @@ def test_no_derivative_and_wrong_buffers_are_refused() -> None:
 
 
 def test_a_layer_that_trains_only_its_scales_steps_by_the_reference() -> None:
-    """The kernel has no gradient: where any parameter wants one, the reference runs, whatever `impl` says."""
+    """The kernel has no gradient: where any parameter wants one, the reference runs, whatever
+    `impl` says."""
     torch.manual_seed(0)
     model = LanguageModel(model_config("flash", n_layers=1, d_model=64, vocab_size=16, context=256, chunk_size=128))
     model.set_impl("triton")

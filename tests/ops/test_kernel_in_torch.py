@@ -1,4 +1,5 @@
-"""What PyTorch asks of every kernel's op: compiled and checkpointed, in any layout, one derivative and no other."""
+"""What PyTorch asks of every kernel's op: compiled and checkpointed, in any layout, one derivative
+and no other."""
 
 from functools import partial
 
@@ -40,8 +41,8 @@ def run(op, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 @EVERY_OP
 def test_compiled_checkpointed_and_in_any_layout(made) -> None:
-    """To the bit: in one graph, with what is kept for backward made again, and with rows and tokens interleaved, angles
-    expanded and every second column, as with contiguous inputs."""
+    """To the bit: in one graph, with what is kept for backward made again, and with rows and tokens
+    interleaved, angles expanded and every second column, as with contiguous inputs."""
     op, inputs = made(133 if made is of_chunks else 67, torch.bfloat16)
     strided = {name: x.repeat_interleave(2, -1)[..., ::2] for name, x in inputs.items()}
     first = next(iter(inputs))
@@ -56,8 +57,9 @@ def test_compiled_checkpointed_and_in_any_layout(made) -> None:
 @EVERY_OP
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
 def test_derivatives_that_are_not_there(made) -> None:
-    """Angles have no gradient. A second derivative, one carried forward, and those of torch.func are errors, not zeros;
-    also where the gradient of the output is constant, as that of a mean is."""
+    """Angles have no gradient. A second derivative, one carried forward, and those of torch.func
+    are errors, not zeros; also where the gradient of the output is constant, as that of a mean
+    is."""
     op, inputs = made(5, torch.bfloat16)
     first, *others = inputs.values()
     leaves = [x.requires_grad_() for x in (first, *others)]
@@ -75,8 +77,8 @@ def test_derivatives_that_are_not_there(made) -> None:
 
 
 def test_an_op_returns_what_it_says() -> None:
-    """As `torch.compile` sees it: with a past that goes out or not, with heads from outside, and a token whose
-    heads are made or given."""
+    """As `torch.compile` sees it: with a past that goes out or not, with heads from outside, and a
+    token whose heads are made or given."""
     def check(op, *args, more=()) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", *more))
 

@@ -32,7 +32,8 @@ def row():
 
 @torch.no_grad()
 def decode():
-    """Rows at several places of their chunk, some in a document that began in it; with heads made and to be made."""
+    """Rows at several places of their chunk, some in a document that began in it; with heads made
+    and to be made."""
     position, start = torch.tensor([(0, 0), (127, 0), (289, 0), (461, 429), (461, 461)]).T
     offset, n = position % 128, len(position)
     carried = (position - offset - start).clamp(min=0)
@@ -55,7 +56,8 @@ KERNELS = {name for module in (decode_step, gradients, mixed_chunk, quadratic)
 
 @pytest.mark.rest
 def test_no_launch_depends_on_the_order_of_its_programs(monkeypatch):
-    """By the addresses that programs read and write, and by the bits of all results in other orders."""
+    """By the addresses that programs read and write, and by the bits of all results in other
+    orders."""
     launched = set()
     for case, settings in CASES:
         with monkeypatch.context() as patch:

@@ -1,5 +1,5 @@
-"""Attention of whole chunks behind a past: kernels are held to the reference. That rows in parts are the rows is tested
-in ops/test_context.py."""
+"""Attention of whole chunks behind a past: kernels are held to the reference. That rows in parts
+are the rows is tested in ops/test_context.py."""
 
 import pytest
 import torch
@@ -25,9 +25,10 @@ PARTS = {"one document that goes on": [0] * 256,
 
 def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, *, causal: bool, carried: bool,
              pooling: str = "mean") -> dict[str, Tensor]:
-    """The output of parts of rows, what they hand on, and all gradients, also of what enters: sums of k v of 300 tokens
-    before the part and, when not causal, of as many after it, unless it ends in padding; with pooling "written" of
-    gates whose sum is .4 or 90. carried: a `CarriedState`; otherwise what ranks exchange."""
+    """The output of parts of rows, what they hand on, and all gradients, also of what enters: sums
+    of k v of 300 tokens before the part and, when not causal, of as many after it, unless it ends
+    in padding; with pooling "written" of gates whose sum is .4 or 90. carried: a `CarriedState`;
+    otherwise what ranks exchange."""
     leaves = {name: x.detach().requires_grad_(name not in ("sin", "cos")) for name, x in inputs.items()}
     how = {"chunk_size": 128, "causal": causal, "segment_ids_BT": ids_BT}
     if "heads" in inputs:
@@ -85,7 +86,8 @@ EVERY_PART = torch.tensor(list(PARTS.values()))
           (True, {"causal": True, "carried": True, "pooling": "sum"}, None))])
 def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_BT: Tensor | None,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of rows of every layout, the chunks' states in one level or, of heads that are made, in two."""
+    """Parts of rows of every layout, the chunks' states in one level or, of heads that are made, in
+    two."""
     monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 0 if of_heads else 32)
     shape = (2, 256) if ids_BT is None else ids_BT.shape
     inputs = head_inputs(*shape, 64, torch.bfloat16) if of_heads else make_inputs(*shape, torch.bfloat16)
@@ -118,8 +120,8 @@ FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_p
 @pytest.mark.parametrize("fields", [{}, *rest(FLASH_PLUS, {"query_key_dim": 64})], ids=str)
 def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """With documents, in parts that end inside chunks and are shorter in the last row, which then goes on alone: the
-    rows read at once."""
+    """With documents, in parts that end inside chunks and are shorter in the last row, which then
+    goes on alone: the rows read at once."""
     model = tiny("flash", n_layers=1, end_of_document=0, **fields).eval()
     torch.nn.init.ones_(model.layers[0].scale_offset.gamma)  # so that the state counts
     lengths, carried = [], mixed_chunk.gated_chunk_attention

@@ -1,5 +1,5 @@
-"""FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held to the reference.
-"""
+"""FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held
+to the reference."""
 
 from functools import partial
 
@@ -15,7 +15,8 @@ from marks import rest
 
 
 def make_inputs(n_rows: int, n_tokens: int, d_inner: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounded to their type. Of three rows each has its own positions, and only uvz is short, as under autocast."""
+    """Rounded to their type. Of three rows each has its own positions, and only uvz is short, as
+    under autocast."""
     position_BT, parameters = torch.arange(n_tokens)[None], dtype
     if n_rows == 3:
         position_BT, parameters = position_BT + 100 * torch.arange(n_rows)[:, None], torch.float32
@@ -39,8 +40,9 @@ SMALL = [(2, 9, 16, True, True, 128), (2, 70, 48, False, False, 1000)]
     *rest((1, 133, 272, False, True, 64, torch.bfloat16), (1, 129, 16, True, False, 129, torch.float32))])
 def test_held_to_float64(n_rows: int, n_tokens: int, d_inner: int, causal: bool, with_documents: bool, scale_len: int,
                          dtype: torch.dtype) -> None:
-    """In part of a tile, in several, and in none that is full; of columns too. Of one token there are three rows: with
-    one, the gradients of gamma, beta and w are one number, and their distance is that number's luck."""
+    """In part of a tile, in several, and in none that is full; of columns too. Of one token there
+    are three rows: with one, the gradients of gamma, beta and w are one number, and their distance
+    is that number's luck."""
     inputs = make_inputs(n_rows, n_tokens, d_inner, dtype)
     assert_held(inputs, scale_len=scale_len, causal=causal,
                 segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
@@ -60,7 +62,8 @@ def test_scores_in_parts(tiles: int, causal: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_nothing_crosses(dtype: torch.dtype, causal: bool) -> None:
-    """From one document to another, from the future, from padding: not a bit of the output, gradients exactly 0."""
+    """From one document to another, from the future, from padding: not a bit of the output,
+    gradients exactly 0."""
     inputs = make_inputs(1, 133, 16, dtype)
     ids = torch.arange(133)[None] // 50
     ids[:, 120:] = -1

@@ -1,9 +1,11 @@
-"""Kernels compiled without a GPU, for six architectures: they fit, nothing spills, and they use the tensor cores.
+"""Kernels compiled without a GPU, for six architectures: they fit, nothing spills, and they use the
+tensor cores.
 
-A process of its own compiles them, because tests have Triton interpret kernels: `python test_kernel_resources.py
-ROWS.jsonl few 90 80` calls the ops, forward and backward, on tensors in main memory. Each kernel is compiled as that
-call would have it compiled, for the architectures named, and is not launched. Nothing is computed. ROWS.jsonl gets a
-line for each program. With `everything` in place of `few` more cases are compiled."""
+A process of its own compiles them, because tests have Triton interpret kernels: `python
+test_kernel_resources.py ROWS.jsonl few 90 80` calls the ops, forward and backward, on tensors in
+main memory. Each kernel is compiled as that call would have it compiled, for the architectures
+named, and is not launched. Nothing is computed. ROWS.jsonl gets a line for each program. With
+`everything` in place of `few` more cases are compiled."""
 
 import contextlib
 import itertools
@@ -32,7 +34,8 @@ from lineartime.ops.dispatch import MUCH_SHARED_KIB
 from lineartime.ops.reference import HeadsFromZ
 
 SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
-"""Shared memory that one program can have, by architecture: NVIDIA's table of compute capabilities."""
+"""Shared memory that one program can have, by architecture: NVIDIA's table of compute
+capabilities."""
 PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",
             "walk_states", "weigh"}
 """Kernels that multiply matrices, and so must use the tensor cores in types of 16 bits."""
@@ -60,14 +63,15 @@ class Case(NamedTuple):
 
 
 Program = dict[str, Any]
-"""A kernel compiled for one architecture: `kernel`, `arch`, `tile_rows`; `registers` and `spilled` bytes of a thread,
-`shared` bytes of a program, `tensor_cores`, the instructions that use them; and what `pipeline_of` reads."""
+"""A kernel compiled for one architecture: `kernel`, `arch`, `tile_rows`; `registers` and `spilled`
+bytes of a thread, `shared` bytes of a program, `tensor_cores`, the instructions that use them; and
+what `pipeline_of` reads."""
 
 
 @contextlib.contextmanager
 def recording(arch: int, known: dict[tuple[object, ...], Program]) -> Iterator[list[Program]]:
-    """The programs of the launches inside, in place of making them, for an architecture. known: gets each program by
-    what was compiled, which is compiled once."""
+    """The programs of the launches inside, in place of making them, for an architecture. known:
+    gets each program by what was compiled, which is compiled once."""
     launches: list[Program] = []
     backend = make_backend(GPUTarget("cuda", arch, 32))
 
@@ -105,8 +109,9 @@ def compiled(kernel: JITFunction, arch: int, options: Any, signature: dict[str, 
 
 
 def pipeline_of(code: str) -> dict[str, int]:
-    """How a program overlaps copies and products, from its code before registers are given out: `in_flight`, the most
-    copies that a loop lets go on while it multiplies, and `rows_of_warps`, the rows that its warps cover at once."""
+    """How a program overlaps copies and products, from its code before registers are given out:
+    `in_flight`, the most copies that a loop lets go on while it multiplies, and `rows_of_warps`,
+    the rows that its warps cover at once."""
     waits = re.findall(r"async_wait\b.*num = (\d+)", code)
     warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+)", code)
     return {"in_flight": max(map(int, waits), default=0), "rows_of_warps": 16 * max(map(int, warps), default=0)}
@@ -129,8 +134,8 @@ def gated_attention(case: Case) -> Tensor:
 
 
 def one_token(case: Case) -> Tensor:
-    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with heads that are made
-    in the kernel, or before it."""
+    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with
+    heads that are made in the kernel, or before it."""
     n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
     place = torch.zeros(n, dtype=torch.long)
     rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
@@ -148,8 +153,9 @@ OPS: dict[str, Callable[[Case], Tensor]] = {
 
 
 def cases_for(arch: int, everything: bool) -> list[Case]:
-    """What a training run has, for a Hopper, and for a GPU with little shared memory what has other tiles there. With
-    `everything` this for all architectures, and for these two also other types, chunks, masks, and long rows."""
+    """What a training run has, for a Hopper, and for a GPU with little shared memory what has other
+    tiles there. With `everything` this for all architectures, and for these two also other types,
+    chunks, masks, and long rows."""
     usual = [Case(op, chunk=None if op.startswith("gated_quadratic") else 256) for op in OPS]
     if not everything:
         return usual if arch == 90 else usual[:1]
@@ -157,7 +163,8 @@ def cases_for(arch: int, everything: bool) -> list[Case]:
         return usual
     made = [usual[0]._replace(chunk=chunk, causal=causal)
             for chunk, causal in itertools.product((256, 128, 512), (True, False))]
-    # Chunks of 128 alone in float32: larger ones take many rounds of the same code, and minutes of the assembler.
+    # Chunks of 128 alone in float32: larger ones take many rounds of the same code, and minutes of
+    # the assembler.
     made += [usual[0]._replace(n_tokens=LONG_ROW), usual[0]._replace(dtype="float16"),
              usual[0]._replace(dtype="float32", chunk=128), usual[1]._replace(causal=False)]
     return made + [case._replace(dtype=dtype) for case in usual[1:] for dtype in ("bfloat16", "float16", "float32")]
@@ -180,8 +187,8 @@ def main(path: Path, everything: bool, archs: list[int]) -> None:
     pytest.param((90, 80), marks=pytest.mark.rest),
     *(pytest.param((arch,), marks=pytest.mark.campaign) for arch in SHARED_KIB)], ids=str)
 def rows(request, tmp_path_factory):
-    """Every program of the selected cases. `make test-all` has few cases for two architectures, the campaign all for
-    each one."""
+    """Every program of the selected cases. `make test-all` has few cases for two architectures, the
+    campaign all for each one."""
     path = tmp_path_factory.mktemp("resources") / "rows.jsonl"
     selection = "everything" if len(request.param) == 1 else "few"
     done = subprocess.run([sys.executable, __file__, path, selection, *map(str, request.param)], capture_output=True,
@@ -204,8 +211,9 @@ def test_kernels_compile_fit_and_do_not_spill(rows):
 
 
 def test_products_are_made_once_by_tensor_cores_while_copies_are_in_flight(rows):
-    """In types of 16 bits. A program's warps cover no more rows than its tile has; bidirectional tiles of a GPU with
-    little shared memory are the one exception, for others of that size spill."""
+    """In types of 16 bits. A program's warps cover no more rows than its tile has; bidirectional
+    tiles of a GPU with little shared memory are the one exception, for others of that size
+    spill."""
     for row in rows:
         short = row["dtype"] != "float32"
         assert row["kernel"] not in PRODUCTS or (row["tensor_cores"] > 0) == short, row

@@ -1,4 +1,5 @@
-"""Derivatives of derivatives: what runs by default on a processor gives the numbers of the reference."""
+"""Derivatives of derivatives: what runs by default on a processor gives the numbers of the
+reference."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +60,8 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_gradient_penalty_of_an_op(name: str) -> None:
-    """`autograd.grad` of the penalty, `backward`, and finite differences of the first derivative."""
+    """`autograd.grad` of the penalty, `backward`, and finite differences of the first
+    derivative."""
     op, inputs = OPS[name]
     found: dict[str | None, list[Tensor]] = {}
     for impl in (None, "reference"):
@@ -93,13 +95,15 @@ def test_a_batch_of_gradients_of_an_op(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++", "flash, own grid"])
 def test_hessian_and_maml_of_a_model(name: str) -> None:
-    """The Hessian of a bias and of a scale; and the gradient of the loss after a step of gradient descent. Of torch's
-    fused softmax attention there is no second derivative, so a Transformer takes the plain one."""
+    """The Hessian of a bias and of a scale; and the gradient of the loss after a step of gradient
+    descent. Of torch's fused softmax attention there is no second derivative, so a Transformer
+    takes the plain one."""
     model, ids = random_model(with_end((CONFIGS | OWN_GRID)[name], 3)), random_ids(2, 11)
     parameters = dict(model.named_parameters())
 
     def loss_at(impl: str | None, **changed: Tensor) -> Tensor:
-        """By the model's own loss, which by default is `linear_cross_entropy`; the reference by logits."""
+        """By the model's own loss, which by default is `linear_cross_entropy`; the reference by
+        logits."""
         model.set_impl(impl)
         given, more = {**parameters, **changed}, {"targets": ids[:, 1:]} if impl is None else {}
         out = torch.func.functional_call(model, given, (ids[:, :-1],), more)

@@ -215,7 +215,8 @@ def test_predictions_do_not_depend_on_the_batch(config):
 @settings(max_examples=60)
 @given(text=TEXTS, question=TEXTS, seed=st.integers(0, 1000), longest=st.integers(1, 9), coarse=st.booleans())
 def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longest, coarse):
-    """Against every span of every window tried one by one; ties go to the earliest, then the shortest."""
+    """Against every span of every window tried one by one; ties go to the earliest, then the
+    shortest."""
     generator, logits_of = np.random.default_rng(seed), {}
 
     class Model(torch.nn.Linear):
@@ -305,8 +306,8 @@ def test_another_chunk_size_keeps_what_two_tokens_of_a_chunk_are_to_each_other(o
     ("transformer", {"attn_kernel": "relu2"}, {"attn_scale_len": 40}),
     ("flash", {"chunk_pooling": "attention", "end_of_document": None}, {"context": 24})], ids=str)
 def test_another_n_keeps_the_function(preset, old, new):
-    """In a row of one chunk, whose linear half reads the whole row with any chunk size. With learned chunk weights n is
-    the number of chunks, and the row has several."""
+    """In a row of one chunk, whose linear half reads the whole row with any chunk size. With
+    learned chunk weights n is the number of chunks, and the row has several."""
     before = pretrained(preset, **old)
     after = span_model(before, replace(before.config, **new), 0)
     ids = torch.randint(5, BPE.vocab_size - 5, (2, 24 if "context" in new else 4))

@@ -1,4 +1,5 @@
-"""Evaluation: every token scored once, whatever the batch; the measures that follow from the sum."""
+"""Evaluation: every token scored once, whatever the batch; the measures that follow from the
+sum."""
 
 import json
 import math
@@ -42,7 +43,8 @@ def tiny_flash(stream: TokenStream, context: int) -> LanguageModel:
 @settings(max_examples=15)
 @given(context=st.integers(1, 90), batch_rows=st.integers(1, 9))
 def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_rows: int) -> None:
-    """The rows that a model is given, end to end, are the stream; it gives every token the same probability."""
+    """The rows that a model is given, end to end, are the stream; it gives every token the same
+    probability."""
     given_ids: list[int] = []
 
     class Spy(LanguageModel):
@@ -90,7 +92,8 @@ def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens
 
 
 def test_a_mixture_has_its_words_and_bytes_by_weight(stream: TokenStream) -> None:
-    """Of four tokens three are the first's, with 4 bytes and 2 / 5 words each; one of the second has 2 and 1 / 3."""
+    """Of four tokens three are the first's, with 4 bytes and 2 / 5 words each; one of the second
+    has 2 and 1 / 3."""
     both = mixed([Evaluation(10, 20.0, 4, 40, []), Evaluation(30, 90.0, 10, 60, [])], (3, 1))
     assert both == Evaluation(40, pytest.approx(40 * 2.25), round(40 * (0.3 + 1 / 12)), 40 * 3.5, [])
     blocks = mixed([Evaluation(10, 20.0, 0, 0, [(1, 32, 1.0)], 50),

@@ -40,7 +40,8 @@ def coloured(path, colour, part=np.s_[:]):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_curves_are_those_of_the_run(last, tmp_path):
-    """A last step that was scored has one point, one that was not reached none; a line that was cut off is none."""
+    """A last step that was scored has one point, one that was not reached none; a line that was cut
+    off is none."""
     run = make_run(tmp_path / "run", last=last)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 61, "lo')

@@ -1,4 +1,5 @@
-"""Several processes train one model: they end in the bits of one, stop together, and one of them speaks."""
+"""Several processes train one model: they end in the bits of one, stop together, and one of them
+speaks."""
 
 import json
 import signal
@@ -156,8 +157,8 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(number, code, data, rank
 
 
 def test_a_store_that_never_answers_is_left_and_said(monkeypatch):
-    """PyTorch would wait for it without end. And no group is destroyed that was never made, whose error would hide
-    this one."""
+    """PyTorch would wait for it without end. And no group is destroyed that was never made, whose
+    error would hide this one."""
     left = threading.Event()
 
     def silent():

@@ -105,8 +105,8 @@ def test_it_goes_on_to_the_same_bytes_without_the_weights(root: Path, tmp_path: 
 
 
 def test_any_weights_begin_a_run(root: Path, tmp_path: Path, call: Call) -> None:
-    """An export is in bfloat16, so that its first loss differs in the third digit. One process shards nothing, but its
-    model begins on the meta device."""
+    """An export is in bfloat16, so that its first loss differs in the third digit. One process
+    shards nothing, but its model begins on the meta device."""
     assert call("export", root / "run", "--out", tmp_path / "export")[0] == 0
     begun(root, tmp_path / "run", steps=2, clip_scope="global")
     for name, weights, shard in (("checkpoint", root / "run/latest", False), ("export", tmp_path / "export", False),

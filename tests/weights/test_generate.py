@@ -1,4 +1,5 @@
-"""Sampling and the loop around it: what each setting means, and that rows and seeds are independent."""
+"""Sampling and the loop around it: what each setting means, and that rows and seeds are
+independent."""
 
 import copy
 import math
@@ -45,7 +46,8 @@ def test_how_often_each_token_is_drawn(how: dict[str, float], expected: list[flo
 
 
 def test_a_row_that_has_ended_does_not_end_the_others() -> None:
-    """The first prompt is near the end of the position table; it stops at once, and the second goes on to the end."""
+    """The first prompt is near the end of the position table; it stops at once, and the second goes
+    on to the end."""
     torch.manual_seed(1)
     model = LanguageModel(model_config("transformer", n_layers=2, d_model=16, n_heads=2, context=32, vocab_size=23,
                                        end_of_document=END)).double().eval()
@@ -121,7 +123,8 @@ def test_what_means_nothing_is_refused(model: LanguageModel) -> None:
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:
-    """A text begins a document, as on the command line, and what is returned is the new text alone."""
+    """A text begins a document, as on the command line, and what is returned is the new text
+    alone."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer(MODELS / "small" / TOKENIZER_FILE)
     model = LanguageModel(model_config("flash", n_layers=1, d_model=16, query_key_dim=8, chunk_size=8, context=32,

@@ -1,4 +1,5 @@
-"""A decode step as a function: it is `decode_step`, it is one graph, and the state that goes in is left as it is."""
+"""A decode step as a function: it is `decode_step`, it is one graph, and the state that goes in is
+left as it is."""
 
 from dataclasses import replace
 
@@ -54,7 +55,8 @@ def test_it_is_the_step_of_decoding(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @torch.no_grad()
 def test_it_is_one_graph(name):
-    """torch.export takes it whole, the closing of chunks included; where there is one head, for any number of rows."""
+    """torch.export takes it whole, the closing of chunks included; where there is one head, for any
+    number of rows."""
     step, state = begun(name)
     if step.model.config.n_heads > 1:
         program = torch.export.export(step, (torch.tensor([1, 2, 3]), step.to_tensors(state)))
