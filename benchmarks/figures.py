@@ -81,8 +81,8 @@ def digest(picture: Picture) -> str:
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Write a picture as PNG, whole or not at all: panels in at most three columns, a caption above,
-    and below one legend for all, for which the picture grows. Raises ResourceError."""
+    """Write a picture as PNG, whole or not at all: panels in at most three columns, a caption
+    above, and below one legend for all, for which the picture grows. Raises ResourceError."""
     panels = picture.panels
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows, width = math.ceil(len(panels) / n_columns), max(0.3 + 4.2 * n_columns, 8)

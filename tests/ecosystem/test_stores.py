@@ -1,5 +1,5 @@
-"""Text and tokens in a store (a local S3 server), and datatrove as docs/guides/many-machines.md has it
-(make ecosystem)."""
+"""Text and tokens in a store (a local S3 server), and datatrove as docs/guides/many-machines.md has
+it (make ecosystem)."""
 
 import gzip
 import json
