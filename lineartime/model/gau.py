@@ -1,8 +1,8 @@
-"""The Gated Attention Unit (Section 2, Code 6) and the same unit with mixed chunk attention (Section 3.2, Code 8).
+"""The Gated Attention Unit (Section 2, Code 6), also with mixed chunk attention (Section 3.2, Code
+8).
 
-FLASH-Quad stacks the first, FLASH the second. With equal n, a causal FLASH layer of one chunk computes the first.
-The paper's ablations and options beyond the paper are in `gau_options.py`.
-"""
+FLASH-Quad stacks the first, FLASH the second. With equal n, a causal FLASH layer of one chunk
+computes the first. The paper's ablations and options beyond the paper are in `gau_options.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,16 +36,18 @@ Convolve = Callable[[Tensor], Tensor] | None
 
 
 class GatedAttentionUnit(ResidualLayer):
-    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k of A are z scaled, offset and rotated (Eqs. 1, 3-5).
+    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k are z scaled, offset, rotated (Eqs.
+    1, 3-5).
 
-    Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk size, A is the same
-    inside a chunk (n = chunk_size) plus linear attention across chunks. The norm and the residual are inside. A token
-    sees itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or fields of one by
-    name (d_model, chunk_size, causal, query_key_dim, ...); other fields are those of FLASH, without chunk_size those
-    of FLASH-Quad. `model.init_weights` lists the initial values.
+    Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk
+    size, A is the same inside a chunk (n = chunk_size) plus linear attention across chunks. The
+    norm and the residual are inside. A token sees itself and those before it, or with causal=False
+    all. The arguments are a `ModelConfig`, or fields of one by name (d_model, chunk_size, causal,
+    query_key_dim, ...); other fields are those of FLASH, without chunk_size those of FLASH-Quad.
+    `model.init_weights` lists the initial values.
 
-    `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md, section 8). Second
-    derivatives work on a processor; where kernels run, set `layer.impl = "reference"` for them.
+    `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md,
+    section 8). Kernels have no second derivatives; `layer.impl = "reference"` has.
 
     Raises UsageError for a wrong field, and for the configuration of a model without GAUs."""
 
@@ -57,7 +59,7 @@ class GatedAttentionUnit(ResidualLayer):
         super().__init__(config)
         e, s = config.d_inner, config.query_key_dim
         self.norm = make_norm(config)
-        # One matmul makes u, v and z. q and k are made from z: one pair, with chunks a pair for each half.
+        # One matmul makes u, v and z. q and k are made from z, with chunks a pair for each half.
         self.in_sizes = (e, e, s)
         self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
         self.scale_offset = ScaleOffset(2 if config.chunk_size is None else 6 if config.first_to_all else 4, s)
@@ -78,8 +80,8 @@ class GatedAttentionUnit(ResidualLayer):
             ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
         if not config.attends_as_flash:
             return self.out_proj(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))
-        # One op does all between the two matmuls: SiLU, heads, attention and the gate. So kernels can do it together,
-        # with less traffic to memory.
+        # One op does all between the two matmuls: SiLU, heads, attention and the gate. So kernels
+        # can do it together, with less traffic to memory.
         if config.chunk_size is None:
             out_BTE = ops.gated_quadratic_attention(
                 uvz_BTF, self.heads_from_z(info), bias(uvz_BTF.shape[1]), scale_len=config.scale_len,
@@ -98,8 +100,8 @@ class GatedAttentionUnit(ResidualLayer):
         return HeadsFromZ(self.scale_offset.gamma, self.scale_offset.beta, *info.rotary)
 
     def op_inputs(self, uvz_BTF: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[Tensor, Heads, Tensor | None]:
-        """What an op takes: u, v and z, and how FLASH's heads are made from z. Or u and v, heads that options make, and
-        their gates, gate_BT; B then counts rows times attention heads."""
+        """What an op takes: u, v and z, and how FLASH's heads are made from z. Or u and v, heads
+        that options make, and their gates, gate_BT; B then counts rows times attention heads."""
         if self.config.makes_plain_heads:
             return uvz_BTF, self.heads_from_z(info), None
         h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
@@ -110,7 +112,7 @@ class GatedAttentionUnit(ResidualLayer):
         return uv_BTF, heads, gate_BT
 
     def make_heads(self, z_BTS: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[list[Tensor], Tensor | None]:
-        """The heads, and with chunk_pooling "written" the gates of their keys, gate_BT; z is after its activation."""
+        """The heads, and with chunk_pooling "written" gate_BT; z is after its activation."""
         assert info.rotary is not None
         if self.config.makes_plain_heads:
             return [*make_heads(z_BTS, *self.heads_from_z(info))], None
@@ -119,7 +121,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
                          convolve: Convolve) -> Tensor:
-        """What W_o takes in a layer that does not attend as FLASH or FLASH-Quad does, by the reference."""
+        """What W_o takes where a layer attends neither as FLASH nor as FLASH-Quad."""
         use_kernels(self.impl, uvz_BTF.device, unsupported_variant)  # raises for impl "triton", or notes the reason
         u_BTE, v_BTE, z_BTS = gau_options.split_activated(self.config, uvz_BTF)
         heads, gate_BT = self.make_heads(z_BTS, info, convolve)
@@ -151,8 +153,8 @@ class GatedAttentionUnit(ResidualLayer):
         return self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills are computed
-        as in training; the tokens before and after them separately."""
+        """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills
+        are computed as in training; the tokens before and after them separately."""
         if not isinstance(cache, ChunkState) or not self.config.attends_as_flash:
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
         # A new token per row is one launch of a kernel on a GPU.
@@ -165,7 +167,7 @@ class GatedAttentionUnit(ResidualLayer):
         if n_first == inputs.n_new and max(n_first) == uvz_BNF.shape[1]:
             return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
         assert info.rotary is not None
-        # Cut behind the tokens that fill the open chunk, or behind the whole chunks. Each part comes here again.
+        # Cut behind what fills the open chunk, or behind whole chunks. Each part comes here again.
         cut = inputs.cut(n_first)
         angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
         parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
@@ -190,12 +192,12 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer is filled up with values
-        of 0, which change no state and which no earlier token sees."""
+        """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer is
+        filled up with values of 0, which change no state and which no earlier token sees."""
         c, h = cache.chunk_size, self.config.n_heads
         uvz_BNF, heads, gate_BN = self.op_inputs(uvz_BNF, info, self.convolve_next(inputs, cache))
         inputs = inputs.for_heads(h)
-        # The op begins with the state that the cache holds, and leaves there the state after its last chunk.
+        # The op begins with the cache's state, and leaves there the one after its last chunk.
         state = CarriedState(*cache.past(inputs))
         out_BNE = ops.gated_chunk_attention(
             inputs.without_padding(uvz_BNF), heads, self.rel_pos_bias(c), chunk_size=c, causal=True,
@@ -214,7 +216,7 @@ class GatedAttentionUnit(ResidualLayer):
                 and cache.v_BCE.dtype == uvz_BNF.dtype)
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
-        """`attend_next` of one token per row by one kernel, which writes the token's k and v into the cache."""
+        """`attend_next` of one token per row by one kernel, which writes k and v to the cache."""
         assert cache.bias_M is not None
         uvz_B1F, heads, gate_B1 = self.op_inputs(uvz_B1F, info, self.convolve_next(inputs, cache))
         # Where in its chunk each row's token is, and what its state is divided by.

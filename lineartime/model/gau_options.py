@@ -1,9 +1,10 @@
 """Options of GAUs that the paper's FLASH and FLASH-Quad do not use; MC-TFM++ has some of them.
 
-First options beyond the paper for a longer memory of the linear half: keys made from several tokens, in quadratic
-attention too, and a gate on what is written. Then the paper's ablations and variants: several heads, softmax, another
-activation, no gate, one half of mixed chunk attention, overlapping chunks, learned chunk weights (Appendix A),
-first-to-all and softmax for [CLS] (Section 4.3), and the paper's document mask, which leaks."""
+First options beyond the paper for a longer memory of the linear half: keys made from several
+tokens, in quadratic attention too, and a gate on what is written. Then the paper's ablations and
+variants: several heads, softmax, another activation, no gate, one half of mixed chunk attention,
+overlapping chunks, learned chunk weights (Appendix A), first-to-all and softmax for [CLS] (Section
+4.3), and the paper's document mask, which leaks."""
 
 from collections.abc import Sequence
 
@@ -28,16 +29,16 @@ from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, ids_or_zeros, linear_attention, rope, to_chunks
 
 CONV_NOISE = 0.3
-"""Standard deviation of the noise on a new convolution's weights: keys differ by their neighbours from the start."""
+"""Standard deviation of a new convolution's noise: keys differ by their neighbours at once."""
 GATE_STD = 0.1
 """Standard deviation of a new gate's weights: the gates of all tokens start near one half."""
 CHUNK_BIAS_LEN = 512
-"""n of the position bias between chunks. It selects the rotated form, which has no limit on the distance."""
+"""n of the position bias between chunks. The rotated form has no limit."""
 
 
 class KeyConv(nn.Module):
-    """A depthwise convolution of z over `key_conv` tokens: a token and those before it, or if not causal those around
-    it. Other documents and padding count as 0."""
+    """A depthwise convolution of z over `key_conv` tokens: a token and those before it, or if not
+    causal those around it. Other documents and padding count as 0."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -52,8 +53,8 @@ class KeyConv(nn.Module):
         self.taps[-1 - self.n_after] += 1
 
     def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
-        """The convolution of rows, the sum over k of taps[k] z[t + k - (K - 1 - n_after)]: `[B, T, S]` of z's dtype.
-        segment_ids_BT, ranks: see `layers.SequenceInfo`."""
+        """The convolution of rows, the sum over k of taps[k] z[t + k - (K - 1 - n_after)]: `[B, T,
+        S]` of z's dtype. segment_ids_BT, ranks: see `layers.SequenceInfo`."""
         n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
         around = (n_taps - 1 - self.n_after, self.n_after)
         if segment_ids_BT is None:
@@ -70,7 +71,7 @@ class KeyConv(nn.Module):
         cache.z_BKS = like.new_zeros(len(like), len(self.taps), self.taps.shape[1] // self.n_heads)
 
     def extend(self, z_BNS: Tensor, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`forward` for the next N tokens of rows whose last z are in `cache`, which is updated: `[B, N, S]`."""
+        """`forward` of the next N tokens; their rows' last z are in `cache`: `[B, N, S]`."""
         assert cache.z_BKS is not None
         n_taps = len(self.taps)
         place_K = torch.arange(n_taps, device=z_BNS.device)
@@ -81,7 +82,7 @@ class KeyConv(nn.Module):
         visible_KBN = [first_BN >= n_taps - 1 - tap for tap in range(n_taps)]
         last_BK1 = (inputs.n_new_B[:, None] + place_K)[..., None]  # the row's last K tokens, for the cache
         last_BKS = row_BLS.gather(1, last_BK1.expand_as(before_BKS))
-        # Position p is at place p modulo K. The step of a token writes what it wrote if it is repeated.
+        # Position p is at place p modulo K. A repeated step writes the same.
         index_BK1 = ((inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K)[..., None] % n_taps
         kept_BKS = torch.zeros_like(last_BKS).scatter(1, index_BK1.expand_as(last_BKS), last_BKS)
         if kept_BKS.requires_grad:  # what was read stays as it is, for its gradient
@@ -92,7 +93,7 @@ class KeyConv(nn.Module):
 
 
 def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor] | None) -> Tensor:
-    """The sum over k of taps[k] row[t + k], where it is visible: `[B, T, S]` of row's dtype, T = L - K + 1."""
+    """The sum over k of taps[k] row[t + k], where visible: `[B, T, S]` of row's dtype."""
     n_tokens, out_BTS = row_BLS.shape[1] - len(taps_KS) + 1, row_BLS.new_zeros(())
     for k, weight_S in enumerate(taps_KS):
         part_BTS = row_BLS[:, k : k + n_tokens]
@@ -117,15 +118,16 @@ class WriteGate(nn.Module):
 
 
 def write_gate(conv_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
-    """sigmoid(w z + b) of each token and attention head: gate_BTH, in float32 at least. Heads are columns of S."""
+    """sigmoid(w z + b) of each token and head: gate_BTH, in float32 at least."""
     product_BTS = at_least_float32(conv_BTS) * gate_S
     return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
 
 
 def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
                gate: WriteGate | None) -> tuple[Tensor, Tensor | None]:
-    """The linear half's keys times their gates, `[B, T, H, K]`; and gate_BT, which chunk_pooling "written" divides by
-    and in which B counts rows times heads, else None. conv_BTS: what the keys are made from."""
+    """The linear half's keys times their gates, `[B, T, H, K]`; and gate_BT, which chunk_pooling
+    "written" divides by (B counts rows times heads), else None. conv_BTS: what the keys are made
+    from."""
     if gate is None:
         return k_BTHK, None
     gate_BTH = write_gate(conv_BTS, gate.weight, gate.bias)
@@ -135,9 +137,9 @@ def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
 
 def make_heads(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offset: ScaleOffset,
                gate: WriteGate | None, rotary: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of the linear half,
-    then those of first-to-all; and the gates that chunk_pooling "written" divides by, gate_BT, else None. B counts
-    rows times attention heads. conv_BTS: z, or with `key_conv` its convolution."""
+    """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of
+    the linear half, then those of first-to-all; and the gates that chunk_pooling "written" divides
+    by, gate_BT, else None. B counts rows times attention heads. conv_BTS: z, or its convolution."""
     (sin, cos), heads, gate_BT = (angle[..., None, :] for angle in rotary), [], None
     # Heads 2 and 3 are the linear half's, 1 and 3 are keys. These are made from the convolution:
     from_conv = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
@@ -168,9 +170,9 @@ def gated(config: ModelConfig, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
 
 def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | None, scale_offset: ScaleOffset,
                   bias: RelPosBias) -> Tensor:
-    """The learned weight of chunk h for chunk g (Appendix A), `[B, G, G]`, from the mean z of each chunk.
+    """The learned weight of chunk h for chunk g (Appendix A), `[B, G, G]`, from mean z.
 
-    When causal, the query of chunk g is the mean of chunk g - 1: its own mean has tokens that some of its queries
+    When causal, the query of chunk g is the mean of chunk g - 1: its own has tokens that queries
     must not see."""
     assert config.chunk_size is not None
     z_BGCS = to_chunks(z_BTS, config.chunk_size)
@@ -191,10 +193,11 @@ def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | N
 def attend(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tensor, rel_pos_bias: RelPosBias | None,
            segment_ids_BT: Tensor | None, *, a_BGG: Tensor | None = None, gate_BT: Tensor | None = None,
            exchange: Exchange | None = None) -> Tensor:
-    """A v with the ablations of both halves that a configuration has: `[B, T, E]`, over whole rows or in chunks.
+    """A v with a configuration's ablations: `[B, T, E]`, over whole rows or in chunks.
 
-    heads: of `make_heads`. a_BGG: the learned chunk weights, or None. gate_BT: the gates of the linear keys, which
-    chunk_pooling "written" divides by. exchange: see `reference.linear_attention`."""
+    heads: of `make_heads`. a_BGG: the learned chunk weights, or None. gate_BT: the gates of the
+    linear keys, which chunk_pooling "written" divides by. exchange: see
+    `reference.linear_attention`."""
     if config.chunk_size is None:
         q_BTS, k_BTS = heads
         w = None if rel_pos_bias is None else rel_pos_bias(v_BTE.shape[1])
@@ -209,7 +212,7 @@ def attend(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tensor, rel_pos_
     ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, config.causal and a_BGG is None)
     if config.document_mask == "paper":
         ids_BGC = ids_or_zeros(ids_BGC, v_BGCE)
-    # The quadratic half. The paper's mask keeps out padding alone: documents of a chunk see each other.
+    # The quadratic half. The paper's mask keeps out padding alone.
     out_BGCE = None
     if config.chunk_parts != "global":
         within = ids_BGC if ids_BGC is None or config.document_mask == "exact" else (ids_BGC >= 0).long() - 1

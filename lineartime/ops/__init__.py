@@ -2,23 +2,24 @@
 
 | op | what | takes -> returns | kernels in |
 |---|---|---|---|
-| gated_chunk_attention | FLASH between its two projections | `[B, T, F]` -> `[B, T, E]` | `mixed_chunk` |
+| gated_chunk_attention | FLASH, in chunks | `[B, T, F]` -> `[B, T, E]` | `mixed_chunk` |
 | chunk_decode_step | one token of it | `[B, 1, F]`, buffers -> `[B, 1, E]` | `decode_step` |
-| gated_quadratic_attention | FLASH-Quad between its projections | `[B, T, F]` -> `[B, T, E]` | `quadratic` |
+| gated_quadratic_attention | FLASH-Quad | `[B, T, F]` -> `[B, T, E]` | `quadratic` |
 
-B rows of T tokens; E is `d_inner`, S `query_key_dim`. The first argument is u, v and z side by side, before silu, and
-F = 2 E + S; `heads` says how queries and keys are made from z. In chunks `heads` may be these queries and keys, and
-F = 2 E. The functions of the same names in `reference` are the definition, in plain PyTorch; kernels have the same
-signatures. FLASH's attention has `windows` too, which keeps less for the backward pass. `impl` selects:
+B rows of T tokens; E is `d_inner`, S `query_key_dim`. The first argument is u, v and z side by
+side, before silu, and F = 2 E + S; `heads` says how queries and keys are made from z. In chunks
+`heads` may be these queries and keys, and F = 2 E. The functions of the same names in `reference`
+are the definition, in plain PyTorch; kernels have the same signatures. FLASH's attention has
+`windows` too, which keeps less for the backward pass. `impl` selects:
 
 | impl | what runs |
 |---|---|
-| None | kernels on CUDA, `windows` in eager models on a processor, for inputs that they support; else the reference |
+| None | what supports the inputs: kernels on CUDA, `windows` on a processor, or the reference |
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
-`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels is logged once.
-Attention over rows without a token (B or T of 0) goes to the reference."""
+`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels
+is logged once. Attention over rows without a token (B or T of 0) goes to the reference."""
 
 from types import ModuleType
 
@@ -49,21 +50,21 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
 
     | argument | shape, dtype | meaning |
     |---|---|---|
-    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z concatenated, before silu; with made heads no z |
-    | heads | a `HeadsFromZ` | scales and offsets of four heads, `[4, S]`, and angles `[1 or B, T, S / 2]` |
-    | or | four of `[B, T, S]`, uvz's dtype | q and k of the quadratic half, then of the linear half |
+    | uvz_BTF | `[B, T, 2 E + S]`, floating | u, v and z, before silu; with made heads no z |
+    | heads | a `HeadsFromZ` | of four heads `[4, S]`, and angles `[1 or B, T, S / 2]` |
+    | or | four of `[B, T, S]`, uvz's dtype | q and k of the quadratic, then of the linear half |
     | w | `[2 C - 1]`, floating | position bias, b[i, j] = w[j - i + C - 1] |
     | chunk_size | integer | C, and n of relu(q k^T / n + b)^2 |
     | causal | bool | True: no token sees a later one |
-    | segment_ids_BT | `[B, T]`, integer, or None | document of each token, see `layers.SequenceInfo`; not checked |
-    | pooling | "mean", "sum" or "written" | the linear half is divided by its number of tokens, 1, or its gates |
+    | segment_ids_BT | `[B, T]`, integer, or None | documents, see `layers.SequenceInfo`; unchecked |
+    | pooling | "mean", "sum", "written" | the linear half is divided by tokens, 1, or gates |
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, for "written" |
-    | exchange | callable, or None | if the rows are parts of rows: a `CarriedState`, or what ranks exchange |
+    | exchange | callable, or None | for parts of rows: a `CarriedState`, or what ranks exchange |
     | impl | | see the table of this module |
 
-    Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on inputs that the kernels
-    do not support, gates of heads that are not made, and a `CarriedState` for rows that are not causal or not whole
-    chunks."""
+    Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on
+    inputs that the kernels do not support, gates of heads that are not made, and a `CarriedState`
+    for rows that are not causal or not whole chunks."""
     n_tokens = uvz_BTF.shape[1]
     require(gate_BT is None or not isinstance(heads, HeadsFromZ), "gates are for heads that are made", "gate_BT")
     require(not isinstance(exchange, CarriedState) or (causal and n_tokens % chunk_size == 0),
@@ -82,7 +83,8 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
                               segment_ids_BT: Tensor | None = None, impl: str | None = None) -> Tensor:
     """A FLASH-Quad layer between its two projections: u * (relu(q k^T / n + b)^2 v) (Code 6).
 
-    heads: of q and of k. w: `[2 T - 1]`, floating, position bias, b[i, j] = w[j - i + T - 1]. scale_len: integer, n.
+    heads: of q and of k. w: `[2 T - 1]`, floating, position bias, b[i, j] = w[j - i + T - 1].
+    scale_len: integer, n.
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
     in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_rows, uvz_BTF, heads)
@@ -94,21 +96,23 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
 def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
                       impl: str | None = None) -> Tensor:
-    """Causal `gated_chunk_attention` of one new token per row: `[B, 1, E]` of uvz's dtype. Buffers hold the past.
+    """Causal `gated_chunk_attention` of one new token per row: `[B, 1, E]` of uvz's dtype. Buffers
+    hold the past.
 
     | argument | shape, dtype | meaning |
     |---|---|---|
     | uvz_B1F, heads | | as in `gated_chunk_attention`, T = 1 |
     | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
-    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk; the token is written at slot `offset_B` |
+    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk, written at slot `offset_B` |
     | kv_BSE | `[B, S, E]`, float32 at least | sum of k v over closed chunks |
     | offset_B | `[B]`, integer | slot of the token in the open chunk |
-    | first_B | `[B]`, integer | first slot of the token's document; below 0 if in an earlier chunk |
+    | first_B | `[B]`, integer | its document's first slot; below 0 if in an earlier chunk |
     | weight_B | `[B]`, floating | factor of the linear half |
     | impl | | see the table of this module |
 
-    A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise RuntimeError if one is
-    required, ValueError for heads or buffers of another dtype, or gaps in buffers. UsageError: see `use_kernels`."""
+    A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise
+    RuntimeError if one is required, ValueError for heads or buffers of another dtype, or gaps in
+    buffers. UsageError: see `use_kernels`."""
     in_kernels = use_kernels(impl, uvz_B1F.device, unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_B1F, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,

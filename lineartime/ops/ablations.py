@@ -1,9 +1,9 @@
-"""Reference ops of the paper's ablations and variants. In training FLASH and FLASH-Quad do not use this file; decoding
-(`decoding/extend.py`) takes its local attention from here.
+"""Reference ops of the paper's ablations and variants. In training FLASH and FLASH-Quad do not use
+this file; decoding (`decoding/extend.py`) takes its local attention from here.
 
-The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section 4.3), first-to-all (Table 4), one half
-of mixed chunk attention, learned chunk weights (Appendix A), and the paper's document mask, which leaks (Code 7).
-"""
+The ablations are softmax in place of relu^2, overlapping chunks, [CLS] (Section 4.3), first-to-all
+(Table 4), one half alone, learned chunk weights (Appendix A), and the paper's document mask, which
+leaks (Code 7)."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ def score_scale(kernel: str, width: int, scale_len: int) -> float:
 
 
 def with_neighbour_chunks(x_BGC: Tensor, causal: bool, fill: int = 0) -> Tensor:
-    """Each chunk with the previous one before it, and when not causal the next one after it: `[B, G, 2 C or 3 C, ...]`.
+    """Each chunk with the previous one before it, and when not causal the next one: `[B, G, 2 C or
+    3 C, ...]`.
 
     fill: value of the missing neighbours of the first and the last chunk."""
     empty = torch.full_like(x_BGC[:, :1], fill)
@@ -42,9 +43,9 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
                                 overlap: bool = False, cls_softmax: bool = False) -> Tensor:
     """`reference.quadratic_attention` with the ablations of its scores: `[B, G, C, E]`.
 
-    kernel "softmax": softmax(q k^T / sqrt(S) + b) v. overlap: queries also see the keys of the previous chunk, and when
-    not causal of the next; w is then `[4 C - 1]`. cls_softmax: the kernel of a row's first query is softmax. w: the
-    position bias, or None."""
+    kernel "softmax": softmax(q k^T / sqrt(S) + b) v. overlap: queries also see the keys of the
+    previous chunk, and when not causal of the next; w is then `[4 C - 1]`. cls_softmax: the kernel
+    of a row's first query is softmax. w: the position bias, or None."""
     n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
     if overlap:  # keys of the neighbouring chunks beside those of the own
         segment_ids_BGC = ids_or_zeros(segment_ids_BGC, q_BGCS)
@@ -63,7 +64,7 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
 
 
 def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
-    """Softmax attention of each chunk's first token to its whole document (Section 4.3): `[B, G, E]`."""
+    """Softmax of each chunk's first token over its whole document (Section 4.3): `[B, G, E]`."""
     k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
     visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
     score_BGT = at_least_float32(product("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
@@ -71,17 +72,18 @@ def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segmen
 
 
 def learned_chunk_weights(q_BGS: Tensor, k_BGS: Tensor, bias_1GG: Tensor, *, scale_len: int) -> Tensor:
-    """a_gh = relu(q_g k_h^T / n + b)^2, the weight of chunk h for chunk g (Appendix A): `[B, G, G]`, float32 at least.
+    """a_gh = relu(q_g k_h^T / n + b)^2, chunk h's weight for g (Appendix A): `[B, G, G]`, float32
+    at least.
 
-    scale_len: n, the number of chunks in a training row. The caller masks chunks that are not visible."""
+    scale_len: n, the chunks of a training row. The caller masks chunks that are not visible."""
     score_BGG = at_least_float32(product("bgs,bhs->bgh", float16_as_float32(q_BGS) / scale_len, k_BGS))
     return attention_weights(score_BGG + bias_1GG, None)
 
 
 def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
                               segment_ids_BGC: Tensor) -> Tensor:
-    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the number of the chunk's tokens as in Code 8:
-    `[B, G, C, E]`. For rows of one document."""
+    """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the number of the chunk's
+    tokens as in Code 8: `[B, G, C, E]`. For rows of one document."""
     valid_BGC = segment_ids_BGC >= 0
     kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
     kv_BGSE = kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
@@ -90,9 +92,9 @@ def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_
 
 
 def paper_chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
-    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / n for each of the n chunks whose range of documents
-    overlaps that of chunk g; when causal, of the earlier ones.
-    The mask leaks: two documents that share a chunk with a third see each other."""
+    """The weight of chunk h for chunk g, `[B, G, G]` (Code 7): 1 / n for each of the n chunks whose
+    range of documents overlaps that of chunk g; when causal, of the earlier ones. The mask leaks:
+    two documents that share a chunk with a third see each other."""
     low_BG, high_BG = segment_ids_BGC.amin(-1), segment_ids_BGC.amax(-1)
     overlap_BGG = (low_BG[:, :, None] <= high_BG[:, None, :]) & (high_BG[:, :, None] >= low_BG[:, None, :])
     if causal:
@@ -104,7 +106,7 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
                            segment_ids_BGC: Tensor) -> Tensor:
     """The linear half of Code 8 as printed, with its chunk-range mask: `[B, G, C, E]`.
 
-    The listing has no padding. Here padding counts in the length of a chunk and contributes nothing to sums."""
+    The listing has no padding. Here it counts in a chunk's length and not in sums."""
     # Padding takes the document before it, so that the ranges of documents of chunks stay in order.
     valid_BGC = segment_ids_BGC >= 0
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)

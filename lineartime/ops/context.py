@@ -1,16 +1,16 @@
-"""One row across ranks: what a rank that holds a part of a row needs from the ranks that hold the others.
+"""One row across ranks: what a rank with a part of a row needs from the ranks with the others.
 
-A part is a number of whole chunks, so attention inside a chunk needs nothing. The linear half needs one state: that of
-the document which is open where the part begins, however many documents and tokens there are.
+A part is a number of whole chunks, so attention inside a chunk needs nothing. The linear half needs
+one state: that of the document which is open where the part begins.
 
     entering(0) = 0,  entering(r + 1) = leaving(r) + passes(r) entering(r)
 
-leaving(r) is the sum over the tokens of rank r's last document; passes(r) is whether that is also the document that
-entered. Every rank sends both to all, and each adds what it needs, in the order of the row. The backward pass needs the
-transpose: the same sum, of gradients, from the other end of the row.
+leaving(r) is the sum over the tokens of rank r's last document; passes(r) is whether that is also
+the document that entered. Every rank sends both to all, and each adds what it needs, in the order
+of the row. The backward pass sums gradients from the other end of the row.
 
-Both ops below are opaque to `torch.compile`. Every rank makes the same calls: none leaves out a message that it does
-not need itself, but that the others wait for."""
+Both ops below are opaque to `torch.compile`. Every rank makes the same calls: none leaves out a
+message that it does not need itself, but that the others wait for."""
 
 from typing import Any
 
@@ -21,26 +21,26 @@ from lineartime.base.ranks import Ranks, gather
 
 
 def exchange_states(leaving_DBF: Tensor, passes_B: Tensor, ranks: Ranks) -> Tensor:
-    """The states that enter this rank's part of the rows: `[D, B, F]`, with D = 1 from the ranks before, with D = 2
-    also from those after. With gradients.
+    """The states that enter this rank's part of the rows: `[D, B, F]`, with D = 1 from the ranks
+    before, with D = 2 also from those after. With gradients.
 
-    leaving_DBF: floating, what the part hands on to the ranks after it, and to those before it. passes_B: whether the
-    part is one document that the tokens before and after it belong to as well."""
+    leaving_DBF: floating, what the part hands on to the ranks after it, and to those before it.
+    passes_B: whether the part is one document with the tokens before and after."""
     return torch.ops.lineartime.fold_states(leaving_DBF, passes_B, False, ranks.rank, ranks.size, ranks.group)
 
 
 def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, int],
                     ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's part of rows, with the last around[0] positions of the part before in front and the first around[1]
-    of the part after behind: row_BLS, with gradients, and ids_BL, the document of each; -1 for other documents and
-    beyond the row's ends.
+    """This rank's part of rows, with the last around[0] positions of the part before in front and
+    the first around[1] of the part after behind: row_BLS, with gradients, and ids_BL, the document
+    of each; -1 for other documents and beyond the row's ends.
 
-    z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part has at least as many tokens as each number."""
+    z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part is no shorter than each."""
     (n_before, n_after), n_tokens = around, z_BTS.shape[1]
     last_B1 = segment_ids_BT.amax(1, keepdim=True)
     # Sent: the last positions for the part after this one, then the first for the part before it.
     edges_BKS = torch.cat([z_BTS[:, n_tokens - n_before :], z_BTS[:, :n_after]], dim=1)
-    # The next part's document 0 is that of this part's last token. This part's is that of the last token before it.
+    # The next part's document 0 is that of this part's last token, and so here.
     open_BK = torch.cat([segment_ids_BT[:, n_tokens - n_before :] == segment_ids_BT[:, -1:],
                          segment_ids_BT[:, :n_after] == 0], dim=1)
     # Whether an edge belongs to the document that crosses the border travels as one more feature.
@@ -56,14 +56,15 @@ def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, in
 @torch.library.custom_op("lineartime::fold_states", mutates_args=())
 def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: int, size: int,
                 group: str | None) -> Tensor:
-    """`exchange_states`, or its transpose: gradients of the states that enter to gradients of those that leave."""
-    # Every rank gets what all have sent, and adds in the same order, so that all agree to the last bit.
+    """`exchange_states`, or its transpose: from gradients of what enters to what leaves."""
+    # Every rank gets what all have sent, and adds in one order, so all agree to the bit.
     d, (b, f) = len(states_DBF), states_DBF.shape[1:]
     # One message has the states and whether a document passes through.
     sent = torch.cat([states_DBF.flatten(), passes_B.to(states_DBF.dtype)])
     received_W = gather(sent, Ranks(rank, size, group))
     states_WDBF, passes_WB = received_W[:, : d * b * f].view(size, d, b, f), received_W[:, d * b * f :] > 0
-    # Direction 0 goes from left to right in the forward pass, direction 1 from right to left; gradients the other way.
+    # Forward, direction 0 goes from left to right and 1 from right to left; gradients the other
+    # way.
     entering = []
     for direction in range(d):
         from_left = (direction == 0) != transposed
@@ -77,9 +78,9 @@ def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: in
 @torch.library.custom_op("lineartime::exchange_edges", mutates_args=())
 def exchange_edges(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int,
                    group: str | None) -> Tensor:
-    """The first n_before positions from the rank before, the others from the rank after, or where there is none 0:
-    `[B, K, S]`. transposed: the first from the rank after, the others from the rank before."""
-    # All edges go to all ranks: they are a few positions, and the backward pass needs the same collective.
+    """The first n_before positions from the rank before, the others from the rank after, or where
+    there is none 0: `[B, K, S]`. transposed: the reverse."""
+    # All edges go to all ranks: they are few, and backward needs the same collective.
     received_WBKS = gather(edges_BKS, Ranks(rank, size, group))
     step = 1 if transposed else -1
     parts = [(rank + step, slice(0, n_before)), (rank - step, slice(n_before, None))]

@@ -1,4 +1,4 @@
-"""Linear cross-entropy: the head and the loss in one op, with logits in memory for one chunk of tokens at a time."""
+"""Linear cross-entropy: head and loss in one op, with logits of one chunk of tokens at a time."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from lineartime.ops.dtypes import at_least_float32, autocast_off, matmul_dtype
 from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 BLOCK_LOGITS = 2**18
-"""Logits whose softmax is made at once on a processor: as many as stay in its cache between the passes over them."""
+"""Logits whose softmax is made at once on a processor: as many as stay in its cache."""
 
 
 @torch.compiler.disable
@@ -20,20 +20,22 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
                          chunk_tokens: int | None = None) -> Tensor:
     """-ln p of each target, with p = softmax(x W^T + b): losses_N in nats, in float32 at least.
 
-    Equal to `F.cross_entropy(F.linear(x, W, b), targets, reduction="none")` in value and gradients, with logits in
-    memory for `chunk_tokens` tokens at a time. The dtype of matmuls is autocast's if it is on, else that of x;
-    logarithms, sums and the gradients of W and b are in float32 at least.
+    Equal to `F.cross_entropy(F.linear(x, W, b), targets, reduction="none")` in value and gradients,
+    with logits in memory for `chunk_tokens` tokens at a time. The dtype of matmuls is autocast's if
+    it is on, else that of x; logarithms, sums and the gradients of W and b are in float32 at least.
 
-    targets_N: integers below V. chunk_tokens: by default 1024 on a CPU, whatever the vocabulary (fewer under-use the
-    matmul, more overflow the cache), and on a GPU 2^27 / V but at least 1024, to limit launches and accumulations.
+    targets_N: integers below V. chunk_tokens: by default 1024 on a CPU, whatever the vocabulary
+    (fewer under-use the matmul, more overflow the cache), and on a GPU 2^27 / V but at least 1024,
+    to limit launches.
 
-    Losses are nearly always summed or averaged. So the forward pass also computes the gradients of the plain sum, and a
-    backward pass with equal weights of all losses only scales them. A backward pass with other weights, or a second
-    backward pass, recomputes the logits. `torch.compile` does not trace into this op. For a second derivative, and in a
-    transform of `torch.func`, the logits of all tokens are in memory at once.
+    Losses are nearly always summed or averaged. So the forward pass also computes the gradients of
+    the plain sum, and a backward pass with equal weights of all losses only scales them. A backward
+    pass with other weights, or a second backward pass, recomputes the logits. `torch.compile` does
+    not trace into this op. For a second derivative, and in `torch.func`, all logits are in memory
+    at once.
 
-    PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token cost another matmul,
-    autocast does not affect it, and it returns losses of bfloat16 in bfloat16."""
+    PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token
+    cost another matmul, and it knows no autocast."""
     dtype = matmul_dtype(x_ND)
     if chunk_tokens is None:
         chunk_tokens = 1024 if x_ND.device.type == "cpu" else max(2**27 // len(weight_VD), 1024)
@@ -79,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def all_equal(x_N: Tensor) -> bool:
-    """Whether all entries are the same. An expanded scalar, as the gradient of `sum` is, is not read."""
+    """Whether all entries are the same. An expanded scalar is not read."""
     return x_N.stride() == (0,) or bool((x_N == x_N[:1]).all())
 
 
@@ -87,10 +89,10 @@ def all_equal(x_N: Tensor) -> bool:
 def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, dtype: torch.dtype,
                    chunk_tokens: int, wanted: tuple[bool, ...] = (False, False, False),
                    gradient_N: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """losses_N, and the `wanted` gradients of x, W and b: of the sum of losses, weighted by `gradient_N` if given."""
+    """losses_N, and the `wanted` gradients of x, W and b: of the sum, by `gradient_N` if given."""
     n_tokens, vocab_size = len(x_ND), len(weight_VD)
     weight_VD, bias_V = weight_VD.to(dtype), bias_V.to(dtype)
-    # Buffers: logits of a chunk in the dtype of the matmul, and of a block of its rows in the dtype of sums.
+    # Buffers: logits of a chunk in the matmul's dtype, and of a block of rows in the sums'.
     narrow_CV = weight_VD.new_empty(min(chunk_tokens, n_tokens), vocab_size)
     like = at_least_float32(narrow_CV[:0])  # for its dtype alone
     block = max(BLOCK_LOGITS // vocab_size, 1) if x_ND.device.type == "cpu" else chunk_tokens
@@ -122,7 +124,7 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
 
 def take_losses(logits_RV: Tensor, target_R1: Tensor, loss_R: Tensor) -> None:
     """Write -ln p of the targets to loss_R, and p, the softmax, over the logits."""
-    # -ln p = max - logit + ln(sum of e^(logit - max)). Softmax makes that sum on the way: it is 1 / the largest p.
+    # -ln p = max - logit + ln(sum of e^(logit - max)). That sum is 1 / the largest p.
     loss_R1 = logits_RV.amax(1, keepdim=True) - logits_RV.gather(1, target_R1)
     torch.softmax(logits_RV, dim=-1, out=logits_RV)
     torch.sub(loss_R1[:, 0], logits_RV.amax(1).log_(), out=loss_R)
@@ -130,8 +132,8 @@ def take_losses(logits_RV: Tensor, target_R1: Tensor, loss_R: Tensor) -> None:
 
 def differentiate_logits(p_RV: Tensor, target_R1: Tensor, loss_R: Tensor, dbias_V: Tensor | None,
                          gradient_R1: Tensor | None) -> None:
-    """Make p the gradient of the logits, weighted by `gradient_R1` if given, and add it to that of b."""
-    # p, less 1 at the target, as e^-loss - 1 by `expm1`: where p is near 1, p - 1 would be only rounding.
+    """Make p the gradient of the logits, times `gradient_R1` if given, and add it to b's."""
+    # p, less 1 at the target, is e^-loss - 1 by `expm1`: p - 1 would be only rounding near 1.
     p_RV.scatter_(1, target_R1, loss_R[:, None].neg().expm1_())
     if gradient_R1 is not None:
         p_RV.mul_(gradient_R1)
@@ -141,8 +143,8 @@ def differentiate_logits(p_RV: Tensor, target_R1: Tensor, loss_R: Tensor, dbias_
 
 def add_gradients(x_CD: Tensor, weight_VD: Tensor, dlogits_CV: Tensor, dx_CD: Tensor | None,
                   dweight_VD: Tensor | None, part_VD: Tensor | None) -> None:
-    """From the gradient of a chunk's logits write that of x and add to that of W, where there is room for them.
-    part_VD: room for the chunk's gradient of W where sums have another dtype than the matmul."""
+    """From the gradient of a chunk's logits write that of x and add to that of W, where there is
+    room for them. part_VD: room for the chunk's dW where sums have another dtype."""
     if dx_CD is not None:
         torch.mm(dlogits_CV, weight_VD, out=dx_CD)
     if dweight_VD is not None and part_VD is not None:

@@ -1,9 +1,8 @@
-"""FLASH's attention for one new token per row in one kernel. The reference is `reference.chunk_decode_step`.
+"""FLASH's attention for one token per row in one kernel, see `reference.chunk_decode_step`.
 
-A program computes some columns of a row's output. Every program of a row computes its heads and scores, which costs
-little compared with reading its columns of the open chunk's values and of the sum over closed chunks. The token's
-position is read on the device, so that a CUDA graph can replay the launch.
-"""
+A program computes some columns of a row's output. Every program of a row computes its heads and
+scores, which costs little compared with reading its columns of values and of the state. The token's
+position is read on the device, so that a CUDA graph can replay the launch."""
 
 import torch
 import triton
@@ -44,8 +43,7 @@ def head_of_token(heads, head, z1, z2, gamma, beta, sin, cos, b, dtype: tl.const
 @triton.jit
 def decode_columns(uvz, heads, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv, offset, first, weight, out, E, F,
                    C: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, N_STAGES: tl.constexpr):
-    """BE columns of a row's output. The program also writes these columns of v; a row's first program writes k too.
-    heads: heads_4BS, for which z, gamma, beta, sin and cos are not read; or None."""
+    """BE columns of a row's output. It also writes them of v; a row's first program writes k."""
     dtype = v.dtype.element_ty
     b = tl.program_id(1).to(tl.int64)
     column, half, only = tl.program_id(0) * BE + tl.arange(0, BE), tl.arange(0, HALF), tl.arange(0, 1)
@@ -104,7 +102,7 @@ def columns_for(n_rows: int, width: int) -> int:
 def launch(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | None, beta_4S: Tensor | None,
            sin_BR: Tensor | None, cos_BR: Tensor | None, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
            v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Launch the kernel, with heads or with what makes them; the rest as in `ops.chunk_decode_step`, contiguous."""
+    """Launch the kernel, with heads or what makes them; the rest is as in `ops`, contiguous."""
     n_rows, c, e = v_BCE.shape
     out_BE, columns = uvz_BF.new_empty(n_rows, e), columns_for(n_rows, e)
     decode_columns[(triton.cdiv(e, columns), n_rows)](
@@ -126,11 +124,12 @@ def empty_output(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | No
 
 def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`reference.chunk_decode_step` in one kernel, for S = 128: writes a slot of three buffers and returns out_B1E.
+    """`reference.chunk_decode_step` in one kernel, for S = 128.
 
-    uvz_B1F, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype: float32, bfloat16 or
-    float16. kv_BSE is float32. Rounding may depend on the number of rows. Raises RuntimeError if an input requires a
-    gradient or has a forward-mode tangent, ValueError for heads or buffers of another dtype, or gaps in buffers."""
+    uvz_B1F, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype:
+    float32, bfloat16 or float16. kv_BSE is float32. Rounding may depend on the number of rows.
+    Raises RuntimeError if an input requires a gradient or has a forward-mode tangent, ValueError
+    for heads or buffers of another dtype, or gaps in buffers."""
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
     check_step((uvz_B1F, *heads, bias_C, kv_BSE, weight_B), buffers)
     if isinstance(heads, HeadsFromZ):

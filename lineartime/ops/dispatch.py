@@ -1,4 +1,4 @@
-"""Dispatch of an op: whether Triton kernels, `ops.windows` or the PyTorch reference run, and for which inputs."""
+"""Whether Triton kernels, `ops.windows` or the PyTorch reference run, and for which inputs."""
 
 import functools
 import importlib.util
@@ -22,8 +22,8 @@ QUERY_KEY_DIM = 128
 COLUMNS = 64
 """The attention kernels need `d_inner` to be a multiple of this."""
 MAX_ROWS, MAX_TOKENS, MAX_COLUMNS = 2**16 - 1, 2**24 - 1, 2**22 - 1
-"""The most rows of a batch, tokens of a row and columns of a projection in attention kernels. Rows are programs of a
-grid's second axis; a tile's offsets have 32 bits."""
+"""The most rows of a batch, tokens of a row and columns of a projection in attention kernels. Rows
+are programs of a grid's second axis; a tile's offsets have 32 bits."""
 MUCH_SHARED_KIB = 227
 """Shared memory that a program can have on an H100 and on a B200; others have 99 to 163 KiB."""
 
@@ -49,7 +49,7 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def unsupported_rows(uvz: Tensor, heads: HeadsFromZ) -> str | None:
-    """The reason why no kernel attends over whole rows of a projection uvz `[B, T, 2 E + S]`; None if one does."""
+    """Why no kernel attends over whole rows of a projection `[B, T, 2 E + S]`; None if one does."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
     s = heads.gamma_NS.shape[-1]
@@ -59,8 +59,7 @@ def unsupported_rows(uvz: Tensor, heads: HeadsFromZ) -> str | None:
 
 
 def unsupported_chunks(uvz: Tensor, heads: Heads, chunk_size: int, pooling: str) -> str | None:
-    """The reason why no kernel runs mixed chunk attention of these inputs; None if one does. PyTorch makes heads of
-    fewer than 128 dimensions."""
+    """Why no kernel runs mixed chunk attention; None if one does. PyTorch makes narrow heads."""
     if reason := unsupported_device(uvz.device, uvz.dtype):
         return reason
     from_z = isinstance(heads, HeadsFromZ)
@@ -73,7 +72,7 @@ def unsupported_chunks(uvz: Tensor, heads: Heads, chunk_size: int, pooling: str)
 
 
 def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
-    """The reason why no kernel makes a decode step with these keys and values of open chunks; None if one does."""
+    """Why no kernel makes a step with these keys and values of open chunks; None if one does."""
     if reason := unsupported_device(v_BCE.device, v_BCE.dtype):
         return reason
     s, (_, chunk_size, e) = k_BCS.shape[-1], v_BCE.shape
@@ -83,7 +82,7 @@ def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
 
 
 def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None:
-    """The reason why the attention kernels do not support the sizes of a projection; None if they do."""
+    """Why the attention kernels do not support the sizes of a projection; None if they do."""
     if e % COLUMNS:
         return f"d_inner {e}, kernels have multiples of {COLUMNS}"
     if chunk_size not in (None, *CHUNK_SIZES):
@@ -109,10 +108,10 @@ def interpreted() -> bool:
 
 
 def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..., str | None], *inputs: Any) -> bool:
-    """Whether kernels run: with impl "triton", or with None on CUDA if `unsupported(*inputs)` is None.
+    """Whether kernels run: with "triton", or None on CUDA if `unsupported(*inputs)` is None.
 
-    Raises UsageError for an unknown impl, and for "triton" if the inputs are not supported. With None on CUDA the
-    reason is logged once."""
+    Raises UsageError for an unknown impl, and for "triton" if the inputs are not supported. On CUDA
+    it is logged once."""
     if impl not in (None, "reference", "triton"):
         raise UsageError("unknown implementation", str(impl), "it is reference or triton")
     if impl == "reference" or (impl is None and device.type != "cuda"):
@@ -126,8 +125,9 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
 
 
 def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
-    """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor, for whole rows, but
-    not in float16 or under an autocast that changes x's dtype. `torch.func` and forward mode take the reference."""
+    """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor,
+    for whole rows, but not in float16 or under an autocast that changes x's dtype. Not in
+    `torch.func` or forward mode."""
     if impl is not None or shared or torch.compiler.is_compiling() or torch._C._is_tracing() or x.device.type != "cpu":
         return False
     if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype:
@@ -142,8 +142,7 @@ def log_once(line: str) -> None:
 
 
 def is_transformed(*inputs: Tensor | None) -> bool:
-    """Whether a transform of `torch.func` is running, or forward mode: an op with a backward pass of its own then takes
-    its reference."""
+    """Whether `torch.func` or forward mode is at work, in which an op takes its reference."""
     return torch._C._are_functorch_transforms_active() or have_tangent(*inputs)
 
 
@@ -153,16 +152,17 @@ def have_tangent(*inputs: Tensor | None) -> bool:
 
 
 def refuse_forward_mode(*inputs: Tensor | None) -> None:
-    """Raise RuntimeError in forward-mode differentiation (`torch.func.jvp`, `jacfwd`): a custom op would silently drop
-    the tangent, and the derivative would be zero. For `torch.func.grad` torch itself raises."""
+    """Raise RuntimeError in forward-mode differentiation (`torch.func.jvp`, `jacfwd`): a custom op
+    would drop the tangent, and the derivative would be zero."""
     if not torch.compiler.is_compiling() and have_tangent(*inputs):
         raise RuntimeError('a kernel has no forward-mode derivative: take impl = "reference"')
 
 
 def tile_class(device: torch.device) -> TileClass:
-    """Which tiles a device takes: "small" where a program has less than MUCH_SHARED_KIB of shared memory, "hopper" for
-    compute capability 9.0, else "large", also on a CPU, where Triton's interpreter runs kernels. The device is asked
-    for its memory, because some of compute capability 12.0 have less than others."""
+    """Which tiles a device takes: "small" where a program has less than MUCH_SHARED_KIB of shared
+    memory, "hopper" for compute capability 9.0, else "large", also on a CPU, where Triton's
+    interpreter runs kernels. The device is asked for its memory, as some of 12.0 have less than
+    others."""
     if device.type != "cuda":
         return "large"
     properties: Any = torch.cuda.get_device_properties(device)  # its stub has not all of it
@@ -172,8 +172,8 @@ def tile_class(device: torch.device) -> TileClass:
 
 
 def on_own_device(launch: Callable[Args, Result]) -> Callable[Args, Result]:
-    """A function that launches kernels, with the device of its first tensor as the current one: Triton launches on the
-    current device, wherever the tensors are."""
+    """A function that launches kernels, with the device of its first tensor as the current one:
+    Triton launches on the current device, wherever the tensors are."""
     @functools.wraps(launch)
     def guarded(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         with torch.cuda.device_of(args[0]):

@@ -15,12 +15,12 @@ def float16_as_float32(x: Tensor) -> Tensor:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matmul with `x`: autocast's if it is on, else that of `x`; float64 stays under autocast."""
+    """The dtype of a matmul with `x`: autocast's if it is on, else its own; float64 stays."""
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def autocast_off(x: Tensor) -> torch.autocast:
-    """A context without autocast on the device of `x`. The meta device has none, and torch refuses its name."""
+    """A context without autocast on the device of `x`. The meta device has none."""
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)

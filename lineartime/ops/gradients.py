@@ -1,8 +1,7 @@
-"""Gradients that both gated attentions share: of q and k of the scores, of the position bias, and of z.
+"""Gradients that both gated attentions share: of the scores' q and k, of the bias, and of z.
 
-relu^2 has no sum over keys in a denominator, so the gradient of a score is that of its weight times 2 relu(score).
-Tiles of scores are therefore independent of one another.
-"""
+relu^2 has no sum over keys in a denominator, so the gradient of a score is that of its weight times
+2 relu(score). Tiles of scores are therefore independent of one another."""
 
 from typing import NamedTuple
 
@@ -29,21 +28,20 @@ from lineartime.ops.tiles import (
 )
 
 BASE_TILE = 16
-"""Tokens per program that makes heads, or the gradient of z. With 32 the registers let a multiprocessor hold one
-program, with 16 three or four."""
+"""Tokens per program for heads or dz. A multiprocessor holds one program of 32, three of 16."""
 
 SCORES_AT_ONCE = 2**28
-"""Scores whose gradients, or in FLASH-Quad weights, are in memory at a time: those of 2^20 tokens in chunks of 256."""
+"""Scores whose gradients, or in FLASH-Quad weights, are in memory at a time."""
 
 
 def score_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """For a tile of the scores' gradients: queries, keys, columns of v at a time, warps, and stages of the loop."""
+    """For a tile of dscores: queries, keys, columns of v at a time, warps, stages of the loop."""
     return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 128, 64, 8, 3)
 
 
 def head_tile(dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """For a tile of a head's gradient: its tokens, tokens of the other side at a time, warps, and stages of the loop.
-    Both numbers of tokens divide those of a `score_tile`."""
+    """For a tile of a head's gradient: its tokens, tokens of the other side at a time, warps, and
+    stages of the loop. Both numbers of tokens divide those of a `score_tile`."""
     return (64, 32, 8, 3) if dtype == torch.float32 else (128, 64, 8, 3)
 
 
@@ -67,9 +65,9 @@ def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride,
 def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums, T, E, row_len, first_row, first_tile,
                          n_query_tiles, scale, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, LINEAR: tl.constexpr,
                          BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
-    """The gradients of the scores of BM queries and BN keys, 0 where masked, and their sums along diagonals. A tile
-    that the causal mask hides entirely is not written."""
-    # The tile: queries from m on and keys from n on of a row of `row_len` tokens, of which the last may be shorter.
+    """The gradients of the scores of BM queries and BN keys, 0 where masked, and their sums along
+    diagonals. A tile that the causal mask hides entirely is not written."""
+    # The tile: queries from m on and keys from n on of a row of `row_len` tokens, or fewer.
     dtype = q.dtype.element_ty
     n_key_tiles = tl.cdiv(row_len, BN)
     n_tile, m_tile = tl.program_id(0) % n_key_tiles, tl.program_id(0) // n_key_tiles
@@ -101,7 +99,7 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
         x = load_rows(do + (first + m) * E, i, column, n_tokens - m, E, E)
         y = load_rows(v + (first + n) * E, j, column, n_tokens - n, E, E)
         dweight = dot(x, tl.trans(y), dweight)
-    # The gradient of the score, and when not causal that of the linear term; the diagonals are the bias's.
+    # The gradient of the score, of the linear term if not causal; diagonals are the bias's.
     into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
     at = i[:, None] * (n_key_tiles * BN) + j[None, :]
     dscore = slope * dweight
@@ -114,10 +112,10 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
 
 @triton.jit
 def store_diagonal_sums(sums, line, tile, BM: tl.constexpr, BN: tl.constexpr):
-    """Sums along the diagonals of a tile: a line has n BN entries; entry d sums column - row = d - (n - 1) BN.
+    """Sums along the diagonals of a tile: of n BN entries d sums column - row = d - (n - 1) BN.
 
-    Row i is rotated left by i, which turns diagonals into columns. An entry that wraps around p times belongs to the
-    diagonal p BN further down."""
+    Row i is rotated left by i, which turns diagonals into columns. An entry that wraps around p
+    times belongs to the diagonal p BN further down."""
     n: tl.constexpr = (BM + 2 * BN - 2) // BN
     i, d = tl.arange(0, BM)[:, None], tl.arange(0, BN)
     turned = tl.gather(tile, (i + d[None, :]) % BN, 1)
@@ -130,7 +128,7 @@ def store_diagonal_sums(sums, line, tile, BM: tl.constexpr, BN: tl.constexpr):
 def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first_query, n_queries, stride, scale,
                        OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr,
                        BK: tl.constexpr):
-    """OF_QUERIES: the gradient of BM queries, dscores times the keys. Otherwise that of BM keys, from the queries."""
+    """The gradient of BM queries, dscores times the keys, or else that of BM keys, from queries."""
     n_rows, n_tiles = tl.cdiv(T, row_len), tl.cdiv(n_queries if OF_QUERIES else row_len, BM)
     row = tl.program_id(0) // n_tiles
     own = tl.program_id(0) % n_tiles * BM
@@ -150,7 +148,7 @@ def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first
             begin = tl.maximum(begin, own // BK * BK)
     if own >= n_tokens:
         return
-    # dscores, for keys transposed, times the other head; then the scale, and what earlier parts have made.
+    # dscores, for keys transposed, times the other head; then the scale, and earlier parts.
     i, j, column = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, 2 * HALF)
     dscores += row.to(tl.int64) * n_queries * stride
     total = tl.zeros([BM, 2 * HALF], tl.float32)
@@ -181,7 +179,7 @@ def launch_make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: T
 
 
 class Part(NamedTuple):
-    """The scores whose gradients are in memory at a time: whole rows, or some tiles of queries of one row."""
+    """The scores that are in memory at a time: whole rows, or some tiles of queries of one."""
 
     first_row: int
     n_rows: int
@@ -192,8 +190,7 @@ class Part(NamedTuple):
 
 
 def score_parts(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:
-    """All scores of `n_rows` rows in tiles of bm queries and bn keys, SCORES_AT_ONCE at a time; the first part is the
-    largest."""
+    """All scores of `n_rows` rows in tiles, SCORES_AT_ONCE each; the first part is the largest."""
     # As many tiles of queries as fit: of several whole rows, or of a part of one.
     n_tiles, n_keys = triton.cdiv(row_len, bm), triton.cdiv(row_len, bn) * bn
     at_once = max(SCORES_AT_ONCE // (bm * n_keys), 1)
@@ -205,21 +202,22 @@ def score_parts(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:
 def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor, documents_BT: Tensor | None,
                     each_BT: Tensor | None, dheads_NBTS: Tensor, *, row_len: int, scale_len: int,
                     causal: bool) -> Tensor:
-    """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw, float32 `[2 row_len - 1]`,
-    and writes those of q and k after RoPE to dheads_NBTS[0] and [1].
+    """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw,
+    float32 `[2 row_len - 1]`, and writes those of q and k after RoPE to dheads_NBTS[0] and [1].
 
-    v_BTE: after silu. do_BTE: the gradient of the attention output before the gate. row_len: C, or T; the last row may
-    be shorter. each_BT, float32: if given, the weights also have the term each[i] q_lin[i] k_lin[j] for all j that i
-    sees; the gradients of this term are added to dheads_NBTS[2] and [3].
+    v_BTE: after silu. do_BTE: the gradient of the attention output before the gate. row_len: C, or
+    T; the last row may be shorter. each_BT, float32: if given, the weights also have the term
+    each[i] q_lin[i] k_lin[j] for all j that i sees; the gradients of this term are added to
+    dheads_NBTS[2] and [3].
 
-    The gradient of a score is a sum over E and is read twice, for q and for k. So the scores' gradients are written to
-    memory, a `Part` at a time."""
+    The gradient of a score is a sum over E and is read twice, for q and for k. So the scores'
+    gradients are written to memory, a `Part` at a time."""
     n_batch, n_tokens, _ = v_BTE.shape
     bm, bn, *_ = score_tile(v_BTE.dtype)
     parts = score_parts(n_batch * triton.cdiv(n_tokens, row_len), row_len, bm, bn)
     w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
-    # Where the queries of a row are in several parts, the gradient of its keys is their sum, in float32 until the last.
+    # With a row's queries in several parts dk is a sum, in float32 until the last.
     dk_BTS, in_parts = dheads_NBTS[1], parts[-1].first_tile > 0
     if in_parts:
         dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
@@ -242,8 +240,8 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
 def gradients_of_part(part: Part, heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w_padded: Tensor,
                       documents_BT: Tensor | None, each_BT: Tensor | None, row_len: int, scale_len: int,
                       causal: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Run `differentiate_scores`: the gradients of a part's scores, `[rows, queries, keys]`; with each_BT those of the
-    linear term, else None; and the sums of each tile's diagonals."""
+    """Run `differentiate_scores`: the gradients of a part's scores, `[rows, queries, keys]`; with
+    each_BT those of the linear term, else None; and the sums of each tile's diagonals."""
     bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
     n_key_tiles = part.n_keys // bn
     dscores = v_BTE.new_empty(part.n_rows, part.n_tiles * bm, part.n_keys)
@@ -259,7 +257,7 @@ def gradients_of_part(part: Part, heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Ten
 
 def add_head_gradient(dscores: Tensor, other_head_BTS: Tensor, dhead_BTS: Tensor, scale: float, part: Part,
                       n_tokens: int, row_len: int, causal: bool, *, of_queries: bool, add: bool) -> None:
-    """Run `differentiate_head`: dscores times the other head goes into dhead_BTS, or with `add` is added to it."""
+    """Run `differentiate_head`: dscores times the other head into dhead_BTS, or added to it."""
     bm, *_ = score_tile(dscores.dtype)
     own, others, warps, stages = head_tile(dscores.dtype)
     n_queries = part.n_tiles * bm
@@ -271,8 +269,8 @@ def add_head_gradient(dscores: Tensor, other_head_BTS: Tensor, dhead_BTS: Tensor
 
 
 def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> Tensor:
-    """dw, `[2 row_len - 1]`: sums of the scores' gradients along the diagonals of a row, from those of its tiles."""
-    # A tile that is one further to the right has distances larger by bn, one further down smaller by bm.
+    """dw, `[2 row_len - 1]`: sums along the diagonals of a row, from those of its tiles."""
+    # One tile further right distances are larger by bn, one further down smaller by bm.
     n_query_tiles, _, n, bn = sums_QKND.shape
     of_queries = add_shifted(sums_QKND.permute(2, 0, 1, 3).flatten(2), bn)
     total = add_shifted(of_queries.flip(0), bm)
@@ -281,9 +279,10 @@ def add_diagonals(sums_QKND: Tensor, bm: int, first_tile: int, row_len: int) -> 
 
 
 def add_shifted(lines: Tensor, step: int) -> Tensor:
-    """The sum over the first axis of lines along the last axis, where line i is shifted by i `step`."""
-    # Blocks of `step` entries. In one long list with n_lines empty blocks behind each line, reading rows that are one
-    # block shorter than that shifts each line by one block more than the line before it.
+    """The sum over the first axis of lines along the last one, line i shifted by i `step`."""
+    # Blocks of `step` entries. In one long list with n_lines empty blocks behind each line, reading
+    # rows that are one block shorter than that shifts each line by one block more than the line
+    # before it.
     n_lines, length = lines.shape[0], lines.shape[-1]
     blocks = F.pad(lines, [0, -length % step]).unflatten(-1, (-1, step)).movedim(-2, 1)
     n_blocks = blocks.shape[1]
@@ -295,7 +294,7 @@ def add_shifted(lines: Tensor, step: int) -> Tensor:
 @triton.jit
 def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angles_stride, N: tl.constexpr,
                          BT: tl.constexpr):
-    """The gradient of z for BT tokens of a row, and these tokens' sums for the gradients of scales and offsets."""
+    """The gradient of z for BT tokens, and their sums for the gradients of scales and offsets."""
     start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
     first, angles = batch * T + start, batch * angles_stride + start * HALF
@@ -305,7 +304,7 @@ def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angl
     sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, left)
     dz1, dz2 = tl.zeros([BT, HALF], tl.float32), tl.zeros([BT, HALF], tl.float32)
     sums_row = sums + (batch * tl.num_programs(0) + tl.program_id(0)) * N * 4 * HALF
-    # Back through RoPE. The gradient of z is a sum over heads; those of gamma and beta are sums over tokens.
+    # Back through RoPE. dz is a sum over heads, dgamma and dbeta are sums over tokens.
     for head in tl.static_range(N):
         dhead = dheads + (head * tl.num_programs(1).to(tl.int64) * T + first) * 2 * HALF
         turned1 = load_rows(dhead, token, column, left, HALF, 2 * HALF).to(tl.float32)
@@ -325,8 +324,8 @@ def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angl
 
 def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, sin: Tensor, cos: Tensor,
                   duvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
-    """The backward pass of `launch_make_heads`: writes the gradient of z before silu to its columns of duvz_BTF, and
-    returns dgamma_NS and dbeta_NS in float32."""
+    """The backward pass of `launch_make_heads`: writes the gradient of z before silu to its columns
+    of duvz_BTF, and returns dgamma_NS and dbeta_NS in float32."""
     n_heads, n_batch, n_tokens, s = dheads_NBTS.shape
     f = uvz_BTF.shape[2]
     grid = triton.cdiv(n_tokens, BASE_TILE), n_batch

@@ -1,9 +1,9 @@
-"""FLASH's attention in kernels: mixed chunk attention, its heads and its gate, between a layer's two projections.
-The reference is `reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
+"""FLASH's attention in kernels: with its heads and its gate. The reference is
+`reference.gated_chunk_attention`; docs/kernels.md explains the kernels.
 
-Chunks of a row are visited in a direction R: forwards (0), and when not causal also backwards (1). A chunk passes on
-the sum of k v over the tokens visited so far of the document that crosses the chunk's far edge. The state that enters
-a chunk is this sum times a scale, see `DocumentTables`."""
+Chunks of a row are visited in a direction R: forwards (0), and when not causal also backwards (1).
+A chunk passes on the sum of k v over the tokens visited so far of the document that crosses the
+chunk's far edge. The state that enters a chunk is this sum times a scale, see `DocumentTables`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,8 +23,9 @@ from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores
 
 @triton.jit
 def crosses_edge(begins, ends, here, token, n_tokens, start, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """True, as a column, for the tokens of a chunk whose document crosses the chunk's far edge in direction R. These
-    tokens add to the state that is passed on. Called with 1 - R: the tokens that read the state entering in R."""
+    """True, as a column, for the tokens of a chunk whose document crosses the chunk's far edge in
+    direction R. They add to the state that is passed on. With 1 - R: those that read the state
+    entering in R."""
     if DOCUMENTS:  # forwards the document ends behind the chunk, backwards it begins before the chunk
         if R == 0:
             mask = tl.load(ends + here + token, mask=token < n_tokens, other=0) > start + C
@@ -44,8 +45,8 @@ def crosses_chunk(begins, ends, here, start, C: tl.constexpr):
 @triton.jit
 def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
                   DOCUMENTS: tl.constexpr):
-    """OF_QUERIES: the first and the last key of its chunk that each query sees. Otherwise the first and the last query
-    that see each key. Columns of indices in the chunk."""
+    """OF_QUERIES: the first and the last key of its chunk that each query sees. Otherwise the first
+    and the last query that see each key. Columns of indices in the chunk."""
     # The chunk, then its part of the document, then what causality leaves of that.
     first, last = tl.zeros_like(token), tl.zeros_like(token) + n_tokens - 1
     if DOCUMENTS:
@@ -60,7 +61,7 @@ def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.con
 
 @triton.jit
 def chunk_of_step(step, place, n_chunks, R: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr):
-    """The chunk that a step of a walk visits. The gradient walks against the direction of the state."""
+    """The chunk that a step of a walk visits. The gradient walks the other way."""
     if not WHOLE:
         g = place % n_chunks
     elif R == BACKWARD:
@@ -72,7 +73,7 @@ def chunk_of_step(step, place, n_chunks, R: tl.constexpr, BACKWARD: tl.constexpr
 
 @triton.jit
 def load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD: tl.constexpr):
-    """silu(v), or backward the output's gradient times the gate: what the tokens of a tile add to a state."""
+    """silu(v), or backward dout times the gate: what the tokens of a tile add to a state."""
     x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
     if BACKWARD:
         x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
@@ -84,8 +85,7 @@ def load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD: tl.c
 @triton.jit
 def enter_chunk(running, scale, state, size, column, begins, ends, here, start, E, C: tl.constexpr,
                 BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Store the state that enters a chunk, and return what of its sum goes on behind the chunk: nothing, unless its
-    document crosses the whole chunk."""
+    """Store the state that enters a chunk, and return what of its sum goes on behind the chunk."""
     store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
     if DOCUMENTS:
         running = tl.where(crosses_chunk(begins, ends, here, start, C), running, 0.0)
@@ -96,14 +96,15 @@ def enter_chunk(running, scale, state, size, column, begins, ends, here, start, 
 def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
-    """The state that enters each chunk in direction R. A program visits a row chunk by chunk, for BE columns of state.
+    """The state that enters each chunk in direction R. A program visits a row, for BE columns.
 
-    Forward, states[b, g] is the scaled sum of k v entering chunk g, x is v before silu, x_out is v. BACKWARD reverses
-    the direction: states[b, g] is the gradient of the sum that chunk g adds, x is the gradient of the output, and x_out
-    is that of the attention output before the gate. Without WHOLE, a program takes one chunk, and states[b, g] is the
-    sum of this chunk alone, in float32, for `scan_states`. first: the sum that the walk begins with, or None for 0.
-    last: where the sum at its end is stored, or None. Backward `first` is the gradient of `last`, and the reverse."""
-    # Which columns of a state, and of which row (or chunk), this program makes. k, or backwards q, is read from `head`.
+    Forward, states[b, g] is the scaled sum of k v entering chunk g, x is v before silu, x_out is v.
+    BACKWARD reverses the direction: states[b, g] is the gradient of the sum that chunk g adds, x is
+    the gradient of the output, and x_out is that of the attention output before the gate. Without
+    WHOLE, a program takes one chunk, and states[b, g] is the sum of this chunk alone, in float32,
+    for `scan_states`. first: the sum that the walk begins with, or None for 0. last: where the sum
+    at its end is stored, or None. Backward `first` is the gradient of `last`, and the reverse."""
+    # Which columns of a state, and of which row or chunk. `head` is k, or backwards q.
     dtype = x_out.dtype.element_ty
     n_tiles = tl.cdiv(E, BE)
     column, size = tl.program_id(0) % n_tiles * BE + tl.arange(0, BE), tl.arange(0, SIZE)
@@ -141,13 +142,13 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
 @triton.jit
 def scan_states(sums, begins, ends, scales, first, last, states, n_tokens, n_chunks, size, C: tl.constexpr,
                 BLOCK: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The second level of `walk_states`, for rows of many chunks: from the chunks' own sums to the states that enter
-    them. A program visits a row for BLOCK entries of a state."""
+    """The second level of `walk_states`, for rows of many chunks: from the chunks' own sums to the
+    states that enter them. A program visits a row for BLOCK entries of a state."""
     b, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     running = tl.zeros([BLOCK], tl.float32)
     if first is not None:
         running = tl.load(first + b * size + at, mask=at < size)
-    # As in `walk_states`: store what enters the chunk, drop it where the document ends, add the chunk's own sum.
+    # As in `walk_states`: store what enters, drop it where the document ends, add the own sum.
     for step in range(n_chunks):
         g = step if R == BACKWARD else n_chunks - 1 - step
         here = (b * n_chunks + g) * size
@@ -163,8 +164,8 @@ def scan_states(sums, begins, ends, scales, first, last, states, n_tokens, n_chu
 
 @triton.jit
 def read_state(a, state_tile, a_rows, row, n_rows, state, column, E, acc, BS: tl.constexpr):
-    """acc + a state, for rows of a head and columns of a state. With BS == SIZE, the operands are the tiles a and
-    state_tile; otherwise BS dimensions of both at a time are loaded again."""
+    """acc + a state, for rows of a head and columns of a state. With BS == SIZE, the operands are
+    the tiles a and state_tile; otherwise BS dimensions of both at a time are loaded again."""
     if BS == SIZE:
         return dot(a, state_tile, acc)
     for part in range(0, SIZE, BS):
@@ -176,12 +177,13 @@ def read_state(a, state_tile, a_rows, row, n_rows, state, column, E, acc, BS: tl
 @triton.jit
 def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, each, here, per_head, C: tl.constexpr,
                BS: tl.constexpr, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr):
-    """The weights of a tile of a chunk, exactly 0 where not visible. OF_QUERIES: of queries, one a row of the tile, for
-    the keys from index `at` on. Otherwise of keys, one a row, for queries. When not causal a weight has the linear
-    half of the own chunk too: relu(q k^T / n + b)^2 + share q_lin k_lin^T.
+    """The weights of a tile of a chunk, exactly 0 where not visible. OF_QUERIES: of queries, one a
+    row of the tile, for the keys from index `at` on. Otherwise of keys, one a row, for queries.
+    When not causal a weight has the linear half of the own chunk too: + share q_lin k_lin^T.
 
-    own_rows, other_rows: pointers to row 0 of both heads of the quadratic half; those of the linear half are two heads
-    further. first, last: the range that each row sees. each: the share of each query, at `here` the chunk's first."""
+    own_rows, other_rows: pointers to row 0 of both heads of the quadratic half; those of the linear
+    half are two heads further. first, last: the range that each row sees. each: each query's share,
+    from `here` on."""
     # The quadratic half: relu(score)^2 where visible.
     index = at + other[None, :]
     visible = (index >= first) & (index <= last)
@@ -202,9 +204,9 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
 
 @triton.jit
 def gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD: tl.constexpr):
-    """silu(u), which multiplies what attention returns; BACKWARD: what multiplies it for the gradient of u.
+    """silu(u), the gate of what attention returns; BACKWARD: what multiplies it for du.
 
-    Backward, u and dout are loaded a second time here: keeping them would take too many registers."""
+    Backward, u and dout are loaded again: keeping them would take too many registers."""
     u = load_tile(uvz + here * F, query, column, n_here, F).to(tl.float32)
     if BACKWARD:
         by = load_tile(dout + here * E, query, column, n_here, E).to(tl.float32) * silu_slope(u)
@@ -218,13 +220,14 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                    KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
                    BACKWARD: tl.constexpr):
-    """out = u (P v + q_lin state) for BM queries of a chunk, with the weights P computed once and kept in registers.
-    BACKWARD: the gradients of u and of q_lin from dout.
+    """out = u (P v + q_lin state) for BM queries of a chunk, with the weights P computed once and
+    kept in registers. BACKWARD: the gradients of u and of q_lin from dout.
 
-    Registers hold the weights of KEPT tiles of keys. More keys need another ROUND, which adds to the partial result
-    of the previous round in memory. Each of the first rounds reads the state of one direction. The number of tiles must
-    be a constant at compile time but depends on the causal mask, hence the loop over all cases."""
-    # Tiles of keys up to the last query of the program. The gate comes when the last of them has been added.
+    Registers hold the weights of KEPT tiles of keys. More keys need another ROUND, which adds to
+    the partial result of the previous round in memory. Each of the first rounds reads the state of
+    one direction. The number of tiles is a constant at compile time but depends on the mask, hence
+    the loop."""
+    # Tiles of keys up to the program's last query. The gate comes when all have been added.
     n_tiles = (tl.program_id(0) % (C // BM) * BM + BM + BN - 1) // BN if CAUSAL else C // BN
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
@@ -239,7 +242,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
                    BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
                    DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
     """`attend_queries` with N tiles of keys. query and key are indices in the chunk."""
-    # Chunk g of row b: its first token in the row (start) and in the batch (here), and how many tokens it has.
+    # Chunk g of row b: its first token in the row (start) and the batch (here), and its tokens.
     dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
@@ -261,7 +264,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         read = crosses_edge(begins, ends, here, query, n_here, start, C, 1 - ROUND, DOCUMENTS)
         state = states + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dq = tl.zeros([BM, SIZE], tl.float32)
-    # A loop over the columns of v: state, earlier rounds, weights times v, and with the last round the gate.
+    # A loop over columns of v: state, earlier rounds, weights times v, at last the gate.
     result, width = (duvz, F) if BACKWARD else (out, E)
     for at in range(0, E, BE):
         column = at + tl.arange(0, BE)
@@ -281,7 +284,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
         by = gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD)
         store_tile(result + here * width, query, column, n_here, width, tl.where(finish, acc * by, acc))
-    # Only queries whose document crosses the chunk's edge have read the state; the second direction is added.
+    # Only queries whose document crosses the edge read the state. Directions add up.
     if BACKWARD and DIRECTED:
         dq = tl.where(read, dq, 0.0)
         if ROUND > 0:
@@ -293,8 +296,7 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
 def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                        C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                        KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The gradients of v and of k_lin for BM keys of a chunk: `attend_queries` with queries and keys exchanged. The
-    last tiles of queries come first."""
+    """The gradients of v and of k_lin for BM keys of a chunk: `attend_queries` turned round."""
     n_tiles = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
@@ -309,7 +311,7 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
                           BE: tl.constexpr, BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr,
                           CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """`differentiate_keys` with N tiles of queries; see `attend_n_tiles`."""
-    # The chunk as there, with a tile of keys in place of queries. AT: the first tile of queries of this round.
+    # The chunk as there, with a tile of keys. AT: this round's first tile of queries.
     dtype = uvz.dtype.element_ty
     g, b, n_rows = tl.program_id(0) // (C // BM), tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     start, n_here, here = g * C, tl.minimum(n_tokens - g * C, C), b * n_tokens + g * C
@@ -332,7 +334,7 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
         adds = crosses_edge(begins, ends, here, key, n_here, start, C, ROUND, DOCUMENTS)
         state = dstates + ((ROUND * n_rows + b) * n_chunks + g) * SIZE * E
         dk = tl.zeros([BM, SIZE], tl.float32)
-    # A loop over the columns of v: its gradient by the state, by earlier rounds and by the weights, and last silu.
+    # A loop over columns of v: dv by the state, earlier rounds and weights, at last silu.
     for at in range(0, E, BE):
         column = at + tl.arange(0, BE)
         acc = tl.zeros([BM, BE], tl.float32)
@@ -360,12 +362,12 @@ class DocumentTables(NamedTuple):
 
     ids_BT: Tensor | None
     begins_BT: Tensor | None
-    """Document boundaries: the first index of each token's document, and the last index + 1 (`ends_BT`); int32. Padding
-    is a document without tokens. A document that begins before the row, or ends after it, has an index below 0, or
-    above the row's length. None: every row is one document."""
+    """Document boundaries: the first index of each token's document, and the last index + 1
+    (`ends_BT`); int32. Padding is a document without tokens. A document that begins before the row,
+    or ends after it, has an index outside of it. None: every row is one document."""
     ends_BT: Tensor | None
     scales_RBG: Tensor
-    """Factor of the sum entering each chunk: causal 1 / number of its tokens ("sum": 1), else `each_BT`; 0 for none."""
+    """Factor of the sum entering each chunk: 1 / its tokens ("sum": 1) or `each_BT`; 0 for none."""
     each_BT: Tensor | None
     """When not causal: 1 / number of tokens of each token's document, or 1 for "sum"."""
 
@@ -373,11 +375,11 @@ class DocumentTables(NamedTuple):
 def make_document_tables(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: int, chunk_size: int, causal: bool,
                          pooling: str, device: torch.device, outside_RB: Tensor | None = None,
                          goes_on: bool = False) -> DocumentTables:
-    """The `DocumentTables` of rows of `n_tokens`. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
+    """The `DocumentTables` of rows. segment_ids_BT, pooling: as in `ops.gated_chunk_attention`.
 
-    outside_RB: of parts of rows, the number of tokens that document 0 has before the part, and when not causal that of
-    the last token has after it. None: 0. goes_on: whether the last token's document goes on behind a causal row, by a
-    number of tokens that does not matter."""
+    outside_RB: of parts of rows, the number of tokens that document 0 has before the part, and when
+    not causal that of the last token has after it. None: 0. goes_on: whether the last token's
+    document goes on behind a causal row, by a number of tokens that does not matter."""
     chunk_G = torch.arange(0, n_tokens, chunk_size, device=device)  # the first token of each chunk
     last_G = (chunk_G + chunk_size - 1).clamp(max=n_tokens - 1)
 
@@ -391,7 +393,7 @@ def make_document_tables(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: i
         begin_BG = begin_BG if outside_RB is None else begin_BG - outside_RB[0].int()[:, None]
         count_BT = chunk_G.new_full((n_rows, n_tokens), n_tokens)
     else:
-        # A document begins where the id differs from that before, and ends where it differs from the next.
+        # A document begins and ends where ids differ.
         ids_BT, token_T = segment_ids_BT.int(), torch.arange(n_tokens, dtype=torch.int32, device=device)
         changes_BT = ids_BT[:, 1:] != ids_BT[:, :-1]
         begins_BT = torch.where(F.pad(changes_BT, [1, 0], value=True), token_T, 0).cummax(1).values
@@ -434,7 +436,7 @@ class Tiles(NamedTuple):
 
 SCAN_COLUMNS = 1024
 MANY_CHUNKS, FEW_PROGRAMS = 8, 264
-"""A row of more than MANY_CHUNKS has its states made in two levels if one level has fewer than FEW_PROGRAMS."""
+"""A row of more than MANY_CHUNKS has two levels if one has fewer than FEW_PROGRAMS."""
 
 
 def state_tiles(dtype: torch.dtype, kind: TileClass) -> Tiles:
@@ -445,8 +447,9 @@ def state_tiles(dtype: torch.dtype, kind: TileClass) -> Tiles:
 
 
 def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "queries", "keys"], kind: TileClass) -> Tiles:
-    """Tiles of `attend_queries`, for its output or for the gradients of queries, and of `differentiate_keys`: the
-    largest that do not spill registers with three stages, in which a tile is copied while another is multiplied."""
+    """Tiles of `attend_queries`, for its output or for the gradients of queries, and of
+    `differentiate_keys`: the largest that do not spill registers with three stages, in which a tile
+    is copied while another is multiplied."""
     # Float32 has twice the bytes and no tensor cores: small tiles, and heads in pieces.
     if dtype == torch.float32:
         return Tiles(32, 32, 16, 4, 2, 1, 16)
@@ -464,10 +467,10 @@ def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "querie
 def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: DocumentTables, chunk_size: int,
                 backward: bool, first_RBSE: Tensor | None = None,
                 last_RBSE: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient of the sum that
-    each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz.
+    """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient
+    of the sum that each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz.
 
-    x_BTE: v before silu, or backward the gradient of the output. first_RBSE, last_RBSE: see `walk_states`; float32."""
+    x_BTE: v before silu, or backward dout. first_RBSE, last_RBSE: see `walk_states`; float32."""
     n_rows, n_tokens, f = uvz_BTF.shape
     s, e = heads_4BTS.shape[-1], x_BTE.shape[-1]
     n_directions, _, n_chunks = documents.scales_RBG.shape
@@ -475,7 +478,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
     tiles = state_tiles(uvz_BTF.dtype, tile_class(uvz_BTF.device))
     n_tiles = triton.cdiv(e, tiles.columns)
-    # One level walks a row chunk by chunk. Few rows of many chunks would leave a GPU idle, so they get two.
+    # One level walks a row. Few rows of many chunks would leave a GPU idle, so they get two.
     whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS
     n_places = n_rows if whole else n_rows * n_chunks
     begins, ends = documents.begins_BT, documents.ends_BT
@@ -497,7 +500,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
 def run_queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: DocumentTables,
                 out: Tensor | None, dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int,
                 causal: bool) -> None:
-    """Run `attend_queries`: forward into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
+    """Run `attend_queries` into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
     tiles = attention_tiles(uvz.dtype, causal, "out" if dout is None else "queries", tile_class(uvz.device))
     n_chunks = states.shape[2]
     for number in range(n_rounds(tiles, chunk_size, causal)):
@@ -527,8 +530,8 @@ def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
 
 
 class FlashInputs(NamedTuple):
-    """What the custom op takes, contiguous. Heads are made from z; or `heads` of 128 dimensions are given, then uvz has
-    no z, and gamma, beta, sin and cos are None."""
+    """What the custom op takes, contiguous. Heads are made from z; or `heads` of 128 dimensions are
+    given, then uvz has no z, and gamma, beta, sin and cos are None."""
 
     uvz: Tensor
     gamma: Tensor | None
@@ -562,7 +565,7 @@ class FlashInputs(NamedTuple):
 
     @property
     def width_of_v(self) -> int:
-        """E: columns of u and of v in the projection, which has z's columns too where heads are made from it."""
+        """E: columns of u and of v in the projection."""
         return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // 2
 
 
@@ -576,9 +579,9 @@ FLASH_SCHEMA = ("Tensor uvz, Tensor? gamma, Tensor? beta, Tensor? sin, Tensor? c
 def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """FLASH's attention of `FlashInputs`.
 
-    Returns the output; the sums that leave the rows, left_RBSE, empty without `carries`; and what the backward pass
-    reads again: the heads made here, v after silu, and the states that enter each chunk. In bfloat16 they take 5.6 KB
-    per token and layer at 110 M, and save 9.2 KB of traffic."""
+    Returns the output; the sums that leave the rows, left_RBSE, empty without `carries`; and what
+    the backward pass reads again: the heads made here, v after silu, and the states that enter each
+    chunk. In bfloat16 they take 5.6 KB per token and layer at 110 M, and save 9.2 KB of traffic."""
     given = FlashInputs(*inputs)
     uvz, heads, e, documents = given.uvz, given.heads, given.width_of_v, given.documents
     made = uvz.new_empty(0)
@@ -605,11 +608,12 @@ def empty_flash_outputs(*inputs: Any) -> tuple[Tensor, ...]:
 @on_own_device
 def flash_backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor, states: Tensor,
                    *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of uvz, gamma, beta, heads, w and past, in this order: an empty tensor for what was not given.
-    dleft: the gradient of the sums that leave the rows. heads, v, states: as `flash_forward` has them. inputs: its."""
+    """The gradients of uvz, gamma, beta, heads, w and past, in this order: an empty tensor for what
+    was not given. dleft: the gradient of the sums that leave the rows. heads, v, states: from
+    `flash_forward`."""
     given = FlashInputs(*inputs)
     uvz, w, documents, chunk_size, causal = given.uvz, given.w, given.documents, given.chunk_size, given.causal
-    # In this order: the gradients of the states, of u and q_lin, of v and k_lin, of q, k and the bias, and of z.
+    # The gradients of states, of u and q_lin, of v and k_lin, of q, k and the bias, of z.
     dpast = None if given.past is None else torch.empty_like(given.past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), given.scales.new_empty(0)
@@ -670,16 +674,16 @@ flash_backward_op.register_fake(empty_flash_gradients)
 def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
                           segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                           exchange: Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_chunks` allows. Given heads
-    of fewer than 128 dimensions get zeros. With "written" q is divided here.
+    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_chunks`
+    allows. Given heads of fewer than 128 dimensions get zeros. With "written" q is divided here.
 
-    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs the
-    inputs, and what `flash_forward` keeps for it. Raises RuntimeError in forward-mode differentiation."""
+    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. Raises
+    RuntimeError in forward-mode differentiation."""
     if isinstance(heads, HeadsFromZ) and (s := heads.gamma_NS.shape[-1]) < QUERY_KEY_DIM:
         uvz_BTF, z_BTS = uvz_BTF.split([uvz_BTF.shape[-1] - s, s], dim=-1)  # PyTorch makes narrow heads
         heads = reference.make_heads(F.silu(z_BTS), *heads).unbind()
-    # What enters the rows: from the part before, or from other ranks, which get what leaves. "written" also needs the
-    # sum of the gates before them: the same exchange of gates alone.
+    # What enters the rows: from the part before, or from other ranks, which get what leaves.
+    # "written" also needs the sum of the gates before them: the same exchange of gates alone.
     past: tuple[Tensor, Tensor] | None = None
     of_gates: Exchange | None = None
     if isinstance(exchange, CarriedState):
@@ -705,7 +709,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
 def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None, w: Tensor,
                      past: tuple[Tensor, Tensor] | None, exchange: Exchange | None, chunk_size: int, causal: bool,
                      segment_ids_BT: Tensor | None, pooling: str) -> Tensor:
-    """Run `flash_forward`; a `CarriedState` gets what leaves the rows. past: kv_RBSE and count_RB that enter them."""
+    """Run `flash_op`; a `CarriedState` gets what leaves. past: kv_RBSE and count_RB that enter."""
     # The tables of documents, contiguous tensors, and the kernels.
     (n_rows, n_tokens, _), carries = uvz_BTF.shape, isinstance(exchange, CarriedState)
     kv_RBSE, count_RB = (None, None) if past is None else past
@@ -715,7 +719,7 @@ def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4B
     past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
     tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
     out_BTE, left_RBSE, *_ = flash_op(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
-    # The next part gets the last document's sums, without the zeros of narrow heads, and the number of its tokens.
+    # The next part gets the last document's sums, without added zeros, and its tokens.
     if isinstance(exchange, CarriedState):
         kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
         exchange.kv_BSE = left_RBSE[0, :, : kv_BSE.shape[1]].to(kv_BSE.dtype)
@@ -732,8 +736,7 @@ def with_zeros(x: Tensor, axis: int) -> Tensor:
 
 def past_of_rows(uvz_BTF: Tensor, heads: Heads, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
                  exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """The sums of k v that enter parts of rows, past_RBSE, float32, and the numbers of their tokens, or the sums of
-    their gates, count_RB."""
+    """What enters parts of rows: sums of k v, past_RBSE, and their tokens or gates, count_RB."""
     # Of heads that are made in the kernels the linear half's keys alone are needed here.
     if isinstance(heads, HeadsFromZ):
         gamma_4S, beta_4S, *angles = heads

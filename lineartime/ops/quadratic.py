@@ -1,9 +1,8 @@
-"""FLASH-Quad's attention in kernels, between a layer's two projections, forward and backward. The reference is
-`reference.gated_quadratic_attention`.
+"""FLASH-Quad's attention in kernels, between a layer's two projections, forward and backward. The
+reference is `reference.gated_quadratic_attention`.
 
-All E columns of v need each weight. So weights are written to memory, a buffer at a time, from where a matmul reads
-them. Weights are recomputed when needed again, which costs 128 of every E + 128 multiply-adds.
-"""
+All E columns of v need each weight. So weights are written to memory, a buffer at a time, from
+where a matmul reads them. Recomputing them costs 128 of every E + 128 multiply-adds."""
 
 from typing import Any, NamedTuple
 
@@ -20,14 +19,14 @@ from lineartime.ops.tiles import SIZE, dot, head_product, load_rows, silu, silu_
 
 
 def weight_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """For a tile of weights: own rows, others, columns of a head at a time, warps, and stages of the loop. Own rows
-    are queries and others keys, or the reverse."""
+    """For a tile of weights: own rows, others, columns of a head at a time, warps, and stages of
+    the loop. Own rows are queries and others keys, or the reverse."""
     return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 128, 64, 8, 2)
 
 
 def sum_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """For a tile of sums: own rows, columns, others at a time, warps, and stages of the loop. Own rows and others
-    divide those of a `weight_tile`."""
+    """For a tile of sums: own rows, columns, others (which divide a `weight_tile`), warps,
+    stages."""
     return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 256, 64, 8, 3)
 
 
@@ -35,9 +34,9 @@ def sum_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
 def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, row_stride, stride, scale,
           OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
           BS: tl.constexpr):
-    """OF_QUERIES: the weights of BN keys for BM queries. Otherwise those of BM keys for BN queries. Masked weights are
-    0. A tile that the causal mask hides entirely is not written."""
-    # The tile: its rows begin at `own` in the row of tokens and at `into` in the buffer, its columns at `other`.
+    """OF_QUERIES: the weights of BN keys for BM queries. Otherwise those of BM keys for BN queries.
+    0 where masked. A tile that the causal mask hides is not written."""
+    # The tile begins at `own` in the row and `into` in the buffer, its columns at `other`.
     n_others = tl.cdiv(T, BN)
     into, other = tl.program_id(0) // n_others * BM, tl.program_id(0) % n_others * BN
     own = first_own + into
@@ -65,8 +64,9 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
 def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_stride, stride, gate_stride, out_stride,
            OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
            BK: tl.constexpr):
-    """BE columns of weights times values. OF_QUERIES: for BM queries, values are v, and out is the sum times the gate
-    silu(u), or BACKWARD the gradient of u. Otherwise: for BM keys, values are do, and out is the gradient of v.
+    """BE columns of weights times values. OF_QUERIES: for BM queries, values are v, and out is the
+    sum times the gate silu(u), or BACKWARD the gradient of u. Otherwise, for BM keys, of do: the
+    gradient of v.
 
     gate: u, or for keys v, before silu."""
     n_columns = tl.cdiv(E, BE)
@@ -119,7 +119,7 @@ def store_sum(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, co
 
 def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
                  out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
-    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time: whole rows, or part of one row.
+    """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time.
 
     gate and out: contiguous but for the stride of tokens."""
     n_batch, n_tokens, e = values.shape
@@ -128,7 +128,7 @@ def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | N
     # q and k for queries, k and q for keys; the bias with room for the distances of whole tiles.
     own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
-    # A buffer holds the weights of several rows, or of some tiles of one row, and is written and read again and again.
+    # A buffer holds the weights of several rows, or of some tiles of one, again and again.
     parts = score_parts(n_batch, n_tokens, bm, bn)
     weights = values.new_empty(parts[0].n_rows, parts[0].n_tiles * bm, parts[0].n_keys)
     for part in parts:
@@ -187,12 +187,12 @@ def quad_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, T
     """The gradients of uvz, gamma, beta and w, the last three in float32."""
     given = QuadInputs(*inputs)
     uvz, w, documents, scale_len, causal = given.uvz, given.w, given.documents, given.scale_len, given.causal
-    # Heads, v and the gradient before the gate are made again: the forward pass keeps only its inputs.
+    # Heads, v and do are made again: the forward pass keeps only its inputs.
     e = dout.shape[-1]
     heads = launch_make_heads(uvz, *given.made_by)
     u, v_before = uvz[..., :e], uvz[..., e : 2 * e]
     v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).contiguous()
-    # The gradients of u and of v by weights times values, then those of q, k and the bias, and of what made q and k.
+    # The gradients of u and v by weights times values, then of q, k, the bias, and z.
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     sum_weighted(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)
     sum_weighted(heads, do, w, documents, v_before, None, duvz[..., e:], scale_len, causal, of_queries=False,
@@ -233,10 +233,11 @@ quad_backward_op.register_fake(empty_quad_gradients)
 
 def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
                               segment_ids_BT: Tensor | None = None) -> Tensor:
-    """`reference.gated_quadratic_attention` in kernels, for inputs that `dispatch.unsupported_rows` allows.
+    """`reference.gated_quadratic_attention` in kernels, where `dispatch.unsupported_rows` has no
+    reason.
 
-    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The backward pass needs only
-    the inputs. Raises RuntimeError in forward-mode differentiation."""
+    First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The
+    backward pass needs only the inputs. Raises RuntimeError in forward-mode differentiation."""
     tensors = [x.contiguous() for x in (uvz_BTF, *heads, w)]
     refuse_forward_mode(*tensors)
     documents_BT = None if segment_ids_BT is None else segment_ids_BT.int().contiguous()

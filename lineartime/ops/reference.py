@@ -1,12 +1,12 @@
 """The PyTorch reference of every attention op, which the kernels must agree with.
 
-Mixed chunk attention has three stages: attention inside a chunk (`quadratic_attention`), the states, sums of k v that
-enter each chunk (`sum_states`), and the reading of states by queries (`read_states`). A document is a run of equal
-`segment_ids`; -1 marks padding, which contributes nothing. The paper's ablations are in `ops/ablations.py`.
+Mixed chunk attention has three stages: attention inside a chunk (`quadratic_attention`), the
+states, sums of k v that enter each chunk (`sum_states`), and the reading of states by queries
+(`read_states`). A document is a run of equal `segment_ids`; -1 marks padding, which contributes
+nothing. The paper's ablations are in `ops/ablations.py`.
 
-Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums of k v can exceed 65,504, and the share
-of one token among more than 16,384 is below the smallest normal float16. A result beyond 65,504 is inf.
-"""
+Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums of k v can exceed
+65,504, and 1 / 16,384 is float16's smallest normal number. A result beyond 65,504 is inf."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -24,10 +24,10 @@ NORM_EPS = 1e-5
 
 
 def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """sin and cos of position x base^(-i / half) for i < half = width / 2: the angles of Codes 2 and 3.
+    """sin and cos of position x base^(-i / half) for i < half = width / 2: angles of Codes 2 and 3.
 
-    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. Angles, sin and cos are
-    computed in float64, so that the error stays below 1e-6 at position 10^6."""
+    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. All
+    is computed in float64: the error is below 1e-6 at position 10^6."""
     half = width // 2
     frequency = base ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
     angle = position.double()[..., None] * frequency
@@ -35,11 +35,11 @@ def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_00
 
 
 def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotary position embedding (Code 3): the halves of the last axis rotated by the angles of `rotary`.
+    """RoPE (Code 3): the halves of the last axis rotated by the angles of `rotary`.
 
-    x: `[..., width]`. sin, cos: `[..., width / 2]`, of the positions, broadcast. Returns `[..., width]`."""
+    x: `[..., width]`. sin, cos: `[..., width / 2]`, broadcast. Returns `[..., width]`."""
     halves = x.unflatten(-1, (2, -1))
-    # This is [x1 cos - x2 sin, x2 cos + x1 sin] without a cat, which torch.compile turns into slow code.
+    # This is [x1 cos - x2 sin, x2 cos + x1 sin] without a cat, slow in torch.compile.
     sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
     return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
 
@@ -49,14 +49,14 @@ def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
     n_keys = n_keys or n_queries
     if torch.compiler.is_exporting():  # unfold takes no symbolic length
         return w[torch.arange(n_keys, device=w.device) - torch.arange(1 - n_queries, 1, device=w.device)[:, None]]
-    # Row i is a window of n_keys entries of w, which begins one entry further left with every query.
+    # Row i is a window of n_keys entries of w, one entry further left with every query.
     return w[: n_queries - 1 + n_keys].unfold(0, n_keys, 1).flip(0)
 
 
 def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
-    """`[B, T, ...]` as `[B, G, C, ...]`, the last chunk padded with `fill`; in `torch.export` two more chunks."""
+    """`[B, T, ...]` as `[B, G, C, ...]`, padded with `fill`; in `torch.export` two more chunks."""
     if torch.compiler.is_exporting():
-        # T may be symbolic: G is then known to be more than 2, and unfold, unlike unflatten, does not compare lengths.
+        # T may be symbolic: G is then more than 2, and unfold does not compare lengths.
         n_chunks = (x_BT.shape[1] + chunk_size - 1) // chunk_size + 2
         missing = n_chunks * chunk_size - x_BT.shape[1]
         x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
@@ -76,26 +76,27 @@ def from_chunks(x_BGC: Tensor, n_tokens: int) -> Tensor:
 
 
 def chunk_ids(segment_ids_BT: Tensor | None, x_BTE: Tensor, chunk_size: int, causal: bool) -> Tensor | None:
-    """The documents of tokens in chunks: segment_ids_BGC, with -1 for the padding of the last chunk. None for causal
-    rows of one document, where the causal mask hides the padding. x_BTE: any tensor of the rows."""
+    """The documents of tokens in chunks: segment_ids_BGC, with -1 for the padding of the last
+    chunk. None for causal rows of one document: the mask hides the padding. x_BTE: any tensor of
+    them."""
     if segment_ids_BT is None and causal:
         return None
     return to_chunks(ids_or_zeros(segment_ids_BT, x_BTE), chunk_size, fill=-1)
 
 
 def ids_or_zeros(segment_ids: Tensor | None, x: Tensor) -> Tensor:
-    """Segment ids `[B, ...]`; where none are given those of one document without padding. x: `[B, ..., E]`."""
+    """Segment ids `[B, ...]`, by default of one document without padding. x: `[B, ..., E]`."""
     return torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device) if segment_ids is None else segment_ids
 
 
 def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = None) -> Tensor:
-    """True where query c and key m belong to one document: `[B, G, C, M]`. By default the keys are the queries."""
+    """True where query c and key m are of one document: `[B, G, C, M]`; keys may be queries."""
     keys = segment_ids_BGC if key_segment_ids_BGM is None else key_segment_ids_BGM
     return (segment_ids_BGC[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
 
 
 def product(formula: str, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.einsum(formula, a, b)`; in float32, with a result of float32, where it would be in float16."""
+    """`torch.einsum(formula, a, b)`; in float32 where it would be in float16."""
     if torch.float16 not in (matmul_dtype(a), matmul_dtype(b)):
         return torch.einsum(formula, a, b)
     with autocast_off(a):
@@ -103,29 +104,29 @@ def product(formula: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def weigh_values(a: Tensor, v: Tensor) -> Tensor:
-    """a v in the dtype of a matmul with v: `[..., N, E]`, for weights a `[..., N, M]` and values v `[..., M, E]`."""
+    """a v in the dtype of a matmul with v: `[..., N, M]` and `[..., M, E]` give `[..., N, E]`."""
     if matmul_dtype(v) == torch.float16:
         return product("...nm,...me->...ne", a, v).half()
     return torch.matmul(a.to(v.dtype), v)
 
 
 def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu2") -> Tensor:
-    """relu(score)^2, or softmax over the last axis: exactly 0 for keys that are not visible, even if no key is.
+    """relu(score)^2, or softmax over the last axis: exactly 0 for keys that are not visible.
 
-    visible: bool, broadcast to score; None: every key is visible. Returns score's shape and dtype."""
+    visible: bool, broadcast to score; None: every key is. Returns score's shape and dtype."""
     # With relu^2 a hidden key gets score 0, and so weight 0.
     if kernel == "relu2":
         return torch.relu(score if visible is None else torch.where(visible, score, 0.0)).square()
     if visible is None:
         return score.softmax(-1)
-    # The least finite number, not -inf: a query without any key would be NaN. Its weights become 0 afterwards.
+    # The least finite number, not -inf: a query without any key would be NaN.
     return score.masked_fill(~visible, torch.finfo(score.dtype).min).softmax(-1).masked_fill(~visible, 0.0)
 
 
 def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Tensor | None,
                  key_segment_ids_BGM: Tensor | None = None, n_before: int = 0) -> Tensor | None:
-    """True where query c may see key m: a key of its document and, when causal, not a later one. `[B or 1, G or 1, C,
-    M]`; None if every key is visible.
+    """True where query c may see key m: a key of its document and, when causal, not a later one.
+    `[B or 1, G or 1, C, M]`; None if every key is visible.
 
     n_before: number of keys before the position of the first query."""
     visible = None
@@ -139,7 +140,7 @@ def visible_keys(q_BGCS: Tensor, n_keys: int, causal: bool, segment_ids_BGC: Ten
 
 
 def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Tensor:
-    """q k^T / scale + b: score_BGCM in float32 at least. w: the position bias b, see `toeplitz`, or None."""
+    """q k^T / scale + b: score_BGCM in float32 at least. w: b, see `toeplitz`, or None."""
     # q is divided before the product, because it is smaller than the scores.
     score_BGCM = at_least_float32(product("bgcs,bgms->bgcm", float16_as_float32(q_BGCS) / scale, k_BGMS))
     return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
@@ -147,23 +148,24 @@ def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Te
 
 def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
                         segment_ids_BGC: Tensor | None = None) -> Tensor:
-    """relu(q k^T / n + b)^2 v inside each chunk: FLASH's local attention, and with one chunk FLASH-Quad (Code 6).
+    """relu(q k^T / n + b)^2 v inside each chunk: with one chunk FLASH-Quad (Code 6).
 
-    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the position bias, see
-    `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each token, -1 for padding; None: one document.
-    Scores are in float32 at least. Returns `[B, G, C, E]`, of v's dtype or autocast's."""
+    q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the
+    position bias, see `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each
+    token, -1 for padding; None: one document. Returns `[B, G, C, E]`, of v's dtype or
+    autocast's."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
     a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
     return weigh_values(a_BGCM, v_BGCE)
 
 
 def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
-    """Entry p: the sum of kv over the chunks g < p that end in the document entering_BP[p]. `[B, P, S, E]`.
+    """`[B, P, S, E]`: the sum of kv over the chunks g < p that end in the document entering_BP[p].
 
-    last_BG: the last document of each chunk; ids do not decrease along a row. Up to SCAN_BLOCK places are one matmul
-    with a matrix of zeros and ones. More places are cut into blocks; the state that enters a block is the same sum over
-    blocks, so that the work is linear in G."""
-    # One matmul adds up the states of the chunks that are kept: row p of the matrix says which those are.
+    last_BG: the last document of each chunk; ids do not decrease along a row. Up to SCAN_BLOCK
+    places are one matmul with a matrix of zeros and ones. More places are cut into blocks; the
+    state that enters a block is the same sum over blocks, so that the work is linear in G."""
+    # One matmul adds up the states of chunks: row p of the matrix says which.
     def add_up(kept_BPG: Tensor, kv_BGSE: Tensor) -> Tensor:
         with autocast_off(kv_BGSE):
             return torch.bmm(kept_BPG.to(kv_BGSE.dtype), kv_BGSE.flatten(2)).unflatten(2, kv_BGSE.shape[2:])
@@ -183,10 +185,10 @@ def sum_states(kv_BGSE: Tensor, last_BG: Tensor, entering_BP: Tensor) -> Tensor:
         kv_BGSE, last_BG = F.pad(kv_BGSE, [0, 0, 0, 0, 0, missing]), F.pad(last_BG, [0, missing], value=-2)
     entering_BP = F.pad(entering_BP, [0, n_blocks * SCAN_BLOCK - n_places], value=-3)
     kv, last, entering = (x.unflatten(1, in_blocks).flatten(0, 1) for x in (kv_BGSE, last_BG, entering_BP))
-    # The sum over the chunks of the same block, and each block's own sum over the chunks of its last document.
+    # The sum over the chunks of the same block, and each block's sum for its last document.
     within = add_up_earlier(kv, last, entering).unflatten(0, (-1, n_blocks))
     of_block = add_up((last == last[:, -1:])[:, None], kv).unflatten(0, (-1, n_blocks))[:, :, 0]
-    # What enters a block is the same sum over blocks. It counts where the block's first document still goes on.
+    # What enters a block is the same sum over blocks, for its first document.
     first_BN = entering_BP[:, ::SCAN_BLOCK]
     entered = sum_states(of_block, last[:, -1].unflatten(0, (-1, n_blocks)), first_BN)
     still = entering_BP.unflatten(1, in_blocks) == first_BN[..., None]
@@ -202,9 +204,10 @@ def last_documents(segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
                  gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of k v over the tokens of each chunk's last document, their number, and that document: kv_BGSE and
-    count_BG, in float32 at least, and last_BG. gate_BGC: what each token counts for, 1 by default."""
-    # Only the last document of a chunk can go on in the next one, so only its tokens are in the sum.
+    """The sum of k v over the tokens of each chunk's last document, their number, and that
+    document: kv_BGSE and count_BG, in float32 at least, and last_BG. gate_BGC: what tokens count
+    for, else 1."""
+    # Only the last document of a chunk can go on in the next one.
     last_BG, tail_BGC = last_documents(segment_ids_BGC)
     kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
     counted_BGC = tail_BGC if gate_BGC is None else tail_BGC * gate_BGC
@@ -212,28 +215,30 @@ def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
 
 
 States = tuple[Tensor, Tensor, Tensor]
-"""At each chunk boundary of a row: the sum of k v over the tokens before it of the document there, their number (or the
-sum of their gates), and the document: kv_BPSE, count_BP, document_BP."""
+"""At each chunk boundary of a row: the sum of k v over the tokens before it of the document there,
+their number (or the sum of their gates), and the document: kv_BPSE, count_BP, document_BP."""
 Past = tuple[Tensor, Tensor]
-"""What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those of document 0, and
-count_B, their number, or with pooling "written" the sum of their gates; both in float32 at least."""
+"""What the linear half keeps of the tokens before a row's first: kv_BSE, the sum of k v over those
+of document 0, and count_B, their number, or with "written" the sum of their gates; in float32 at
+least."""
 Exchange = Callable[[Tensor, Tensor], Tensor]
-"""For rows that are parts of longer rows: (leaving_DBF, passes_B) -> entering_DBF. It takes the states that leave the
-part and whether document 0 goes on to its end, and gives those that enter. D: directions; F: a flat sum, here with its
-count. A `CarriedState` where one process reads the parts in turn, `distributed.context.exchange_states` on ranks."""
+"""For rows that are parts of longer rows: (leaving_DBF, passes_B) -> entering_DBF. It takes the
+states that leave the part and whether document 0 goes on to its end, and gives those that enter. D:
+directions; F: a flat sum, here with its count. A `CarriedState` where one process reads the parts
+in turn, `distributed.context.exchange_states` on ranks."""
 
 
 class CarriedState:
-    """The linear half's state of causal rows that are read part by part, as the `exchange` of each call: before a call
-    what enters the part, after it what leaves it. Gradients flow through it, so that the parts together have the whole
-    row's. Document 0 of a part is that of the token before it."""
+    """The linear half's state of causal rows that are read part by part, as the `exchange` of each
+    call: before a call what enters the part, after it what leaves it. Gradients flow through it, so
+    the parts have the whole row's. Document 0 of a part is that of the token before it."""
 
     def __init__(self, kv_BSE: Tensor, count_B: Tensor):
         """See `Past`; zeros where a row begins."""
         self.kv_BSE, self.count_B = kv_BSE, count_B
 
     def __call__(self, leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
-        # The part reads the sum and the count as one vector. They go on where document 0 reaches the part's end.
+        # Sum and count are one vector. They go on where document 0 reaches the part's end.
         entering_BF = torch.cat([self.kv_BSE.flatten(1), self.count_B.to(self.kv_BSE.dtype)[:, None]], dim=1)
         left_BF = leaving_DBF[0] + torch.where(passes_B[:, None], entering_BF, 0.0)
         self.kv_BSE, self.count_B = left_BF[:, :-1].unflatten(1, self.kv_BSE.shape[1:]), left_BF[:, -1]
@@ -242,10 +247,10 @@ class CarriedState:
 
 def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
                     leaving: bool = False) -> States:
-    """What enters each chunk: the sum of k v over the tokens so far of the last document before it, their number, and
-    that document: kv_BGSE and count_BG, in float32 at least, and entering_BG. gate_BGC: see `chunk_states`. leaving:
-    also what leaves the last chunk, kv_BPSE and so on."""
-    # What enters a chunk is of the document that ended the chunk before it; before the first chunk that is document 0.
+    """What enters each chunk: the sum of k v over the tokens so far of the last document before it,
+    their number, and that document: kv_BGSE and count_BG, in float32 at least, and entering_BG.
+    gate_BGC: see `chunk_states`. leaving: also what leaves the last chunk, kv_BPSE and so on."""
+    # What enters a chunk is of the document that ended the chunk before, at first document 0.
     kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     entering_BG = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
     kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
@@ -262,17 +267,17 @@ def with_past(states: States, past: Past) -> States:
 
 
 def reversed_ids(segment_ids_BGC: Tensor) -> Tensor:
-    """The documents of rows read from their end: the last document is 0, so that ids still rise along the row."""
+    """The documents of rows read from their end: the last document is 0, so that ids still rise."""
     last_B11 = F.pad(segment_ids_BGC.flatten(1), [1, 0]).amax(1)[:, None, None]
     return torch.where(segment_ids_BGC >= 0, last_B11 - segment_ids_BGC, -1).flip(1, 2)
 
 
 def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate_BGC: Tensor | None = None, *,
                    causal: bool, exchange: Exchange | None = None) -> list[States]:
-    """`entering_states` of rows, and when not causal also of the reversed rows: the same sums over later chunks.
+    """`entering_states` of rows, and when not causal also of the reversed rows.
 
-    exchange: if the rows are parts of rows, see `Exchange`. A part hands on the state after its last chunk, and
-    backwards that of its document 0."""
+    exchange: if the rows are parts of rows, see `Exchange`. A part hands on the state after its
+    last chunk, and backwards that of its document 0."""
     # The states of each direction as if nothing were outside of the rows.
     leaving = exchange is not None
     states = [entering_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC, leaving=leaving)]
@@ -282,7 +287,7 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
                                       reversed_gate_BGC, leaving=leaving))
     if exchange is None:
         return states
-    # Exchange the states behind the last chunk with what enters, and add that to every state of its document.
+    # Exchange what leaves the last chunk for what enters, and add that to its document's states.
     handed = [torch.cat([kv_BPSE[:, -1].flatten(1), count_BP[:, -1:]], dim=1) for kv_BPSE, count_BP, _ in states]
     handed[1:] = [torch.where(segment_ids_BGC[:, 0, :1] == 0, state_BF, 0.0) for state_BF in handed[1:]]
     entering_DBF = exchange(torch.stack(handed), states[0][2][:, -1] == 0)
@@ -293,7 +298,7 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
 
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
-    """weight q kv, with the state kv that enters the query's chunk: `[B, G, C, E]`, of q's dtype or autocast's."""
+    """weight q kv, of the states that enter chunks: `[B, G, C, E]`, in q's or autocast's dtype."""
     # The weight, 0 or 1 / count, is put into q, which is smaller than the result.
     in_float16, q_BGCS = matmul_dtype(q_BGCS) == torch.float16, float16_as_float32(q_BGCS)
     q_BGCS = (q_BGCS * weight_BGC[..., None]).to(q_BGCS.dtype)
@@ -304,11 +309,11 @@ def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
                      segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
                      gate_BGC: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
-    """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal those of earlier chunks, otherwise all.
+    """q sum(k^T v) over tokens of the query's document (Eqs. 7-8): when causal of earlier chunks.
 
-    pooling: "mean" divides by their number (Codes 7-8), "written" by the sum of their gates, or by 1 if that is less;
-    others do not. gate_BGC: the gates, for "written". exchange: if the rows are parts of rows, see `Exchange`.
-    Returns `[B, G, C, E]`."""
+    pooling: "mean" divides by their number (Codes 7-8), "written" by the sum of their gates, or by
+    1 if that is less; others do not. gate_BGC: the gates, for "written". exchange: if the rows are
+    parts of rows, see `Exchange`. Returns `[B, G, C, E]`."""
     # One document: no mask, and before chunk g there are C g tokens.
     if segment_ids_BGC is None and causal and gate_BGC is None and exchange is None:
         n_chunks, c = q_BGCS.shape[1:3]
@@ -337,8 +342,8 @@ def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: 
 
 def tokens_read(states: list[States], segment_ids_BGC: Tensor,
                 gate_BGC: Tensor | None) -> tuple[list[Tensor], Tensor]:
-    """Which tokens read the state before their chunk and, when not causal, that after it: a seen_BGC per state. And
-    count_BGC, the number of tokens that each token reads, or their gates' sum."""
+    """Which tokens read the state before their chunk and, when not causal, that after it: a
+    seen_BGC per state. And count_BGC, the tokens that each token reads, or their gates' sum."""
     # Before: the tokens whose document began before their chunk.
     _, count_BG, entering_BG = states[0]
     seen_BGC = (segment_ids_BGC == entering_BG[..., None]) & (segment_ids_BGC >= 0)
@@ -357,9 +362,10 @@ def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: 
                           v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
                           segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
                           gate_BGC: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
-    """Quadratic attention inside a chunk plus linear attention across chunks (Section 3.2, Code 8): `[B, G, C, E]`.
+    """Quadratic attention inside a chunk plus linear attention across (Section 3.2, Code 8): `[B,
+    G, C, E]`.
 
-    q_quad, k_quad, w, scale_len: see `quadratic_attention`. The other arguments: see `linear_attention`."""
+    Arguments: see `quadratic_attention` and `linear_attention`."""
     quad_BGCE = quadratic_attention(q_quad_BGCS, k_quad_BGCS, v_BGCE, w, scale_len=scale_len, causal=causal,
                                     segment_ids_BGC=segment_ids_BGC)
     return quad_BGCE + linear_attention(q_lin_BGCS, k_lin_BGCS, v_BGCE, causal=causal, segment_ids_BGC=segment_ids_BGC,
@@ -376,16 +382,16 @@ def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, co
 
 
 def split_uvz(uvz_BTF: Tensor, s: int) -> tuple[Tensor, Tensor, Tensor]:
-    """u_BTE, v_BTE and z_BTS, each after silu (Eqs. 1 and 4), of the projection uvz_BTF, F = 2 E + S.
+    """u_BTE, v_BTE and z_BTS, each after silu (Eqs. 1 and 4). F = 2 E + S.
 
-    The split comes before silu, so that each part is contiguous, which saves copies in matmuls on a CPU."""
+    The split comes before silu, so each part is contiguous, which saves copies on a CPU."""
     e = (uvz_BTF.shape[-1] - s) // 2
     u_BTE, v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF.split([e, e, s], dim=-1))
     return u_BTE, v_BTE, z_BTS
 
 
 class HeadsFromZ(NamedTuple):
-    """What `make_heads` takes beside z: heads are then made by the op, which reads z behind u and v."""
+    """What `make_heads` takes beside z, which the op then reads behind u and v."""
 
     gamma_NS: Tensor
     beta_NS: Tensor
@@ -408,7 +414,8 @@ def split_projection(uvz_BTF: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Ite
 
 def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
                               segment_ids_BT: Tensor | None = None) -> Tensor:
-    """A FLASH-Quad layer between its two projections (Code 6): silu, q and k from z, u * (relu(q k^T / n + b)^2 v).
+    """FLASH-Quad between its projections (Code 6): silu, q, k from z, u * (relu(q k^T / n + b)^2
+    v).
 
     Arguments: see `ops.gated_quadratic_attention`. Returns `[B, T, E]`."""
     u_BTE, v_BTE, (q_BTS, k_BTS) = split_projection(uvz_BTF, heads)
@@ -420,7 +427,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
 def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
                           segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                           exchange: Exchange | None = None) -> Tensor:
-    """A FLASH layer between its two projections (Code 8): silu, four heads from z, u * (mixed chunk attention of v).
+    """FLASH between its projections (Code 8): silu, heads from z, u * (mixed chunk attention of v).
 
     Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
     u_BTE, v_BTE, made = split_projection(uvz_BTF, heads)
@@ -435,15 +442,15 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
 
 def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_ids_BT: Tensor | None, chunk_size: int,
                      causal: bool, exchange: Exchange | None = None) -> Sequence[Tensor]:
-    """Heads with which pooling "sum" gives what "written" gives: each linear query is divided by the sum of the gates
-    that it reads, or by 1 if that is less. Without gates the heads themselves. exchange: of sums of gates alone, see
-    `Exchange`."""
+    """Heads with which pooling "sum" gives what "written" gives: each linear query is divided by
+    the sum of the gates that it reads, or by 1 if that is less. Without gates the heads themselves.
+    exchange: of sums of gates alone, see `Exchange`."""
     if gate_BT is None:
         return heads
     q_quad, k_quad, q_lin, k_lin = heads
     gate_BGC = to_chunks(gate_BT, chunk_size)
     ids_BGC = to_chunks(ids_or_zeros(segment_ids_BT, q_lin), chunk_size, fill=-1)
-    # The sum of the gates of the tokens that each token reads. Values of width 0: no sums of k v are wanted here.
+    # The sum of the gates of the tokens that each token reads. Values of width 0: no sums of k v.
     none_BGC0 = gate_BGC.new_zeros(*gate_BGC.shape, 0)
     states = states_of_rows(none_BGC0, none_BGC0, ids_BGC, gate_BGC, causal=causal, exchange=exchange)
     count_BT = from_chunks(tokens_read(states, ids_BGC, gate_BGC)[1], gate_BT.shape[1]).clamp(min=1)
@@ -459,9 +466,9 @@ def scale_norm(x: Tensor, weight: Tensor) -> Tensor:
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
 
-    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without bias: ScaleNorm.
-    Returns the sum in the promoted dtype of x and delta, and its norm in the dtype of matmuls: autocast's, or without
-    autocast the sum's. The norm is computed in float32 at least."""
+    x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without
+    bias: ScaleNorm. Returns the sum in the promoted dtype of x and delta, and its norm in the dtype
+    of matmuls: autocast's, or the sum's. The norm is computed in float32 at least."""
     # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
@@ -476,14 +483,14 @@ def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS:
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
     """Causal attention of FLASH for one new token per row: `[B, 1, E]`. Buffers hold the past.
 
-    Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS and v_BCE. The token
-    sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE. Arguments: see `ops.chunk_decode_step`."""
+    Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS
+    and v_BCE. The token sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE."""
     u_B1E, v_B1E, (q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S) = split_projection(uvz_B1F, heads)
     c, rows = k_quad_BCS.shape[1], torch.arange(len(uvz_B1F), device=uvz_B1F.device)
     # Write the token into its slot of the open chunk.
     for buffer_BC, new_B1 in ((k_quad_BCS, k_quad_B1S), (k_lin_BCS, k_lin_B1S), (v_BCE, v_B1E)):
         buffer_BC[rows, offset_B] = new_B1[:, 0]
-    # Attend to the slots of the token's document up to its own, and read the sum over closed chunks.
+    # Attend to the slots of the token's document, and read the sum over closed chunks.
     slot_C = torch.arange(c, device=uvz_B1F.device)
     distance_BC = slot_C - offset_B[:, None]
     visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])

@@ -1,14 +1,14 @@
-"""FLASH's attention on a processor, with a backward pass of its own: what is large is recomputed and not kept.
+"""FLASH's attention on a processor, whose backward pass recomputes what is large.
 
-The operations of `ops/reference.py` keep scores, heads and activations until the backward pass, three times what the
-layer itself needs. Here a row is read in windows of chunks. Kept are the projection, what attention returns before the
-gate, the states that each chunk reads, and heads where the caller gives them. The backward pass goes through the
-windows from the last to the first, makes activations, heads and scores of one window again, and lets them go. Where
-the causal mask hides whole blocks of scores, these are not computed. A second derivative is taken by the reference.
+The operations of `ops/reference.py` keep scores, heads and activations until the backward pass,
+three times what the layer itself needs. Here a row is read in windows of chunks. Kept are the
+projection, what attention returns before the gate, the states that each chunk reads, and heads
+where the caller gives them. The backward pass goes through the windows from the last to the first,
+makes activations, heads and scores of one window again, and lets them go. Where the causal mask
+hides whole blocks of scores, these are not computed. A second derivative is taken by the reference.
 
-The states of causal rows are carried from window to window. Those of other rows come from both sides, so all states of
-a row are made before its first window is read.
-"""
+The states of causal rows are carried from window to window. Those of other rows come from both
+sides, so all states of a row are made before its first window is read."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,25 +27,25 @@ silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
 """Tokens of a window: chunks of one row, or several whole rows; at least one chunk."""
 SCORE_BLOCK = 64
-"""Queries whose scores are one matmul, which leaves out the keys after the last of them. A chunk is one block if not
-causal, and in bfloat16, where matmuls are so fast that fewer are better."""
+"""Queries whose scores are one matmul, which leaves out the keys after the last of them. A chunk is
+one block if not causal, and in bfloat16, where matmuls are so fast that fewer are better."""
 
 
 class DocumentWeights(NamedTuple):
-    """What the linear half needs to know of the documents of rows in chunks, as numbers of float32 at least.
+    """What the linear half needs to know of documents, as numbers of float32 at least.
 
-    A query reads states from D directions: the sum over earlier chunks, and when not causal that over later ones. Where
-    a row that is not causal is one document, it reads one state, the sum over all chunks."""
+    A query reads states from D directions: the sum over earlier chunks, and when not causal that
+    over later ones. Where a row that is not causal is one document, it reads one, the sum over all
+    chunks."""
 
     causal: bool
     ids_BGC: Tensor | None
     """None where a row is one document."""
     weight_BGCD: Tensor
-    """What a query is multiplied with: 0 where the state is of another document. `[B, G, 1, 1]` where a row is one
-    document."""
+    """Factors of queries: 0 for another document's state. `[B, G, 1, 1]` for one document."""
     kept_BGCD: Tensor | None = None
-    """1 for tokens whose k v are in the state that leaves their chunk: those of its last document, towards earlier
-    chunks those of its first."""
+    """1 for tokens whose k v are in the state that leaves their chunk: its last document's,
+    backwards its first's."""
     goes_on_BGD: Tensor | None = None
     """1 where that document is the one of the state that enters the chunk."""
     own_BGC: Tensor | None = None
@@ -58,7 +58,7 @@ class DocumentWeights(NamedTuple):
 
 def weigh_documents(segment_ids_BT: Tensor | None, x_BT: Tensor, chunk_size: int, pooling: str,
                     causal: bool) -> DocumentWeights:
-    """The `DocumentWeights` of the rows of a tensor `[B, T, ...]`, in its dtype, float32 at least."""
+    """The `DocumentWeights` of rows `[B, T, ...]`, in their dtype, float32 at least."""
     like, n_tokens = at_least_float32(x_BT[:0]), x_BT.shape[1]  # the first for its dtype and device alone
     if segment_ids_BT is None:  # a query reads all tokens of the chunks before its own, or of the row
         first_G = torch.arange(0, n_tokens, chunk_size, device=like.device).to(like.dtype)
@@ -94,7 +94,8 @@ def windows_of(n_rows: int, n_chunks: int, chunk_size: int) -> list[tuple[slice,
 
 
 def bias_of_chunk(w: Tensor, chunk_size: int, causal: bool) -> Tensor:
-    """The position bias of a chunk: `[C, C]`, in float32 at least; when causal -inf for keys after the query."""
+    """The bias of a chunk: `[C, C]`, float32 at least; when causal -inf for keys after the
+    query."""
     bias_CC = at_least_float32(reference.toeplitz(w, chunk_size))
     return bias_CC.masked_fill(torch.ones_like(bias_CC, dtype=torch.bool).triu(1), -torch.inf) if causal else bias_CC
 
@@ -111,7 +112,7 @@ class WindowInputs(NamedTuple):
     """0 where the token's k v do not leave the chunk in a direction."""
     v_NCE: Tensor
     own: tuple[Tensor, Tensor] | None
-    """q and k `[N, C, S]` of the linear half inside the chunk, where it has that; q is multiplied with its weight."""
+    """q and k `[N, C, S]` of the linear half inside the chunk, or None; q has its weight."""
     ids_NC: Tensor | None
     """The documents; None where a row is one."""
     bias_CC: Tensor
@@ -136,8 +137,7 @@ def tokens(x_NC: Tensor, like_BT: Tensor) -> Tensor:
 
 
 def weighted(x_NCS: Tensor, weight_BGCD: Tensor | None) -> Tensor:
-    """x times each token's weight of each direction, side by side: `[N, C, D S]`, in x's dtype, rounded once. None:
-    x."""
+    """x times each token's weight of each direction, side by side: `[N, C, D S]`, rounded once."""
     if weight_BGCD is None:
         return x_NCS
     out_NCDS = x_NCS.new_empty(*x_NCS.shape[:2], weight_BGCD.shape[-1], x_NCS.shape[2])
@@ -153,8 +153,8 @@ def unweighted(dx_NCF: Tensor, weight_BGCD: Tensor | None) -> Tensor:
 
 
 def make_inputs(heads: Iterable[Tensor], v_BTE: Tensor, documents: DocumentWeights, bias_CC: Tensor) -> WindowInputs:
-    """The `WindowInputs` of one window, from the heads, values and documents of its tokens alone."""
-    # The heads are scaled by 1 / n and by the documents' weights here, so that both halves are plain matmuls.
+    """The `WindowInputs` of one window, from its own heads, values and documents."""
+    # Heads are scaled by 1 / n and the weights here, so that both halves are plain matmuls.
     q_quad, k_quad, q_lin, k_lin = (chunks(head_BTS, len(bias_CC)) for head_BTS in heads)
     causal, ids_BGC, weight_BGCD, kept_BGCD, _, own_BGC = documents
     own = None if own_BGC is None else (weighted(q_lin, own_BGC[..., None]), k_lin)
@@ -170,8 +170,8 @@ def block_product(x_NRS: Tensor, y_NMS: Tensor, hidden_NRM: Tensor | None) -> Te
 
 
 def block_scores(inputs: WindowInputs, rows: slice, keys: slice) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Of a block: which keys are of other documents, relu(q k^T / n + b), in float32 at least, and the weights of the
-    linear half inside the chunk; the first and last where there are any. relu is 0 for keys that are hidden."""
+    """Of a block: which keys are of other documents, relu(q k^T / n + b), in float32 at least, and
+    the weights of the linear half inside the chunk; or None. relu is 0 for keys that are hidden."""
     ids_NC, hidden_NRM, own_NRM = inputs.ids_NC, None, None
     if ids_NC is not None:
         hidden_NRM = ~reference.same_document(ids_NC[:, rows], ids_NC[:, keys])
@@ -187,7 +187,7 @@ def block_scores(inputs: WindowInputs, rows: slice, keys: slice) -> tuple[Tensor
 
 def attend(inputs: WindowInputs, kv_NFE: Tensor) -> Tensor:
     """Both halves of a window: `[N, C, E]`. kv_NFE: the states that its chunks read."""
-    # What the linear half reads from states first; what is inside the chunk is added to it block by block.
+    # What is read from states first; what is inside the chunk is added to it block by block.
     out_NCE = torch.bmm(inputs.q_lin_NCF, kv_NFE)
     for rows, keys in inputs.blocks:
         _, relu_NRM, own_NRM = block_scores(inputs, rows, keys)
@@ -198,8 +198,8 @@ def attend(inputs: WindowInputs, kv_NFE: Tensor) -> Tensor:
 
 def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NFE: Tensor,
                   dbias_CC: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None, Tensor]:
-    """The gradients of the heads of a `WindowInputs`, `[N, C, S]` and `[N, C, F]`, of its `own`, and of v; to dbias_CC
-    its part is added.
+    """The gradients of the heads of a `WindowInputs`, of its `own`, and of v; to dbias_CC its part
+    is added.
 
     kv_NFE: the states that the chunks read. dkv_NFE: the gradients of those that they make."""
     # The linear half: out = q_lin kv, and kv of other chunks has k_lin v.
@@ -226,12 +226,12 @@ def differentiate(dout_NCE: Tensor, inputs: WindowInputs, kv_NFE: Tensor, dkv_NF
 
 
 def walk_chunks(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None, *, backwards: bool = False) -> Tensor:
-    """The states before each chunk of a window, or backwards after it: `[N, F, E]`. state_BFE, the first of them, is
-    changed in place to the one behind the last chunk: state = added + goes_on * state."""
+    """The states before each chunk of a window, or backwards after it: `[N, F, E]`. state_BFE, the
+    first of them, becomes the one behind the last chunk: state = added + goes_on * state."""
     added_BGFE = added_NFE.unflatten(0, (len(state_BFE), -1))
     states_BGFE, n_chunks = torch.empty_like(added_BGFE), added_BGFE.shape[1]
     for i in reversed(range(n_chunks)) if backwards else range(n_chunks):
-        # The chunk reads the state as it was. Then the state is dropped where its document ends, and gets the chunk's.
+        # The chunk reads the state as it was. Then the state is dropped where its document ends.
         states_BGFE[:, i] = state_BFE
         if goes_on_BG is not None:
             state_BFE *= goes_on_BG[:, i, None, None]
@@ -241,8 +241,8 @@ def walk_chunks(added_NFE: Tensor, state_BFE: Tensor, goes_on_BG: Tensor | None,
 
 def states_read(added_NFE: Tensor, state_BFE: Tensor, documents: DocumentWeights, *,
                 backwards: bool = False) -> Tensor:
-    """The states of all directions that each chunk of a window reads, one below the other: `[N, F, E]`. Backwards: the
-    gradients of those that it makes, from the gradients of those that it reads.
+    """The states of all directions that each chunk of a window reads, one below the other: `[N, F,
+    E]`. Backwards: the gradients of those that it makes, from the gradients of those that it reads.
 
     added_NFE: what each chunk adds. state_BFE: that of earlier chunks, see `walk_chunks`."""
     goes_on_BGD = documents.goes_on_BGD
@@ -258,8 +258,7 @@ def states_read(added_NFE: Tensor, state_BFE: Tensor, documents: DocumentWeights
 
 
 HeadsOf = Callable[[slice, slice], Iterable[Tensor]]
-"""(rows, span of tokens) -> heads of these tokens, each `[B, T, S]` of uv's dtype: q and k of the quadratic half, then
-of the linear half."""
+"""(rows, span of tokens) -> heads of these tokens, in the order of `reference.Heads`."""
 TakeGradient = Callable[[slice, slice, list[Tensor]], None]
 """(rows, span of tokens, gradients of their heads, each `[B, T, S]`) -> None."""
 
@@ -275,16 +274,17 @@ def open_window(uv_BTF: Tensor, heads_of: HeadsOf, documents: DocumentWeights, b
 
 def states_of_cut_row(added: Sequence[Tensor], documents: DocumentWeights, like: Tensor, *,
                       backwards: bool = False) -> Tensor:
-    """`states_read` of all chunks of a row that is cut into windows: `[G, F, E]`. added: what the chunks of each window
-    add. like: for the dtype of the sums."""
+    """`states_read` of all chunks of a row that is cut into windows: `[G, F, E]`. added: what the
+    chunks of each window add. like: for the dtype of the sums."""
     added_GFE = torch.cat([*added])
     return states_read(added_GFE, like.new_zeros(1, *added_GFE.shape[1:]), documents, backwards=backwards)
 
 
 def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
                 chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.gated_chunk_attention` of u and v. For the backward pass also what attention returns before the gate,
-    attended_BTE, and the states that the chunks read, kv_BGFE. s: the width of heads."""
+    """`reference.gated_chunk_attention` of u and v. For the backward pass also what attention
+    returns before the gate, attended_BTE, and the states that chunks read, kv_BGFE. s: width of
+    heads."""
     (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // 2
     n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
     windows = windows_of(n_rows, n_chunks, chunk_size)
@@ -316,7 +316,7 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
 def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: Tensor, attended_BTE: Tensor,
                        kv_BGFE: Tensor, documents: DocumentWeights, chunk_size: int, duv_BTF: Tensor,
                        take_gradient: TakeGradient) -> Tensor:
-    """The gradient of w. That of uv is written to duv_BTF, those of heads are given to `take_gradient`."""
+    """The gradient of w. Those of uv and heads go to duv_BTF and to `take_gradient`."""
     n_rows, n_chunks, *state_size = kv_BGFE.shape
     bias_CC = bias_of_chunk(w, chunk_size, documents.causal)
     dbias_CC, windows = torch.zeros_like(bias_CC), windows_of(n_rows, n_chunks, chunk_size)
@@ -334,7 +334,7 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
             added = [added_by(*opened(rows, part)[-2:]) for _, part in windows_of(1, n_chunks, chunk_size)]
             dkv_GFE = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC, backwards=True)
         span, here, u_BTE, inputs, dattended_NCE = opened(rows, window)
-        # The gradient of the states walks backwards: from the chunks that read a state to those that made it.
+        # States' gradients walk backwards: from chunks that read a state to those that made it.
         if states_first:
             dkv_NFE = dkv_GFE[window]
         else:
@@ -356,7 +356,7 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
 
 
 class GatedChunkAttention(torch.autograd.Function):
-    """`attend_rows`, and the gradients of uvz, of w, and of the heads, or of gamma and beta where they make the heads.
+    """`attend_rows`, and the gradients of uvz, w and the heads, or of gamma and beta.
 
     a, b, c, d: four heads, or with `from_z` a `HeadsFromZ`."""
 
@@ -408,7 +408,7 @@ def write_gradients(dheads: Sequence[Tensor], rows: slice, span: slice, dparts: 
 
 def differentiate_z(uvz_BTF: Tensor, heads: Sequence[Tensor], duvz_BTF: Tensor, dscales: Sequence[Tensor], rows: slice,
                     span: slice, dparts: list[Tensor]) -> None:
-    """From the gradients of some tokens' heads write that of their z to duvz, and add to those of gamma and beta."""
+    """From some tokens' dheads write dz to duvz, and add to the gradients of gamma and beta."""
     gamma_4S, _, sin, cos = heads
     dgamma_4S, dbeta_4S = dscales
     # Back through RoPE, then scale and offset, then silu.
@@ -457,7 +457,7 @@ def diagonal_sums(x_CC: Tensor) -> Tensor:
 def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
                           segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                           exchange: reference.Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows. With "written" q is divided here."""
+    """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows."""
     assert exchange is None
     from_z = isinstance(heads, HeadsFromZ)
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)

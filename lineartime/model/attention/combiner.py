@@ -1,7 +1,6 @@
-"""Combiner's core: rowmajor-axial attention (Ren et al. 2021), as a reference op, its cache, and a core.
+"""Combiner's core: rowmajor-axial attention (Ren et al. 2021), an op, its cache, and a core.
 
-The op takes one document, `[B, T, H, K]`. The core splits rows into documents.
-"""
+The op takes one document, `[B, T, H, K]`. The core splits rows into documents."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,13 +21,14 @@ from lineartime.ops.reference import rope, rotary, to_chunks
 def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                              summarise: Callable[[Tensor], Tensor], *, chunk_size: int, causal: bool,
                              earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Combiner's rowmajor-axial attention (Ren et al. 2021). The document is cut into rows of C tokens. A query at
-    place i of a row sees the tokens of its row, and the summary for place i of other rows. Returns `[B, T, H, K]` and
-    keys and values of the summaries, `[B, G, C, H, K]` each.
+    """Combiner's rowmajor-axial attention (Ren et al. 2021). The document is cut into rows of C
+    tokens. A query at place i of a row sees the tokens of its row, and the summary for place i of
+    other rows. Returns `[B, T, H, K]` and keys and values of the summaries, `[B, G, C, H, K]` each.
 
-    q and k are after RoPE. summarise: maps summary values `[B, G, C, H, K]` to summary keys. A causal query sees the
-    summaries of earlier rows only; a summary covers its whole row. A query that is not causal sees its own row twice,
-    as tokens and as a summary. earlier: keys and values of the summaries of rows before these.
+    q and k are after RoPE. summarise: maps summary values `[B, G, C, H, K]` to summary keys. A
+    causal query sees the summaries of earlier rows only; a summary covers its whole row. A query
+    that is not causal sees its own row twice, as tokens and as a summary. earlier: of rows before
+    these.
 
     | step | formula |
     |---|---|
@@ -42,14 +42,14 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
     # Fill up the last row of C tokens and cut the document into rows.
     q, k, v = (F.pad(x, [0, 0, 0, 0, 0, missing]).unflatten(1, (-1, chunk_size)) for x in (q_BTHK, k_BTHK, v_BTHK))
     q = q / width**0.5
-    # Scores within a row. The summaries are made of them before the causal mask, which is for the tokens alone.
+    # Scores within a row. Summaries are made of them before the causal mask.
     there_GC = (torch.arange(n_tokens + missing, device=q.device) < n_tokens).view(-1, chunk_size)
     a_BGHCJ = at_least_float32(torch.einsum("bgihk,bgjhk->bghij", q, k))
     lowest = torch.finfo(a_BGHCJ.dtype).min
     a_BGHCJ = a_BGHCJ.masked_fill(~there_GC[:, None, None, :], lowest)
     vs_BGCHK = torch.einsum("bghij,bgjhk->bgihk", a_BGHCJ.softmax(-1).to(v.dtype), v)
     ks_BGCHK = summarise(vs_BGCHK)
-    # The summaries that each row may see: F counts those of earlier calls, then those of the rows here.
+    # The summaries that each row may see: F counts earlier calls', then those here.
     n_rows, n_earlier = q.shape[1], 0 if earlier is None else earlier[0].shape[1]
     ks_BFCHK, vs_BFCHK = ks_BGCHK, vs_BGCHK
     if earlier is not None:
@@ -71,14 +71,14 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
 
 @dataclasses.dataclass
 class RowCache(Cache):
-    """The cache of one layer: the open row of the current document, and the summaries of its full rows. The summaries
-    are as large as keys and values, so the cache grows with T."""
+    """The cache of one layer: the open row of the current document, and the summaries of its full
+    rows. The summaries are as large as keys and values, so the cache grows with T."""
 
     growing: ClassVar[tuple[str, ...]] = ("ks_BLCHK", "vs_BLCHK")
     n_open_B: Tensor
     """Tokens in the open row."""
     n_full_B: Tensor
-    """Full rows of the current document. Below: x, q, k and v of the open row, and keys and values of the summaries."""
+    """Full rows of the current document. Below: the open row, and the summaries."""
     x_BCD: Tensor
     q_BCHK: Tensor
     k_BCHK: Tensor
@@ -96,8 +96,9 @@ class RowCache(Cache):
 
 @dataclasses.dataclass
 class Combiner:
-    """`rowmajor_axial_attention` of each document; the first row of C tokens starts with the document. A summary's key
-    is RoPE(W_b norm(x + W_a vs)), with x and the position of the token at its place."""
+    """`rowmajor_axial_attention` of each document; the first row of C tokens starts with the
+    document. A summary's key is RoPE(W_b norm(x + W_a vs)), with x and position of the token
+    there."""
 
     config: ModelConfig
     summary_proj: nn.Module
@@ -105,7 +106,7 @@ class Combiner:
     summary_norm: nn.Module
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads concatenated: `[B, T, D]`. x_BTD: the normed input, from which q, k and v were projected."""
+        """The heads concatenated: `[B, T, D]`. x_BTD: the normed input of q, k and v."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
         # Each document by itself, for its rows of C tokens begin at its first token.
         angles = () if info.rotary is None else tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary)
@@ -116,7 +117,7 @@ class Combiner:
     def attend_document(self, x_BTD: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                         angles: Sequence[Tensor], earlier: tuple[Tensor, Tensor] | None = None,
                         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """`rowmajor_axial_attention` of one document. angles: sin and cos of its positions; empty without RoPE."""
+        """`rowmajor_axial_attention` of one document. angles: sin and cos, or empty."""
         config = self.config
         assert config.chunk_size is not None
         c = config.chunk_size
@@ -144,8 +145,8 @@ class Combiner:
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models. The open
-        row and the new tokens are attended to together; the full rows before them are `earlier`."""
+        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For
+        causal models. The open row goes with the new tokens; full rows before are `earlier`."""
         assert isinstance(cache, RowCache)
         out, c = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1]
         new = (x_BND, rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK)

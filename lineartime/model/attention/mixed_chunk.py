@@ -15,8 +15,8 @@ from lineartime.model.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_
 
 @dataclasses.dataclass
 class MixedChunk:
-    """Attention inside a chunk plus linear attention across chunks. q and k of the linear half are q and k of the
-    quadratic half with a scale and an offset per dimension. Heads are folded into the batch."""
+    """Attention inside a chunk plus linear attention across chunks. q and k of the linear half are
+    q and k of the quadratic half scaled and offset. Heads are folded into the batch."""
 
     config: ModelConfig
     scale_offset: ScaleOffset
@@ -39,8 +39,9 @@ class MixedChunk:
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTD: Tensor,
                    info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
-        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`; and the gates that
-        chunk_pooling "written" divides by, gate_BT, else None. conv_BTD: k, or with `key_conv` its convolution."""
+        """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`; and
+        the gates that chunk_pooling "written" divides by, gate_BT, else None. conv_BTD: k, or its
+        convolution."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
         # The linear half: scale and offset, RoPE, then the gate.
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], conv_BTD * gamma[1] + beta[1]
@@ -58,7 +59,7 @@ class MixedChunk:
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
+        """`attend` for the next tokens whose past is in `cache`, which is updated. Causal alone."""
         assert isinstance(cache, ChunkState)
         h, conv_BND = self.config.n_heads, k_BNHK.flatten(2)
         if self.key_conv is not None:

@@ -1,4 +1,4 @@
-"""Performer's core: linear attention with a ReLU kernel, as a reference op, a cache of constant size, and a core."""
+"""Performer's core: linear attention with a ReLU kernel, an op, a constant cache, and a core."""
 
 import dataclasses
 
@@ -20,23 +20,24 @@ PREFIX_BLOCK = 128
 
 
 def relu_features(x: Tensor) -> Tensor:
-    """phi(x) = relu(x) + 1e-3, float32 at least: Performer's generalised attention, without random projections."""
+    """phi(x) = relu(x) + 1e-3, float32 at least: without random projections."""
     return torch.relu(at_least_float32(x)) + KERNEL_EPSILON
 
 
 def with_ones(v_BTHK: Tensor) -> Tensor:
-    """v with a column of ones appended, float32 at least, so that one state holds numerator and denominator."""
+    """v with a column of ones appended, float32 at least: a state has both sums."""
     v_BTHK = at_least_float32(v_BTHK)
     return torch.cat([v_BTHK, torch.ones_like(v_BTHK[..., :1])], dim=-1)
 
 
 def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool,
                         prefix_sum: str = "blocks", past_BHMK: Tensor | None = None) -> Tensor:
-    """(phi(q_t) sum_s phi(k_s) v_s) / (phi(q_t) sum_s phi(k_s)), over s <= t when causal: `[B, T, H, K]`.
+    """(phi(q_t) sum_s phi(k_s) v_s) / (phi(q_t) sum_s phi(k_s)), s <= t when causal: `[B, T, H,
+    K]`.
 
-    The rows are one document each; q and k are after RoPE. prefix_sum: the algorithm of the causal sums, see
-    `prefix_read`; the results are equal up to rounding. past_BHMK: the sum of phi(k_s) [v_s, 1] over the document's
-    tokens that are not in the rows, or None."""
+    The rows are one document each; q and k are after RoPE. prefix_sum: the algorithm of the causal
+    sums, see `prefix_read`; the results are equal up to rounding. past_BHMK: the sum of phi(k_s)
+    [v_s, 1] over the document's tokens that are not in the rows, or None."""
     fq, fk, v1 = relu_features(q_BTHK), relu_features(k_BTHK), with_ones(v_BTHK)
     if causal:
         y = prefix_read(fq, fk, v1, prefix_sum, past_BHMK)[0]
@@ -48,11 +49,12 @@ def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causa
 
 def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: str,
                 initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK. M: number of features.
+    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK. M:
+    features.
 
-    prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by matmuls with triangles of
-    ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block, and masked scores inside a block. No
-    sum is made by subtraction, whose rounding would leak later tokens."""
+    prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by matmuls
+    with triangles of ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block,
+    and masked scores inside a block. No sum is a difference, whose rounding would leak."""
     n_rows, n_tokens, n_heads, width = fq_BTHM.shape
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
@@ -80,7 +82,7 @@ def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: st
 
 @dataclasses.dataclass
 class PrefixState(Cache):
-    """The cache of one layer: the sum of phi(k) [v, 1] over the current document, of constant size."""
+    """The cache of one layer: the sum of phi(k) [v, 1] over the current document."""
 
     kv_BHMK: Tensor
 
@@ -102,20 +104,20 @@ class Performer:
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def pasts(self, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo, exchange: Exchange) -> list[Tensor | None]:
-        """past_BHMK of `performer_attention` for each document of `by_document`: what other parts of its row have."""
+        """past_BHMK of each document of `by_document`: what other parts of its row have."""
         ids_BT, n_tokens = info.segment_ids_BT, k_BTHK.shape[1]
         assert ids_BT is not None and info.cu_seqlens is not None
-        # What this part hands on: the sum of its last document, and when not causal also that of document 0.
+        # What this part hands on: the sum of its last document, if not causal also of document 0.
         last_B = ids_BT.amax(1)
         handed_on = [last_B] if self.config.causal else [last_B, torch.zeros_like(last_B)]
         fk, v1 = relu_features(k_BTHK), with_ones(v_BTHK)
         leaving = [at_least_float32(product("bthm,bthk->bhmk", fk * of_BT[..., None, None], v1))
                    for of_BT in ((ids_BT == document_B[:, None]) & (ids_BT >= 0) for document_B in handed_on)]
         entering_DBF = exchange(torch.stack(leaving).flatten(2), last_B == 0)
-        # 0 where nothing enters, and not left out: without a path to `exchange` this part would skip its backward pass.
+        # 0 where nothing enters, and not left out: else this part would skip its backward pass.
         entering = [torch.where(enters_B[:, None], entering_BF, 0.0).view_as(leaving[0]) for enters_B, entering_BF in
                     zip((ids_BT[:, 0] == 0, last_B >= 0), entering_DBF, strict=False)]
-        # The first document of a row goes on from before, and when not causal the last one goes on after it.
+        # The first document of a row goes on from before, and if not causal the last one after it.
         starts, last = info.cu_seqlens[:-1], last_B.tolist()
         pasts: list[Tensor | None] = []
         for start, document in zip(starts, ids_BT.flatten()[starts].tolist(), strict=True):
@@ -126,16 +128,16 @@ class Performer:
         return pasts
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows that have no token yet, on `weight`'s device, in float32 at least."""
+        """The cache of `n_rows` rows without a token, on `weight`'s device, in float32 at least."""
         k = self.config.qk_width
         return PrefixState(at_least_float32(weight.new_zeros(n_rows, self.config.n_heads, k, k + 1)))
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models. A new
-        document resets the state."""
+        """`attend` for the next tokens whose past is in `cache`. A new document resets the
+        state."""
         assert isinstance(cache, PrefixState)
-        # The sum holds numerator and denominator, so that a step is one update, one read and one division.
+        # A step is one update, one read and one division.
         fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
         v1 = with_ones(v_BNHK)
         if inputs.single_token:

@@ -1,4 +1,4 @@
-"""The relu^2 core: a GAU's attention kernel in a Transformer, in place of softmax (an ablation of the paper)."""
+"""The relu^2 core: a GAU's attention in a Transformer (an ablation of the paper)."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from lineartime.ops.reference import quadratic_attention
 
 @dataclasses.dataclass
 class ReluSquared:
-    """relu(q k^T / n + b)^2 v, with one position bias for all heads. Heads are folded into the batch."""
+    """relu(q k^T / n + b)^2 v, with one bias for all heads, which are folded into the batch."""
 
     config: ModelConfig
     rel_pos_bias: RelPosBias
@@ -39,7 +39,7 @@ class ReluSquared:
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
+        """`attend` for the next tokens whose past is in `cache`, which is updated. Causal alone."""
         assert isinstance(cache, KeyValueCache)
         q, k, v = self.fold(q_BNHK, k_BNHK, v_BNHK, info)
         h = self.config.n_heads

@@ -24,12 +24,12 @@ class Softmax:
     key_norm: nn.RMSNorm | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16, all documents run in
-        one call of variable-length attention. Documents without `cu_seqlens`, as in compiled models, take a mask."""
+        """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16,
+        all documents run in one call of variable-length attention. Compiled models take a mask."""
         q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
-        # Otherwise a call for each document. Compiled code has one shape for any documents: one call, with a mask.
+        # Otherwise a call for each document. Compiled code makes one, with a mask.
         how: dict[str, Any] = {"is_causal": self.config.causal}
         if info.cu_seqlens is None and info.segment_ids_BT is not None:
             seen_B1TT = (info.segment_ids_BT[:, :, None] == info.segment_ids_BT[:, None])[:, None]
@@ -41,7 +41,7 @@ class Softmax:
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norm, if the model has one, and RoPE: `[B, T, H, K]` each."""
+        """Queries and keys after their norm, if there is one, and RoPE: `[B, T, H, K]` each."""
         q_BTHK, k_BTHK = normed_heads(q_BTHK, self.query_norm), normed_heads(k_BTHK, self.key_norm)
         return rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
 
@@ -51,12 +51,12 @@ class Softmax:
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For causal models."""
+        """`attend` for the next tokens whose past is in `cache`, which is updated. Causal alone."""
         assert isinstance(cache, KeyValueCache)
         h = self.config.n_heads
         q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h)
                                for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
-        # The new keys and values join those of the cache; a mask hides what a row does not have, or later tokens.
+        # The new keys and values join those of the cache; a mask hides others.
         k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
         visible_BNL = inputs.visible()
@@ -65,13 +65,13 @@ class Softmax:
 
 
 def normed_heads(x_BTHK: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    """x after a norm of each head, x itself without one. It is computed in the gain's dtype, float32 under autocast."""
+    """x after a norm of each head, or x itself. It is computed in the gain's dtype."""
     return x_BTHK if norm is None else norm(x_BTHK.to(norm.weight.dtype)).to(x_BTHK.dtype)
 
 
 def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:
-    """Softmax attention within each document of the flattened rows, by one call of PyTorch's variable-length kernel:
-    `[B, T, H, K]`. cu_seqlens: document boundaries, `[0, ..., B T]`."""
+    """Softmax attention within each document of the flattened rows, by one call of PyTorch's
+    variable-length kernel: `[B, T, H, K]`. cu_seqlens: document boundaries, `[0, ..., B T]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     # PyTorch's kernel takes all documents of all rows one after another, and where each begins.
