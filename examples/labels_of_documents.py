@@ -4,7 +4,8 @@
     python examples/labels_of_documents.py [STEPS]
 
 The model that ships is fine-tuned whole. A linear layer reads the label from the mean over a
-document's tokens, so a document may have any length. """
+document's tokens, so a document may have any length.
+"""
 
 import argparse
 import os

@@ -1,5 +1,4 @@
-"""A run made into a folder to give away: what is in it is the run's, and what its card says was
-measured."""
+"""A folder to give away: what is in it is the run's, and what its card says was measured."""
 
 import json
 import math
@@ -112,8 +111,7 @@ def test_a_program_with_another_default_dtype_and_device_gets_the_same_model(run
 
 
 def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) -> None:
-    """With trust all of it; without, a plain tokenizer gives the same ids. What is saved again
-    opens the same way."""
+    """Without trust a plain tokenizer gives the same ids. So does what is saved again."""
     ours = AutoTokenizer.from_pretrained(exported)
     batch = ours(["Reader, I", "I"], padding=True)
     expected = (f"{batch['input_ids']} {batch['attention_mask']} {ours.bos_token} {ours.eos_token} {ours.pad_token}\n")
@@ -132,8 +130,7 @@ def test_transformers_open_it_without_an_import(exported: Path, tmp_path: Path) 
 
 
 def test_without_the_package_it_says_where_to_find_it(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would say to install by name what a file imports outside of `try`; no index has
-    the name."""
+    """transformers would say to install by name what is imported outside of `try`."""
     code = exported / "modeling_lineartime.py"
     assert get_imports(code) == []
     monkeypatch.setitem(sys.modules, "lineartime.hf", None)
@@ -180,7 +177,7 @@ def test_a_masked_model(tmp_path: Path, call: Call) -> None:
     assert not lineartime.load_model(out)[0].config.causal
 
 
-def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call: Call,
+def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call: Call, tmp_path: Path,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lineartime.folders.MODELS", exported.parent)
     assert lineartime.model_folder("tiny") == exported
@@ -193,14 +190,8 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
     assert_refused(*call("generate")[::2], 2, "Missing argument 'MODEL'")
     assert_refused(*call("export", "tiny", "--out", run / "x")[::2], 2, "an exported folder already", exported)
     assert_refused(*call("evaluate", "tinny", *score)[::2], 2, "no weights here: tinny", "shipped model: tiny")
-
-
-def test_a_folder_of_a_shipped_name(exported: Path, tmp_path: Path, call: Call,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name is the shipped model's, and it is said that there is a folder too."""
-    monkeypatch.setattr("lineartime.folders.MODELS", exported.parent)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny").mkdir()  # a folder of that name: which of the two is meant is said
     code, _, err = call("generate", "tiny", "--max-new-tokens", 1)
     assert code == 0 and "warning: tiny is the model that ships with the package; write ./tiny for the folder" in err
     assert_refused(*call("generate", "./tiny")[::2], 2, "not a run: tiny")
@@ -228,8 +219,7 @@ def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path,
 
 
 def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, the exit code of the kind of trouble, and nothing left behind; before the scores,
-    which take long."""
+    """One line and an exit code, before the scores, which take long; nothing is left behind."""
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     assert_refused(*call("export", run, "--out", tmp_path / "latin1.md" / "out")[::2], 6, "cannot write")
     monkeypatch.setattr("lineartime.use.export.evaluate_data", pytest.fail)
@@ -279,15 +269,14 @@ def test_a_damaged_newest_checkpoint_is_said(run: Path, data: Path, tmp_path: Pa
 
 
 def copy_of(folder: Path, out: Path) -> Path:
-    """A copy of a folder; of a run's newest checkpoint, the checkpoint as `latest` names it in a
-    copy of the run."""
-    if folder.name == "latest":
-        shutil.copytree(folder.parent, out, symlinks=True)
-        (out / "latest").unlink()
-        (out / "latest").symlink_to(f"step-{SAVED:08d}")
-        return out / "latest"
-    shutil.copytree(folder, out)
-    return out
+    """A copy of a folder; for a run's `latest`, in a copy of the run, the checkpoint that is
+    left."""
+    if folder.name != "latest":
+        return Path(shutil.copytree(folder, out))
+    latest = Path(shutil.copytree(folder.parent, out, symlinks=True)) / "latest"
+    latest.unlink()
+    latest.symlink_to(f"step-{SAVED:08d}")
+    return latest
 
 
 def set_width(folder: Path, d_model: object) -> None:
@@ -348,12 +337,6 @@ def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(run: Pat
         for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
             with pytest.raises(CheckpointError, match=words):
                 load(folder)
-
-
-def test_files_of_no_model_are_named(exported: Path, tmp_path: Path) -> None:
-    """Without a manifest, which would say it first."""
-    folder = copy_of(exported, tmp_path / "copy")
-    (folder / "MANIFEST.json").unlink()
     set_width(folder, "wide")
     for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained):
         with pytest.raises(UsageError, match=r"d_model = 'wide' in .*/copy/config\.json"):
