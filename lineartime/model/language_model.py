@@ -293,8 +293,8 @@ def number_of_parameters(config: ModelConfig) -> int:
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """-ln p of each token given those before it in its row, in nats and float32 at least: `[B, T-1]`
-    for rows of T tokens, or where W `ranks` share the rows this rank's part, `[B, (T-1) / W]`."""
+    """-ln p of each token given those before it in its row, nats, float32 at least: `[B, T-1]` for
+    rows of T tokens, or where W `ranks` share the rows this rank's part, `[B, (T-1) / W]`."""
     inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
     return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
 

@@ -28,11 +28,11 @@ class MultiHeadAttention(ResidualLayer):
 
     | attn_type, attn_kernel | model | core |
     |---|---|---|
-    | quadratic, softmax | Transformers | softmax(q k^T / sqrt(K)) v, by PyTorch's fused attention |
+    | quadratic, softmax | Transformers | softmax(q k^T / sqrt(K)) v, by PyTorch |
     | quadratic, relu2 | ablation | relu(q k^T / n + b)^2 v, as in a GAU |
-    | mixed_chunk, either | MC-TFM++ | one of these two in a chunk, and linear attention across chunks |
-    | linear, relu | Performer | (phi(q) sum phi(k) v) / (phi(q) sum phi(k)), phi(x) = relu(x) + 1e-3 |
-    | rowmajor_axial, softmax | Combiner | softmax over the tokens of a chunk and summaries of chunks |
+    | mixed_chunk, either | MC-TFM++ | one of these in a chunk, linear attention across |
+    | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
+    | rowmajor_axial, softmax | Combiner | softmax over a chunk's tokens and summaries of chunks |
 
     With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are
     inside. A token sees itself and those before it, or with causal=False all. The arguments are a

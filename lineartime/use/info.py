@@ -1,7 +1,5 @@
-"""`lineartime info`: a model's specification, its parameters by part, and the memory of its weights
-and of its decoding state, from its configuration."""
+"""`lineartime info`: a model's specification, its parameters by part, and the memory it takes."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chun
 """Values of fields by their names in the paper's tables, where the two differ."""
 PARTS = {"norm": "norms", "scale_offset": "scale and offset", "bias": "position bias", "conv": "key convolution",
          "gate": "write gate"}
-"""What the parameters of a layer are for, by the end of their module's name; all others are projections."""
+"""What a layer's parameters are for, by the end of their module's name; the others project."""
 
 
 class DecodingBytes(NamedTuple):
@@ -47,7 +45,7 @@ class Description(NamedTuple):
 
 
 def describe(config: ModelConfig) -> Description:
-    """Describe a model without allocating it. A model that does not decode has no decoding state."""
+    """Describe a model without allocating it. One that does not decode has a state of 0 bytes."""
     parts = count_parameters(empty_model(config))
     return Description(specification(config, sum(parts.values())), parts,
                        decoding_bytes(config) if config.decodes else DecodingBytes(0, 0))
@@ -62,8 +60,7 @@ def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> D
     for cache in caches:
         for name, buffer in cache.tensors().items():
             if name in cache.growing:
-                n_values = buffer.shape[0] * math.prod(buffer.shape[2:])
-                per_token += n_values * buffer.element_size() // summary_tokens
+                per_token += buffer.sum(1).nbytes // summary_tokens  # all axes but that of tokens
             else:
                 constant += buffer.nbytes
     return DecodingBytes(constant, per_token)
@@ -99,7 +96,7 @@ def count_parameters(model: LanguageModel) -> dict[str, int]:
 
 
 def print_description(config: ModelConfig, title: str) -> None:
-    """Print `describe(config)`, and fields that the paper's tables do not have, as names and values."""
+    """Print `describe(config)`, and the fields that the paper's tables do not have."""
     described, n_tokens = describe(config), f"{config.context:,}"
     changed = [name for name in MODEL_FIELDS if name not in SOURCES["Tables 8-10"]
                and (name in ("context", "vocab_size", "causal") or getattr(config, name) != getattr(ModelConfig, name))]
