@@ -36,7 +36,7 @@ def joined(folder: Name, *names: str) -> str:
 
 
 def store_of(name: Name) -> tuple[Any, str]:
-    """The file system of a name, and the path there. Raises UsageError for a store whose library is
+    """The file system of a name, and the path there. Raises UsageError if its library is
     missing."""
     import fsspec
 
@@ -50,8 +50,7 @@ def store_of(name: Name) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reading(name: Name) -> Iterator[None]:
-    """Inside the block, errors of reading a file are DataErrors. A store's library raises errors of
-    its own."""
+    """Inside the block, errors of reading a file, a store's own too, are DataErrors."""
     try:
         yield
     except LineartimeError:
@@ -84,8 +83,8 @@ def packing_of(name: Name) -> str:
 
 @contextlib.contextmanager
 def unpacked(name: Name) -> Iterator[Any]:
-    """A file's bytes, unpacked: it has `read`, `readline`, `peek` and `seek`. Inside the block,
-    errors of reading are DataErrors."""
+    """A file's bytes, unpacked: `read`, `readline`, `peek`, `seek`. Raises DataError in the
+    block."""
     with reading(name), opened(name) as file:
         packing = packing_of(name) if file.peek(1) else ""  # nothing is packed in an empty file
         if packing == ".zst":
@@ -102,8 +101,7 @@ def unpacked(name: Name) -> Iterator[Any]:
 
 
 def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, after the first `n_read`; or what comes on stdin (`-`). Raises
-    DataError."""
+    """The bytes of a file, unpacked, after the first `n_read`; `-` is stdin. Raises DataError."""
     if name == "-":
         yield from stdin_blocks()
         return
@@ -117,8 +115,7 @@ def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
 
 
 def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
-    """What comes on stdin, to its end, in blocks of at most `size` bytes. ticks: also b"" now and
-    then while nothing comes."""
+    """Blocks of at most `size` bytes of stdin. ticks: also b"" now and then while nothing comes."""
     while sys.stdin is not None:
         # Waited for a little at a time: a signal that comes just before a read is not seen until
         # the read returns.
@@ -151,8 +148,7 @@ def exists(name: Name) -> bool:
 
 
 def require_there(names: Iterable[Name]) -> None:
-    """Raise DataError for a missing file or folder of this machine: said before torch is imported.
-    `-` is stdin."""
+    """Raise DataError for a missing file or folder, before torch is imported. `-` is stdin."""
     for name in names:
         is_elsewhere = name == "-" or is_address(name) or str(name).startswith("hub:")
         if not is_elsewhere and not glob.has_magic(str(name)) and not os.path.lexists(name):
@@ -185,9 +181,9 @@ def uploaded(address: Name) -> Iterator[Path]:
 
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
-    """A folder in the cache of this machine with the files of a folder in a store that have these
-    names and sizes. What is there already is kept. key: a hash of what they hold. Raises DataError
-    for a bad name and a missing file."""
+    """A folder in the cache of this machine with files of a folder in a store, by name and size.
+    What is there already is kept. key: a hash of what they hold. Raises DataError for a bad name
+    and a missing file."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lineartime" / key[:16]
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
@@ -201,9 +197,8 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
 
 
 def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
-    """The files and folders that `expanded` gives: the path of each, whether it is a folder, and
-    its files, or those below it, by their relative names. Raises DataError for what is missing, and
-    for no regular file."""
+    """The files and folders that `expanded` gives: path, whether it is a folder, and its files by
+    relative names. Raises DataError for what is missing, and for no regular file."""
     for path in expanded(name):
         if is_folder(path):
             yield path, True, {own: joined(path, own) for own in files_below(path)}

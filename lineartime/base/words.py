@@ -1,4 +1,4 @@
-"""Text for people: progress, numbers as they are shown, and Markdown that shows text from data as it is."""
+"""Text for people: progress, numbers as they are shown, and Markdown of text from data."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -9,8 +9,8 @@
 All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at
 its beginning and blank rows are left out. What is wrong is a DataError with the line, row or byte.
 
-Several processes read one file by ranges of its bytes. Each reads what begins in its own range: lines,
-groups of rows of parquet, or the words of a text."""
+Several processes read one file by ranges of its bytes. Each reads what begins in its own range:
+lines, groups of rows of parquet, or the words of a text."""
 
 import codecs
 import csv
@@ -58,7 +58,8 @@ class Record(NamedTuple):
 
 
 def ending_of(name: Name) -> str:
-    """The ending of a file that can be read, in lower case, such as ".jsonl.gz"; "" of any other."""
+    """The ending of a file that can be read, in lower case, such as ".jsonl.gz"; "" of any
+    other."""
     found = ENDING.search(str(name))
     return found[0].lower() if found else ""
 
@@ -85,8 +86,9 @@ def read_pieces(name: Name, *, field: str = "text", task: str | None = None, sta
     file has no piece.
 
     field: the field or column that holds the text. task: "wiki40b" takes its markers out. start,
-    stop: a range of the file's bytes, None for its end; if its document goes on in the next range, no
-    piece is the last. Raises DataError, also for a small file of much text, made to fill the disk."""
+    stop: a range of the file's bytes, None for its end; if its document goes on in the next range,
+    no piece is the last. Raises DataError, also for a small file of much text, made to fill the
+    disk."""
     pieces = _pieces_of_text(name, start, stop) if is_one_document(name) else (
         piece for text in _texts_of_rows(name, field, task, start, stop) for piece in pieces_of(text))
     n_characters = 0
@@ -113,7 +115,8 @@ def _pieces_of_text(name: Name, start: int, stop: int | None) -> Iterator[Piece]
 
 
 def _before_word(file: IO[bytes], start: int, stop: int | None) -> int | None:
-    """The first place of `BEFORE_WORD` in [start, stop), or in all that follows; None if there is none."""
+    """The first place of `BEFORE_WORD` in [start, stop), or in all that follows; None if there is
+    none."""
     file.seek(start)
     at, block = start, b""
     while (stop is None or at < stop) and (more := file.read(PIECE if stop is None else min(PIECE, stop + 1 - at))):
@@ -154,8 +157,8 @@ def pieces_of(text: str) -> Iterator[Piece]:
 
 
 def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0) -> Iterator[str]:
-    """The text of blocks of bytes that begin at byte `position` of a file `name`, without a byte order
-    mark at its beginning. Raises DataError, with the byte, for what is not text."""
+    """The text of blocks of bytes that begin at byte `position` of a file `name`, without a byte
+    order mark at its beginning. Raises DataError, with the byte, for what is not text."""
     decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     for block in itertools.chain(blocks, [b""]):
         if b"\0" in block:
@@ -173,8 +176,9 @@ def text_of(name: Name) -> Iterator[str]:
 
 
 def read_small(name: Name, most: int = MAX_BYTES) -> str:
-    """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark. Raises
-    DataError for a file that cannot be read, for more than `most` bytes, and for what is not UTF-8."""
+    """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark.
+    Raises DataError for a file that cannot be read, for more than `most` bytes, and for what is not
+    UTF-8."""
     content, where = bytearray(), "stdin" if name == "-" else name
     for block in file_blocks(name):
         content += block
@@ -199,7 +203,8 @@ def _texts_of_rows(name: Name, field: str, task: str | None, start: int, stop: i
 def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), start: int = 0,
               stop: int | None = None) -> Iterator[Record]:
     """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the
-    file must have, and those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
+    file must have, and those of `optional` that it has, are read. start, stop: as of
+    `read_pieces`."""
     kind = ending_of(name)
     if kind == ".parquet":
         yield from _parquet_rows(name, names, optional, start, stop)
@@ -334,7 +339,8 @@ def _missing(kind: str, name: str, where: Name, there: Sequence[str]) -> DataErr
 
 
 def checked(text: Any, what: str, where: str) -> str:
-    """`text` itself. Raises DataError unless it is a string, and for a lone surrogate, which JSON can spell."""
+    """`text` itself. Raises DataError unless it is a string, and for a lone surrogate, which JSON
+    can spell."""
     if not isinstance(text, str):
         raise DataError(f"{what} is not a string", where, "make it one, or take the document out")
     try:

@@ -33,7 +33,8 @@ PAD = "<|pad|>"
 """The padding of a causal model: the id behind its vocabulary. It is not the end-of-document token,
 for collators take padding out of what is learned."""
 KNOWN = r"(?![\x1c-\x1f\x80-\U0010ffff])"
-"""The next character is of ASCII and of a clear class: \\x1c to \\x1f are white space to Python alone."""
+"""The next character is of ASCII and of a clear class: \\x1c to \\x1f are white space to Python
+alone."""
 SIGN, SPACE = r"\x00-\x08\x0e-\x1b!-/:-@\[-`{-\x7f", r"\t-\r "
 WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
                    rf"|'(?:[stmd]|re|ve|ll)| ?[{SIGN}]++{KNOWN}"
@@ -41,8 +42,8 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
                    rf"|[{SPACE}]+(?=[{SPACE}][{SIGN}A-Za-z0-9])|[\t-\r](?=[{SIGN}A-Za-z0-9])"
                    r"|(?s:.)[^ \n]*(?:[ \n](?!\S)[^ \n]*)*")
 """Cuts text where GPT-2's expression cuts it, as byte-level tokenizers do: each part has its own
-tokens. Within ASCII these are all of its cuts. The last alternative takes what has other characters,
-up to a space before a word, see `read_text.cut_pieces`."""
+tokens. Within ASCII these are all of its cuts. The last alternative takes what has other
+characters, up to a space before a word, see `read_text.cut_pieces`."""
 LONGEST_WHOLE = 1 << 22
 """Characters of the longest document that a tokenizer sees whole."""
 PRECEDING = 64

@@ -319,10 +319,10 @@ def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
 class Rows:
     """The rows of a split, as PyTorch's `DataLoader` and `transformers.Trainer` take a data set.
 
-    Row i has the tokens i * context to (i + 1) * context of the split. "input_ids" are its tokens but
-    the last, int64 [context]. "labels" are the same if `shifted` (models of `transformers` shift
-    them), otherwise the next tokens. "position_ids" begin anew with each document; by them the
-    classes of `lineartime.hf` keep documents apart. seed: the order is that of an epoch of our
+    Row i has the tokens i * context to (i + 1) * context of the split. "input_ids" are its tokens
+    but the last, int64 [context]. "labels" are the same if `shifted` (models of `transformers`
+    shift them), otherwise the next tokens. "position_ids" begin anew with each document; by them
+    the classes of `lineartime.hf` keep documents apart. seed: the order is that of an epoch of our
     training; None: that of the text. Raises as `open_split` does."""
 
     def __init__(self, data: Name, split: str, context: int, *, seed: int | None = None, epoch: int = 0,

@@ -19,7 +19,7 @@ from fake_hub import Hub
 from lineartime.base.errors import UsageError
 from lineartime.data.corpora import PG19, published_words, wiki40b_text
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import Manifest, open_split, read_manifest
+from lineartime.data.tokens import Manifest, open_split
 from text_files import documents_of, make
 from tiny_runs import command
 
@@ -93,19 +93,6 @@ def test_wiki40b_from_every_kind_of_file(tmp_path: Path) -> None:
         assert manifest.blank_documents == 1 and manifest.settings["task"] == "wiki40b"
         assert open_split(tmp_path / f"{kind}-data", "train").mask is None
     assert prepared[0] == prepared[1] == [[PLAIN, PLAIN.replace("Tide", "Rock")], [PLAIN + " V"], [PLAIN + " T"]]
-
-
-def test_of_two_copies_the_parquet_is_read_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "lineartime")
-    folder = published(tmp_path / "en", {"train": [ARTICLE], "validation": [ARTICLE + " V"]})
-    published(folder, {"train": [ARTICLE + " other"], "validation": [ARTICLE + " more"]}, "jsonl.gz")
-    manifest = prepare([folder], tmp_path / "data", tokenizer="bytes", task="wiki40b")
-    assert documents_of(tmp_path / "data") == [PLAIN]
-    assert f"left out    2 of 4 files in {folder}" in caplog.text
-    assert read_manifest(tmp_path / "data") == manifest
-    for task in (None, "pg19"):
-        with pytest.raises(UsageError, match="several kinds of files side by side"):
-            prepare([folder], tmp_path / "none", tokenizer="bytes", task=task)
 
 
 # PG-19

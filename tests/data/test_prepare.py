@@ -143,15 +143,6 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
                               "(1 documents, 40.00% of the tokens are unknown)"]
 
 
-def test_a_tokenizer_that_reads_the_end_out_of_text_is_refused(tmp_path):
-    end = "<|endoftext|>"
-    tokenizer = tokenizer_of_words(tmp_path / "tokenizer.json", {"a": 0, end: 1}, end)
-    make(tmp_path, {"a.txt": "a b"})
-    with pytest.raises(DataError, match="reads its end-of-document token out of text"):
-        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=tokenizer)
-    assert_nothing_at(tmp_path / "out")
-
-
 def test_the_tokenizer_sees_a_spread_of_the_train_split(tmp_path):
     make(tmp_path, {"train.txt": "one two " * 50, "validation.txt": "zebra " * 500,
                     "a.jsonl": [f"{word} " * 100 for word in ("first", "other", "other", "fourth", "last")]})
@@ -194,7 +185,7 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
         out = tmp_path / f"{i}"
         for unit_bytes in (7, 1 << 23):  # the line after the cut may begin in a later unit
             manifest = prepare([tmp_path / "a.txt"], out, tokenizer="bytes", held_out=0.1, test=[tmp_path / "test.txt"],
-                               unit_bytes=unit_bytes)
+                               unit_bytes=unit_bytes, jobs=1)
         (begun,), (rest,) = documents_of(out), documents_of(out, "validation")
         assert begun + rest == text and begun == train
         n_bytes = len(rest.encode())
@@ -366,7 +357,7 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
-    for megabytes in (8, 24):
+    for megabytes in (5, 12):
         make(tmp_path, {"a.txt": "some more text, " * (megabytes << 16)})
         run = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path / "a.txt", tmp_path / f"{megabytes}"], check=True,
                              stdout=subprocess.PIPE)
