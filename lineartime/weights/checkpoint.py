@@ -2,11 +2,9 @@
 
 `RUN/step-00000042/` holds safetensors files, text files and `MANIFEST.json`: the format version,
 the run, the step, and the size and SHA-256 of every other file. A save writes a temporary folder,
-flushes it to the disk and renames it, and only then removes older checkpoints. A load uses no file
-that does not match the manifest, and runs no code.
-
-A folder for sharing has a manifest without run and step. Files that the manifest does not list,
-such as a README, may change."""
+flushes it and renames it, and only then removes older ones. A load uses no file that does not match
+the manifest, and runs no code. A folder for sharing has a manifest without run and step; files that
+it does not list, such as a README, may change."""
 
 import contextlib
 import hashlib
@@ -69,15 +67,14 @@ Content = bytes | Mapping[str, Tensor]
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
-    """Write the checkpoint of `step`, then remove checkpoints older than the `keep` newest valid
-    ones. The caller must hold `lock`.
+    """Write the checkpoint of `step`, then remove those older than the `keep` newest valid ones.
+    The caller must hold `lock`. A valid checkpoint of this run and step that is there already is
+    kept.
 
     run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once).
     files: texts by file name. Each of several ranks writes its own files into one folder, which
-    rank 0 makes and renames. An existing valid checkpoint of this run and step is kept. Raises
-    ResourceError if the disk is full or fails, and leaves earlier checkpoints untouched;
-    CheckpointError if a checkpoint of another run has this step; ValueError for a dtype that cannot
-    be stored."""
+    rank 0 makes and renames. Raises ResourceError if the disk is full or fails; CheckpointError if
+    a checkpoint of another run has this step; ValueError for a dtype that cannot be stored."""
     target = run_dir / f"step-{step:08d}"
     contents: dict[str, Content] = {name: text.encode() for name, text in files.items()}
     contents |= {stem + TENSORS: named for stem, named in tensors.items()}
@@ -95,8 +92,7 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
         aside = gather_json(aside, ranks)[0]
         if aside is not None:
             _write_checkpoint(run_dir / aside, target, {"format": FORMAT, "run": run, "step": step}, contents, ranks)
-        # Now the checkpoint is there, and older ones may go; after a kill here the next save
-        # removes them.
+        # Now the checkpoint is there; older ones may go, after a kill here by the next save.
         if ranks.is_first:
             fsync(run_dir)
             point(run_dir / "latest", target.name)
@@ -122,8 +118,7 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
             write_file(folder / MANIFEST, _manifest({**facts, "files": entries}))
-            # The folder gets its name when all of it is on the disk, so that no power loss leaves
-            # half under it.
+            # All of it is on the disk before it gets its name: no power loss leaves half under it.
             fsync(folder)
             if os.path.lexists(target):  # it is damaged
                 _discard(target)

@@ -4,23 +4,20 @@ chunk size."""
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.settings import replace_fields
 from lineartime.config import MODEL_FIELDS, ModelConfig
 from lineartime.model.language_model import LanguageModel, empty_model
-from lineartime.model.layers import RelPosBias
 from lineartime.weights import checkpoint
 
 
 def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
-    """A pretrained model's configuration with rows of another length, then `changes`. Without
-    chunks, n of relu(q k / n + b)^2 keeps its value. Raises UsageError for a context longer than
-    the position tables allow."""
-    config = model.config
+    """A pretrained model's configuration with rows of another length, then `changes`; n of
+    relu(q k / n + b)^2 stays. Raises UsageError for rows longer than the position tables."""
     model.check_length(context)
-    return replace_fields(config, {"context": context, **config.kept_scale, **changes})
+    return replace_fields(model.config, {"context": context, **model.config.kept_scale, **changes})
 
 
 def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
@@ -44,15 +41,17 @@ def is_flash(config: ModelConfig) -> bool:
 @torch.no_grad()
 def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> None:
     """Give a model a pretrained model's weights. head: the beginning of the names of weights that
-    the pretrained model need not have. Those that it lacks stay as they are.
+    the pretrained model may lack; these stay as they are.
 
     Weights of the same name and shape are copied. A position table is cut to a shorter context. A
-    position bias for another chunk size keeps its values by distance; greater distances get the
-    value of the greatest. Queries are scaled so that q k / n keeps its value. The heads that
-    first_to_all adds stay as they are. Raises CheckpointError with the names of weights that do not
-    fit."""
+    table of position biases keeps its values by distance; greater distances get the value of the
+    greatest. Queries are scaled so that q k / n keeps its value. The heads that first_to_all adds
+    stay as they are. Raises CheckpointError with the names of weights that do not fit."""
     old, old_modules = dict(pretrained.named_parameters()), dict(pretrained.named_modules())
-    biases = {f"{name}.weight" for name, module in model.named_modules() if copy_bias(module, old_modules.get(name))}
+    biases = {f"{name}.weight": (new, old_modules[name]) for name, new in model.named_modules()
+              if name.endswith("rel_pos_bias") and hasattr(new, "weight") and name in old_modules}
+    for new_bias, old_bias in biases.values():
+        copy_bias(new_bias, old_bias)
     # The head is new, and a position bias has been copied already.
     left = [(name, p) for name, p in model.named_parameters()
             if name not in biases and (name in old or not name.startswith(head))]
@@ -65,15 +64,12 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
         new.keep_scores(before.config)
 
 
-def copy_bias(new: nn.Module, old: nn.Module | None) -> bool:
-    """Copy a position bias by distance into a table. Returns whether it did."""
-    if not (isinstance(new, RelPosBias) and isinstance(old, RelPosBias) and hasattr(new, "weight")):
-        return False
+def copy_bias(new: Any, old: Any) -> None:
+    """Copy one `RelPosBias` by distance into another, which is a table."""
     offset = torch.arange(1 - new.n, new.n, device=next(old.parameters()).device)
     if hasattr(old, "weight"):  # a table; the form by RoPE has a value for every distance
         offset = offset.clamp(1 - old.n, old.n - 1)
     new.weight.copy_(old.at(offset))
-    return True
 
 
 def copy_weight(name: str, new: Tensor, old: Tensor) -> bool:

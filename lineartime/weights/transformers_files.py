@@ -39,9 +39,8 @@ def config_with_code(config_json: str) -> str:
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     """`tokenizer.json` and `tokenizer_config.json`. Any tokenizer class of `transformers` gives
-    texts that spell no special token the ids of `LineartimeTokenizer`: they begin with the
-    end-of-document token, padding goes left. A tokenizer that adds something of its own is for that
-    class alone, which then needs trust or an import."""
+    texts that spell no special token the ids of `LineartimeTokenizer`, which a tokenizer that adds
+    something of its own needs, by trust or an import."""
     json_text = tokenizer.json_with_beginning()
     settings: dict[str, Any] = {"tokenizer_class": "LineartimeTokenizer", "padding_side": "left",
                                 "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
@@ -54,14 +53,11 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         settings["split_special_tokens"] = True  # `LineartimeTokenizer` would read tokens that are not ours from texts
     if json_text is None:
         settings["auto_map"] = {"AutoTokenizer": [None, f"{MODULE}.LineartimeTokenizer"]}
-    return {TOKENIZER_FILE: json_text or tokenizer.json,
-            TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=1) + "\n"}
+    return {TOKENIZER_FILE: json_text or tokenizer.json, TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=1) + "\n"}
 
 
 def padding_token(masked: bool, has_gaps: bool, has_pad: bool) -> str | None:
-    """The padding of a tokenizer: `PAD`, or another name if the vocabulary has that; in one with
-    "[MASK]", whose models learn no end of a document, the end-of-document token. None for ids with
+    """The padding of a tokenizer: `PAD`, or another name if the vocabulary has that. With "[MASK]",
+    whose models learn no end of a document, it is the end-of-document token. None for ids with
     gaps, where a new token could get the id of another."""
-    if masked:
-        return END_OF_DOCUMENT
-    return None if has_gaps else "<|padding|>" if has_pad else PAD
+    return END_OF_DOCUMENT if masked else None if has_gaps else "<|padding|>" if has_pad else PAD

@@ -53,8 +53,7 @@ class DecodeStep(nn.Module):
         with torch.no_grad():
             step_in_window(model, state.seq_lens_B, state, self.window)  # computes what is constant, such as biases
         self.caches = state.caches
-        # In a graph torch.compile of 2.11 takes neither copy.copy nor vars, so the names are listed
-        # here.
+        # In a graph torch.compile of 2.11 takes neither copy.copy nor vars: the names are listed.
         self.names = [[*cache.tensors()] for cache in self.caches]
         self.others = [{name: value for name, value in vars(cache).items() if name not in names}
                        for cache, names in zip(self.caches, self.names, strict=True)]
