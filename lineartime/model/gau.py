@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime import ops
@@ -19,15 +18,7 @@ from lineartime.model import gau_options
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layers import (
-    RelPosBias,
-    ResidualLayer,
-    ScaleOffset,
-    SequenceInfo,
-    fold_heads,
-    make_norm,
-    unfold_heads,
-)
+from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm, unfold_heads
 from lineartime.ops.dispatch import unsupported_step, unsupported_variant, use_kernels
 from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
 
@@ -104,11 +95,8 @@ class GatedAttentionUnit(ResidualLayer):
         that options make, and their gates, gate_BT; B then counts rows times attention heads."""
         if self.config.makes_plain_heads:
             return uvz_BTF, self.heads_from_z(info), None
-        h, e, s = self.config.n_heads, self.config.d_inner, self.config.query_key_dim
-        uv_BTF, z_BTS = uvz_BTF.split([2 * e, s], dim=-1)
-        if h > 1:  # a head takes its columns of u and its columns of v, so each is cut on its own
-            uv_BTF = torch.cat([fold_heads(part_BTE, h) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
-        heads, gate_BT = self.make_heads(F.silu(z_BTS), info, convolve)
+        uv_BTF, z_BTS = gau_options.split_folded(self.config, uvz_BTF)
+        heads, gate_BT = self.make_heads(z_BTS, info, convolve)
         return uv_BTF, heads, gate_BT
 
     def make_heads(self, z_BTS: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[list[Tensor], Tensor | None]:

@@ -155,6 +155,14 @@ def make_heads(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offse
     return [fold_heads(head.to(z_BTS.dtype).flatten(-2), config.n_heads) for head in heads], gate_BT
 
 
+def split_folded(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
+    """u and v side by side, before silu, in which B counts rows times heads; and z_BTS, after it."""
+    uv_BTF, z_BTS = uvz_BTF.split([2 * config.d_inner, config.query_key_dim], dim=-1)
+    if config.n_heads > 1:  # a head takes its columns of u and its columns of v
+        uv_BTF = torch.cat([fold_heads(part_BTE, config.n_heads) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
+    return uv_BTF, F.silu(z_BTS)
+
+
 def split_activated(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """u_BTE, v_BTE and z_BTS, after the activation. In v B counts rows times attention heads."""
     e, activation = config.d_inner, ACTIVATIONS[config.activation]

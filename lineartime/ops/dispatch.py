@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -180,3 +180,9 @@ def on_own_device(launch: Callable[Args, Result]) -> Callable[Args, Result]:
             return launch(*args, **kwargs)
 
     return guarded
+
+
+def schema_of(inputs: type) -> str:
+    """The fields of a NamedTuple as the arguments in an op's schema."""
+    names = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", bool: "bool"}
+    return ", ".join(f"{names[kind]} {name}" for name, kind in get_type_hints(inputs).items())

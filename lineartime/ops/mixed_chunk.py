@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import reference
-from lineartime.ops.dispatch import QUERY_KEY_DIM, TileClass, on_own_device, refuse_forward_mode, tile_class
+from lineartime.ops.dispatch import (
+    QUERY_KEY_DIM,
+    TileClass,
+    on_own_device,
+    refuse_forward_mode,
+    schema_of,
+    tile_class,
+)
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
@@ -418,20 +425,19 @@ def make_document_tables(segment_ids_BT: Tensor | None, n_rows: int, n_tokens: i
 
 
 class Tiles(NamedTuple):
-    """Tile sizes of a kernel, its warps and its pipeline stages."""
+    """Tile sizes of a kernel, its warps and its pipeline stages.
+
+    A program has `rows` queries, keys or dimensions of a state. It takes `keys` rows of the other
+    operand and `columns` of v at a time, `kept` tiles of weights in registers, and in a matmul
+    `inner` dimensions of a head."""
 
     rows: int
-    """Rows of a program: queries, keys or dimensions of a state."""
     keys: int
-    """Rows of the other operand at a time."""
     columns: int
-    """Columns of v."""
     n_warps: int
     n_stages: int
     kept: int = 1
-    """Tiles of weights in registers at a time."""
     inner: int = 128
-    """Dimensions of a head per matmul."""
 
 
 SCAN_COLUMNS = 1024
@@ -569,12 +575,6 @@ class FlashInputs(NamedTuple):
         return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // 2
 
 
-FLASH_SCHEMA = ("Tensor uvz, Tensor? gamma, Tensor? beta, Tensor? sin, Tensor? cos, Tensor? heads, Tensor w, "
-                "Tensor? past, Tensor? ids, Tensor? begins, Tensor? ends, Tensor scales, Tensor? each, int chunk_size, "
-                "bool causal, bool carries")
-"""The fields of `FlashInputs`, as torch wants them for an op."""
-
-
 @on_own_device
 def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """FLASH's attention of `FlashInputs`.
@@ -661,12 +661,12 @@ def flash_gradients(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: Non
 
 flash_op = torch.library.custom_op(
     "lineartime::gated_chunk_attention", flash_forward, mutates_args=(),
-    schema=f"({FLASH_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+    schema=f"({schema_of(FlashInputs)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 flash_op.register_fake(empty_flash_outputs)
 flash_op.register_autograd(flash_gradients, setup_context=save_for_flash_backward)
 flash_backward_op = torch.library.custom_op(
     "lineartime::gated_chunk_attention_backward", flash_backward, mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dleft, Tensor given_or_made_heads, Tensor v, Tensor states, {FLASH_SCHEMA}) -> "
+    schema=f"(Tensor dout, Tensor? dleft, Tensor made, Tensor v, Tensor states, {schema_of(FlashInputs)}) -> "
            "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 flash_backward_op.register_fake(empty_flash_gradients)
 

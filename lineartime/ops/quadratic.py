@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
+from lineartime.ops.dispatch import on_own_device, refuse_forward_mode, schema_of
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients, score_parts
 from lineartime.ops.reference import HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_rows, silu, silu_slope, store_rows, visible_tile
@@ -155,23 +155,13 @@ class QuadInputs(NamedTuple):
     scale_len: int
     causal: bool
 
-    @property
-    def made_by(self) -> tuple[Tensor, ...]:
-        """What makes q and k from z."""
-        return self.gamma, self.beta, self.sin, self.cos
-
-
-QUAD_SCHEMA = ("Tensor uvz, Tensor gamma, Tensor beta, Tensor sin, Tensor cos, Tensor w, Tensor? documents, "
-               "int scale_len, bool causal")
-"""The fields of `QuadInputs`, as torch wants them for an op."""
-
 
 @on_own_device
 def quad_forward(*inputs: Any) -> Tensor:
     """`gated_quadratic_attention` of `QuadInputs`."""
     given, out = QuadInputs(*inputs), empty_quad_output(*inputs)
     e = out.shape[-1]
-    heads, v = launch_make_heads(given.uvz, *given.made_by), F.silu(given.uvz[..., e : 2 * e]).contiguous()
+    heads, v = launch_make_heads(given.uvz, *given[1:5]), F.silu(given.uvz[..., e : 2 * e]).contiguous()
     sum_weighted(heads, v, given.w, given.documents, given.uvz, None, out, given.scale_len, given.causal,
                  of_queries=True, backward=False)
     return out
@@ -189,7 +179,7 @@ def quad_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, T
     uvz, w, documents, scale_len, causal = given.uvz, given.w, given.documents, given.scale_len, given.causal
     # Heads, v and do are made again: the forward pass keeps only its inputs.
     e = dout.shape[-1]
-    heads = launch_make_heads(uvz, *given.made_by)
+    heads = launch_make_heads(uvz, *given[1:5])
     u, v_before = uvz[..., :e], uvz[..., e : 2 * e]
     v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).contiguous()
     # The gradients of u and v by weights times values, then of q, k, the bias, and z.
@@ -222,12 +212,12 @@ def quad_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 quad_op = torch.library.custom_op("lineartime::gated_quadratic_attention", quad_forward, mutates_args=(),
-                                  schema=f"({QUAD_SCHEMA}) -> Tensor")
+                                  schema=f"({schema_of(QuadInputs)}) -> Tensor")
 quad_op.register_fake(empty_quad_output)
 quad_op.register_autograd(quad_gradients, setup_context=save_for_quad_backward)
 quad_backward_op = torch.library.custom_op(
     "lineartime::gated_quadratic_attention_backward", quad_backward, mutates_args=(),
-    schema=f"(Tensor dout, {QUAD_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
+    schema=f"(Tensor dout, {schema_of(QuadInputs)}) -> (Tensor, Tensor, Tensor, Tensor)")
 quad_backward_op.register_fake(empty_quad_gradients)
 
 
