@@ -257,7 +257,7 @@ class ModelConfig:
 
     @property
     def attends_as_flash(self) -> bool:
-        """Whether a GAU computes FLASH's attention, with any number of heads made in any way, or FLASH-Quad's."""
+        """Whether a GAU computes FLASH's attention, with any heads, or FLASH-Quad's."""
         return (self.activation == "silu" and self.attn_kernel == "relu2" and self.gate and self.chunk_parts == "both"
                 and self.document_mask == "exact" and self.chunk_pooling != "attention"
                 and not (self.overlap or self.first_to_all or self.cls_softmax)

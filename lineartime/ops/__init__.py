@@ -56,7 +56,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
     | w | `[2 C - 1]`, floating | position bias, b[i, j] = w[j - i + C - 1] |
     | chunk_size | integer | C, and n of relu(q k^T / n + b)^2 |
     | causal | bool | True: no token sees a later one |
-    | segment_ids_BT | `[B, T]`, integer, or None | documents, see `layers.SequenceInfo`; unchecked |
+    | segment_ids_BT | `[B, T]`, integers or None | documents, see `SequenceInfo`; unchecked |
     | pooling | "mean", "sum", "written" | the linear half is divided by tokens, 1, or gates |
     | gate_BT | `[B, T]`, float32 at least, or None | the gates of the linear keys, for "written" |
     | exchange | callable, or None | for parts of rows: a `CarriedState`, or what ranks exchange |
