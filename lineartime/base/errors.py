@@ -84,8 +84,8 @@ def reason_of(error: BaseException) -> str:
 @contextmanager
 def raised_as(kind: type[LineartimeError], what: str, where: object, *caught: type[Exception],
               todo: str | None = None) -> Iterator[None]:
-    """Inside the block, an error of the types `caught` is raised as one of ours, with its reason,
-    or with `todo` in place of it."""
+    """Inside the block, an error of the types `caught` is raised as ours, with its reason or
+    `todo`."""
     try:
         yield
     except caught as e:

@@ -1,5 +1,5 @@
-"""Files and folders that are complete or absent, whenever the process dies; files that are hashed
-as they are written; and files that are read whole, up to a size."""
+"""Files that are read whole, up to a size; files that are hashed as they are written; and files and
+folders that are complete or absent, whenever the process dies."""
 
 import contextlib
 import errno
@@ -32,8 +32,8 @@ MAX_LINES_BYTES = 1 << 30
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file, or a link to one, for reading. Raises OSError, also for a pipe, a device
-    or a folder, which are not waited for."""
+    """Open a regular file. Raises OSError, also for a pipe, a device or a folder, without
+    waiting."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -50,8 +50,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of a model. Raises CheckpointError for one that cannot be read or is not
-    UTF-8."""
+    """The text of a file. Raises CheckpointError if it cannot be read or is not UTF-8."""
     with raised_as(CheckpointError, "cannot read", path, OSError, UnicodeDecodeError):
         return read_bytes(path).decode()
 
@@ -63,8 +62,7 @@ def damaged(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError for a file that cannot be read or holds no
-    object."""
+    """The object in a JSON file. Raises CheckpointError if it cannot be read or holds none."""
     with damaged(path):
         content = json.loads(read_bytes(path))
         if not isinstance(content, dict):
@@ -73,8 +71,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file. Raises UsageError for a file that cannot be read, wrong TOML,
-    and a section."""
+    """The settings in a TOML file. Raises UsageError if it cannot be read, is no TOML, or has a
+    section."""
     with (raised_as(UsageError, "not valid TOML", path, ValueError, RecursionError),
           raised_as(UsageError, "cannot read the configuration", path, OSError)):
         settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
@@ -85,11 +83,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path, parse: Callable[[Any], Parsed], what: str) -> list[Parsed]:
-    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A last line
-    without its end is left out, with a warning, if it is wrong: another process may be writing it.
-    Raises DataError for any other line that is wrong.
-
-    what: a noun for a line, for the message ("a row of a run")."""
+    """The lines of a file, parsed from JSON and then by `parse`, which may raise. A wrong last line
+    without its end is left out, with a warning: another process may be writing it. Raises DataError
+    for any other wrong line, which it calls `what`, such as "a row of a run"."""
     with raised_as(DataError, "cannot read the rows", path, OSError):
         lines = read_bytes(path, MAX_LINES_BYTES).split(b"\n")
     parsed = []
@@ -113,9 +109,9 @@ def read_json_lines(path: Path, parse: Callable[[Any], Parsed], what: str) -> li
 @contextlib.contextmanager
 def hashed_stream(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
                 ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file that was just opened, flush it to the disk (in a store there is none), close it,
-    and add its size and SHA-256 to `files` by its name. The hash is of the bytes in memory, not
-    read back. Raises OSError."""
+    """Write a file that was just opened, flush it to the disk, close it, and add its size and
+    SHA-256 to `files` by its name. The hash is of the bytes in memory, not read back. Raises
+    OSError."""
     digest = hashlib.sha256()
 
     def write(data: bytes | memoryview) -> None:
@@ -144,11 +140,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Replace a regular file atomically, or make a new one: yields the file to write, which is
-    flushed to the disk.
-
-    A link stays, and the file that it points to is replaced. A pipe and a device such as
-    /dev/stdout are written in place. Raises ResourceError for errors of the system."""
+    """Replace a regular file atomically, or make a new one: yields the file to write. A link stays,
+    and the file that it points to is replaced. A pipe and a device such as /dev/stdout are written
+    in place. Raises ResourceError for errors of the system."""
     with raised_as(ResourceError, "cannot write", path, OSError):
         if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
             with open(path, "wb") as file:
@@ -174,8 +168,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_place(path: Path) -> None:
-    """Raise before long work if `replaced` could not write this file at its end: UsageError for a
-    folder and for a file in no folder, ResourceError for one that this user must not write."""
+    """Raise before long work if `replaced` could not write this file: UsageError for a folder and
+    for a file in no folder, ResourceError for one that this user must not write."""
     in_place = path.exists() and not path.is_file()
     place = path if in_place else Path(os.path.realpath(path)).parent
     if path.is_dir() or not (in_place or place.is_dir()):
@@ -218,8 +212,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         folder = hidden / "done"
         folder.mkdir()
         yield folder
-        # Every byte is on the disk before the folder gets its name, and the name before this
-        # returns.
+        # Every byte is on the disk before the folder gets its name, the name before this returns.
         for path in [*folder.rglob("*"), folder]:
             fsync(path)
         os.rename(folder, out)
@@ -233,15 +226,13 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _hidden(path: Path, ending: str) -> Path:
-    """The name of what stands for `path` until it is complete. A hash, because a name has at most
-    255 bytes."""
+    """The name of what becomes `path`. A hash, because a name has at most 255 bytes."""
     path = path.absolute()  # "." has no name
     return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
 
 
 def _lock_folder(hidden: Path, out: Path) -> int:
-    """Make a hidden folder if it is missing and lock it; returns the descriptor of its locked
-    file."""
+    """Make a hidden folder if it is missing, and lock it: the descriptor of its locked file."""
     while True:
         hidden.mkdir(exist_ok=True)
         with (raised_as(ResourceError, "another process is writing this folder", out, BlockingIOError,
@@ -251,9 +242,8 @@ def _lock_folder(hidden: Path, out: Path) -> int:
 
 
 def locked(path: Path, *, wait: bool = False) -> int:
-    """Make a file if it is missing, and lock it; returns its descriptor. The kernel frees the lock
-    when the descriptor is closed, and when the process ends. If another process has the lock it
-    waits with `wait`, else raises BlockingIOError. Raises OSError for other errors."""
+    """Make a file if it is missing, and lock it; returns its descriptor, with which or with the
+    process the lock ends. If another process has it, waits or raises BlockingIOError."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

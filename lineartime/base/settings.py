@@ -1,7 +1,5 @@
 """Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command
-line.
-
-Errors are UsageErrors that name the field and, for an unknown name, the nearest valid one."""
+line. UsageErrors name the field and, for an unknown name, the nearest valid one."""
 
 import dataclasses
 import difflib

@@ -72,7 +72,8 @@ class Callbacks:
 
 
 def fit(run: Run, setup: Setup, device: torch.device, callbacks: Callbacks) -> LanguageModel:
-    """Train a model to the last step, from the newest checkpoint if any; returns it in `eval()`.
+    """Train a model to the last step, from the newest checkpoint if any; returns it, ready to
+    evaluate.
 
     Each of several ranks computes a share of every step's micro-batches, see `training.ordered`,
     and with `context_parallel` its part of their rows, see `ops.context`; all stop at the same
