@@ -156,7 +156,7 @@ def make_heads(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offse
 
 
 def split_folded(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
-    """u and v side by side, before silu, in which B counts rows times heads; and z_BTS, after it."""
+    """u and v side by side, before silu, where B counts rows times heads; and z_BTS, after it."""
     uv_BTF, z_BTS = uvz_BTF.split([2 * config.d_inner, config.query_key_dim], dim=-1)
     if config.n_heads > 1:  # a head takes its columns of u and its columns of v
         uv_BTF = torch.cat([fold_heads(part_BTE, config.n_heads) for part_BTE in uv_BTF.chunk(2, dim=-1)], dim=-1)
