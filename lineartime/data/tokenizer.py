@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from lineartime.base.errors import DataError, UsageError, raised_as
+from lineartime.base.errors import DataError, UsageError
 from lineartime.base.files import read_bytes
 from lineartime.base.settings import require
 from lineartime.base.stores import is_address
@@ -328,22 +328,26 @@ def named_tokenizer(name: str, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer that `prepare --tokenizer` names: `bytes`, a tokenizer.json, a folder that has
     one or that `transformers` opens, a run, a shipped model, or the address of a folder. Raises as
     `load_tokenizer`, `auto_tokenizer` and `folders.weights_folder` do."""
-    path = copied(name, (".json",), TOKENIZER_FILE) if is_address(name) else Path(name)
-    if path.is_dir() and is_saved_elsewhere(path):
-        return auto_tokenizer(path, mlm=mlm)
     if name == "bytes":
         return byte_tokenizer(mlm=mlm)
-    if name in shipped_models() or (path.is_dir() and not (path / TOKENIZER_FILE).is_file()):
+    path = copied(name, (".json",), TOKENIZER_FILE) if is_address(name) else Path(name)
+    files = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, *VOCABULARY_FILES)
+    if name in shipped_models() or (path.is_dir() and not any((path / each).is_file() for each in files)):
         path = weights_folder(name)
+    if path.is_dir() and is_saved_elsewhere(path):
+        return auto_tokenizer(path, mlm=mlm)
     return load_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, mlm=mlm)
 
 
 def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer of any tokenizer.json, see `Tokenizer`. Raises UsageError for a file that
     cannot be read, DataError for a file that is not a tokenizer."""
-    with (raised_as(UsageError, "cannot read the tokenizer", path, OSError),
-          raised_as(DataError, "not a tokenizer.json", path, UnicodeDecodeError, todo="it is not valid UTF-8")):
+    try:
         json = read_bytes(Path(path)).decode("utf-8")
+    except OSError as e:
+        raise UsageError("cannot read the tokenizer", path, e.strerror) from None
+    except UnicodeDecodeError:
+        raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
     return Tokenizer(as_saved(json, Path(path).parent), str(path), mlm=mlm)
 
 
@@ -367,8 +371,10 @@ def as_saved(json: str, folder: Path) -> str:
 def saved_settings(folder: Path) -> dict[str, Any]:
     """A folder's tokenizer_config.json; empty without one. Raises DataError for damage."""
     path = folder / TOKENIZER_CONFIG_FILE
-    with raised_as(DataError, "not a tokenizer_config.json", path, OSError, ValueError, TypeError, RecursionError):
+    try:
         return dict(json_module.loads(read_bytes(path))) if path.exists() else {}
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        raise DataError("not a tokenizer_config.json", path, str(e)) from None
 
 
 def is_saved_elsewhere(folder: Path) -> bool:
