@@ -149,8 +149,7 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
         return super().apply_chat_template(*args, tokenizer_kwargs=how, **kwargs)
 
     def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> transformers.BatchEncoding:
-        """Encode; an end token at the end of a text is a token. All methods that encode call
-        this."""
+        """Encode; an end token at a text's end is a token. All methods that encode call this."""
         texts, end, split = [text] if isinstance(text, str) else text, self.eos_token, how.get("split_special_tokens")
         is_single = text_pair is None and not how.get("is_split_into_words")
         spells_text = self.split_special_tokens if split is None else split
@@ -178,8 +177,8 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
 
     def _cut_to_length(self, ids: list[int], how: dict[str, Any]) -> list[int]:
         """Truncate; at the left the special tokens stay with which every text begins."""
-        none, n = TruncationStrategy.DO_NOT_TRUNCATE, int(how.get("max_length") or len(ids))
-        if how.get("truncation_strategy", none) == none or len(ids) <= n:
+        none = TruncationStrategy.DO_NOT_TRUNCATE
+        if how.get("truncation_strategy", none) == none or len(ids) <= (n := int(how["max_length"])):
             return ids
         if self.truncation_side == "right":
             return ids[:n]
@@ -272,8 +271,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     def valid(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None) -> Tensor:
-        """Where new tokens are no padding, `[B, T]`. Raises UsageError for a mask of another
-        shape."""
+        """Where new tokens are no padding, `[B, T]`. Raises UsageError for another mask's shape."""
         if mask is None:
             return ids_BT != self.padding
         n_rows, n_new = ids_BT.shape
