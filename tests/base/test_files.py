@@ -104,8 +104,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize(("module", "name"), [(fcntl, "flock"), (os, "fstat")])
 def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path, monkeypatch, module, name):
-    """Else two processes that replace a file at once would write over what the first has just put
-    there."""
+    """Else two processes that replace a file at once would write over the first's."""
     path, real, calls = tmp_path / "aside", getattr(module, name), []
 
     def call(descriptor, *how):

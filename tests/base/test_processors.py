@@ -1,5 +1,4 @@
-"""A process that shares the processors: what it sets before torch is loaded, and what it leaves
-alone."""
+"""A process that shares the processors: what it sets before torch is loaded."""
 
 import ctypes
 import os
@@ -26,8 +25,7 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(monkeypatch: pytest
 @pytest.mark.skipif(not hasattr(os, "sched_getscheduler") or os.uname().machine not in SCHED_GETATTR,
                     reason="slices are of Linux")
 def test_a_thread_asks_for_short_slices_and_keeps_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread of its own: the choice holds for the thread that makes it and for those that it
-    starts."""
+    """In a thread of its own: the choice holds for its thread and those that it starts."""
     monkeypatch.setenv("GOMP_SPINCOUNT", SPINS)
     seen: list[tuple[int, ...]] = []
 

@@ -136,7 +136,7 @@ def test_generate_from_arguments_files_and_stdin(run: Path, tmp_path: Path, call
 
 
 def test_generate_ends_before_a_stop_text(call: Call) -> None:
-    """For one prompt, which streams, and for two, which do not. The stop text is a part of several
+    """For one prompt, which streams, and for two, which do not. The stop text is in several
     tokens."""
     begin, how = ["generate", "small", "Reader,"], ["--max-new-tokens", 12, "--temperature", 0]
     free = call(*begin, *how)[1].rstrip("\n")

@@ -1,5 +1,4 @@
-"""What there is to choose from: models, fields, examples, and what the shell completes. None of it
-needs torch."""
+"""What there is to choose from: models, fields, examples, completion. None of it needs torch."""
 
 import os
 import shlex

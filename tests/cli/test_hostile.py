@@ -1,5 +1,4 @@
-"""Files and terminals that mean harm: refused in one line, in little time and memory; nothing
-steers the terminal."""
+"""Files and terminals that mean harm: refused in one line, in little time and memory."""
 
 import gzip
 import json
@@ -29,8 +28,8 @@ LINEARTIME = [sys.executable, "-m", "lineartime"]
 
 
 def shell(line: str, command: Sequence[str] = LINEARTIME, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command line, in which `lineartime` is the command, in a shell that fails if any part of a
-    pipe fails."""
+    """A command line, in which `lineartime` is the command, in a shell that fails if any part
+    fails."""
     line = line.replace("lineartime ", " ".join(command) + " ")
     return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=120,
                           env={**os.environ, **environment}, errors="surrogateescape")

@@ -1,5 +1,4 @@
-"""The paper's data sets in their published form, from files and from the hub, and the words that
-count."""
+"""The paper's data sets in their published form, from files and from the hub."""
 
 import json
 import logging
@@ -208,8 +207,8 @@ def test_the_hub_gives_the_same_text(tmp_path: Path, hub: Hub, task: str, name: 
 
 
 def test_the_hub_gives_validation_and_test(tmp_path: Path, hub: Hub) -> None:
-    """Beside a file, which is compared when the same is asked for again; another address is another
-    text."""
+    """Beside a file, which is compared when the same is asked for again; another address is
+    another."""
     make(tmp_path, {"book.txt": "A book."})
     data, pg19 = tmp_path / "data", "hub:emozilla/pg19"
 

@@ -1,5 +1,4 @@
-"""A text has the same ids wherever it is read: in prepare, in embed and classify, and in
-transformers."""
+"""A text has the same ids wherever it is read: in prepare, embed and transformers."""
 
 import itertools
 import random
@@ -24,8 +23,7 @@ SPELLED = [END_OF_DOCUMENT, PAD, "[MASK]", "[SEP]", "[UNK]", "<unk>", "<s>", "<0
 
 
 def texts_of_scripts(n):
-    """Short texts of words of one script or more, with white space of many kinds, and names of
-    special tokens."""
+    """Short texts of words of one script or more, white space, and special tokens."""
     draw = random.Random(0)
 
     def word():

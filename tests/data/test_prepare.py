@@ -1,5 +1,4 @@
-"""Prepared tokens: whole or not there, what the text says, and the same whatever the machine
-does."""
+"""Prepared tokens: whole or not there, what the text says, and always the same."""
 
 import gzip
 import os
@@ -77,8 +76,7 @@ def test_any_text_comes_back_from_its_shards(tmp_path_factory, texts, shard_toke
 
 @pytest.mark.parametrize("name", ["one", "all"])
 def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, monkeypatch, name):
-    """A book cut in many places, also inside a word and inside what is held out, and small files in
-    one unit."""
+    """A book cut in many places, also in a word and in what is held out; small files."""
     monkeypatch.setattr("lineartime.data.read_text.cut_pieces.__defaults__", (900,))
     text = "\ufeff" + SAMPLE.read_text(encoding="utf-8")[:20_000] + "é" * 6000 + " end"
     make(tmp_path, {"a.txt": text, "b.txt": " \n", "c.jsonl": ["", "second", " ", "third " * 900, ""],
@@ -333,8 +331,7 @@ print((own_kib + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) // 1024
 
 
 def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
-    """Whenever it is killed, the folder is not there or whole; the next call begins again, whatever
-    was left."""
+    """Whenever it is killed, the folder is not there or whole; the next call begins again."""
     make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(150)]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
     out, command = tmp_path / "out", [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", tmp_path / "out"]

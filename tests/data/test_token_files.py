@@ -1,5 +1,4 @@
-"""Tokens that other programs wrote are prepared as they are, and read by trainers that are not
-ours."""
+"""Tokens that other programs wrote are prepared as they are, and read by others' trainers."""
 
 import struct
 

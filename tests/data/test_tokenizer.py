@@ -38,8 +38,8 @@ ANY_TEXT = st.text(st.characters(codec="utf-8"))
 
 
 def foreign_tokenizer() -> tokenizers.Tokenizer:
-    """A tokenizer with everything that must not happen to a text: lower case, truncation, padding,
-    added tokens."""
+    """A tokenizer with everything that must not happen to a text: lower case, truncation,
+    padding."""
     words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "it", "was", "best", "##s"]
     inner = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     inner.normalizer = normalizers.BertNormalizer()
@@ -163,8 +163,8 @@ def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_nee
 
 
 def test_mask_and_separator_are_there_only_where_asked_for():
-    """In a learnt vocabulary the mask takes the space before it, for programs that read "[MASK]" as
-    a token."""
+    """In a learnt vocabulary the mask takes the space before it, for programs that read
+    "[MASK]"."""
     masked = (train_tokenizer([TEXT], 300, mlm=True), byte_tokenizer(mlm=True), Tokenizer(TRAINED.json, mlm=True))
     assert [(t.mask, t.separator, t.special) for t in (TRAINED, BYTES)] == [(None, None, [0]), (None, None, [256])]
     n = TRAINED.vocab_size
@@ -224,8 +224,7 @@ def test_a_beginning_for_other_programs_is_not_heeded_here(tokenizer):
 
 
 def test_of_text_without_spaces_a_part_is_learned():
-    """Learning takes 25 times as long from words of 64 K characters. Other text is learned
-    whole."""
+    """Learning takes 25 times as long from words of 64 K characters."""
     draw = random.Random(0)
     text = "".join(draw.choices("ACGT", k=60_000))
     read = _short_words(f"some words {text} {text[:1024]}\n")

@@ -26,8 +26,8 @@ def prepared(tmp_path):
 
 
 def test_words_and_bytes_of_the_first_tokens(tmp_path):
-    """Of any number of tokens: here a byte is a token, and a character may be cut, which then does
-    not count."""
+    """Of any number of tokens: here a byte is a token, and a character that is cut does not
+    count."""
     make(tmp_path, {"a.jsonl": ["One book,\n naïve.\n", "Another\u3000東京\xa0book", "Short"]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes")
     stream = open_split(tmp_path / "out", "train")

@@ -1,5 +1,4 @@
-"""Other libraries with the model that ships: what docs/ecosystem.md says of them (make
-ecosystem)."""
+"""Other libraries with the model that ships: see docs/ecosystem.md (make ecosystem)."""
 
 import json
 import os

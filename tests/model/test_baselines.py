@@ -43,8 +43,7 @@ def test_three_ways_to_sum_are_one(causal: bool, seed: int, n_tokens: int, data:
 
 @EVERY_PREFIX_SUM
 def test_a_large_entry_changes_nothing_before_it(prefix_sum: str) -> None:
-    """In float32, bit for bit: a sum that is taken back by subtraction would keep the rounding of
-    10^4."""
+    """In float32, bit for bit: a sum that is taken back by subtraction would keep rounding."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 300, 2, 4, generator=generator) for _ in range(3))
     small = performer_attention(q, k, v, causal=True, prefix_sum=prefix_sum)

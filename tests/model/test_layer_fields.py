@@ -1,5 +1,4 @@
-"""A layer takes a ModelConfig, or fields that make one: every wrong value is refused in one
-line."""
+"""A layer takes a ModelConfig, or fields that make one: wrong values are refused in one line."""
 
 import pytest
 import torch
@@ -64,8 +63,7 @@ def test_wrong_inputs_are_refused_in_one_line() -> None:
 
 
 def test_a_dtype_that_autocast_converts_and_a_projection_of_its_own_dtype() -> None:
-    """Under autocast any floating type but float64 will do, and a module in place of the projection
-    converts."""
+    """Under autocast any floating type but float64 will do, and another projection converts."""
     with torch.autocast("cpu", torch.bfloat16):
         assert GAU(torch.zeros(1, 3, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
         for wrong in (torch.long, torch.double):

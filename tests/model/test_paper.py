@@ -73,8 +73,7 @@ def cases(prefix: str) -> pytest.MarkDecorator:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest entry expected; where zero is expected, the largest entry
-    found."""
+    """Largest difference over the largest entry expected; or over the largest entry found."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     difference = (actual.double() - expected.double()).abs().max().item()
     largest = expected.double().abs().max().item()
@@ -83,8 +82,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def call(layer: nn.Module, var: Weights, *args: object, scope: str = "") -> Tensor:
     """The layer with the listing's weights in place of its own, so that gradients arrive under the
-    listing's names. TensorFlow's kernels are [in, out], torch's are not, and a scalar is [1]
-    here."""
+    listing's names. TensorFlow's kernels are [in, out], torch's are not; a scalar is [1]."""
     weights = {PARAMETERS[name].removeprefix(scope): w.T if name.endswith("/kernel") else w if w.dim() else w[None]
                for name, w in var.items() if name != "x"}
     return functional_call(layer, weights, args, strict=True)
@@ -92,8 +90,7 @@ def call(layer: nn.Module, var: Weights, *args: object, scope: str = "") -> Tens
 
 def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, chunks: bool,
                          document_mask: str = "paper") -> GatedAttentionUnit:
-    """A layer of the listing's sizes, its own weights on the meta device: they must all come from
-    the listing."""
+    """A layer of the listing's sizes, its weights on the meta device: all come from the listing."""
     d, s = var["dense/kernel"].shape[0], var["gamma"].shape[1]
     with torch.device("meta"):
         fields = {"chunk_size": n, "document_mask": document_mask} if chunks else {"attn_scale_len": n}
@@ -211,8 +208,7 @@ ABLATIONS_IN_MILLIONS = [
     ("flash-quad", {"n_layers": 22}, 105), ("flash-quad", {"n_layers": 22, "n_heads": 8}, 105),
     ("flash-quad", {"n_layers": 22, "gate": False}, 131), ("transformer++", {"attn_kernel": "relu2"}, 110),
     ("transformer++", {"n_heads": 1}, 110), ("transformer++", {"gate": True, "expansion_factor": 3.25}, 106),
-    # Figure 3 and Table 4, which print no count: their models are comparable in size, and so they
-    # are.
+    # Figure 3 and Table 4, which print no count: their models are comparable in size.
     ("flash-quad", {"n_layers": 15, "d_model": 512}, 41), ("flash-quad", {"n_layers": 46, "d_model": 1024}, 329),
     ("transformer+", {"n_layers": 8, "d_model": 512, "n_heads": 8}, 42),
     ("transformer++", {"n_layers": 24, "d_model": 1024, "n_heads": 16}, 335),

@@ -1,5 +1,4 @@
-"""One row across ranks: losses and every gradient against one process, faults that must be seen,
-bytes, refusals."""
+"""One row across ranks: losses and every gradient against one process, faults, bytes, refusals."""
 
 import json
 import os
@@ -41,8 +40,7 @@ def results(folder, data):
     """What four ranks measured, all in one launch."""
     out = folder / "results.json"
     paths = [str(Path(lineartime.__file__).parents[1]), str(Path(context_ranks.__file__).parent)]
-    # The store is held here, as torchrun does: a port that is free now may be another process's a
-    # moment later.
+    # The store is held here, as torchrun does: a port that is free now may not stay so.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": str(context_ranks.WORLD),
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

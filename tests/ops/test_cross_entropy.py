@@ -1,5 +1,4 @@
-"""The loss without the logits, against the loss with them: value, gradients, memory, and what may
-surround it."""
+"""The loss without the logits, against the loss with them: value, gradients, memory."""
 
 import pytest
 import torch
@@ -67,8 +66,7 @@ def test_value_and_gradients_are_those_of_the_plain_loss(n, v, d, chunk, seed, d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_types_lose_nothing_but_their_own_rounding(dtype):
-    """Losses are float32; the gradient of W is added up in float32, so many chunks are as good as
-    one."""
+    """Losses are float32; the gradient of W is added up in float32, so chunks do not matter."""
     x, w, b, targets = example(200, 70, 30, dtype)
     expected = plain(*(same := wide([x, w, b])), targets)
     exact, rounding = gradients(expected, same), torch.finfo(dtype).eps

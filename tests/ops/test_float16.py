@@ -1,5 +1,4 @@
-"""float16 in the reference: neither sums over long rows nor large scores lose digits or leave its
-range."""
+"""float16 in the reference: neither long sums nor large scores lose digits or overflow."""
 
 import pytest
 import torch

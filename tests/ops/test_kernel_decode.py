@@ -1,5 +1,4 @@
-"""The kernel of a decode step, in Triton's interpreter, held to its reference, which is the
-layer's."""
+"""The kernel of a decode step, in Triton's interpreter, held to the layer's reference."""
 
 from dataclasses import replace
 
@@ -184,8 +183,7 @@ def test_no_derivative_and_wrong_buffers_are_refused() -> None:
 
 
 def test_a_layer_that_trains_only_its_scales_steps_by_the_reference() -> None:
-    """The kernel has no gradient: where any parameter wants one, the reference runs, whatever
-    `impl` says."""
+    """The kernel has no gradient: where any parameter wants one, the reference runs."""
     torch.manual_seed(0)
     model = LanguageModel(model_config("flash", n_layers=1, d_model=64, vocab_size=16, context=256, chunk_size=128))
     model.set_impl("triton")

@@ -1,5 +1,4 @@
-"""On which devices kernels run, with which tiles, and what is too large for them; no GPU is
-needed."""
+"""On which devices kernels run, with which tiles, and what is too large for them."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -70,8 +69,7 @@ def test_rocm_runs_the_reference(monkeypatch):
 
 
 def test_what_is_too_large_for_kernels_or_of_another_width():
-    """Sizes that do not fit a grid or an offset of 32 bits, widths and chunks that no kernel
-    has."""
+    """Sizes that do not fit a grid or an offset of 32 bits, widths and chunks of no kernel."""
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, device="meta", dtype=dtype)
 

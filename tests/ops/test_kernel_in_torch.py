@@ -58,8 +58,7 @@ def test_compiled_checkpointed_and_in_any_layout(made) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself calls it for forward mode
 def test_derivatives_that_are_not_there(made) -> None:
     """Angles have no gradient. A second derivative, one carried forward, and those of torch.func
-    are errors, not zeros; also where the gradient of the output is constant, as that of a mean
-    is."""
+    are errors, not zeros; also where the output's gradient is constant."""
     op, inputs = made(5, torch.bfloat16)
     first, *others = inputs.values()
     leaves = [x.requires_grad_() for x in (first, *others)]

@@ -37,8 +37,7 @@ def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool)
     *rest((1, 277, 256, False, "mean"), (1, 533, 512, True, "mean"), (1, 533, 512, False, "mean"))])
 def test_other_rows_chunks_and_sums_are_held_to_float64(n_rows: int, n_tokens: int, chunk: int, causal: bool,
                                                         pooling: str) -> None:
-    """Short rows, an odd number of them; sums in place of means; chunks that are attended in
-    rounds."""
+    """Short rows, an odd number of them; sums in place of means; chunks in rounds."""
     assert_held(make_inputs(n_rows, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
                 pooling=pooling, segment_ids_BT=documents(n_rows, n_tokens))
 
@@ -70,8 +69,7 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("causal", [True, *rest(False)])
 def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -> None:
-    """By the output at one token, in the middle of a document that begins in a chunk and ends in
-    the next."""
+    """By the output at one token, in the middle of a document over two chunks."""
     inputs = make_inputs(1, 300, torch.bfloat16)
     ids_1T = torch.zeros(1, 300, dtype=torch.long)
     ids_1T[:, 100:] += 1

@@ -56,8 +56,7 @@ KERNELS = {name for module in (decode_step, gradients, mixed_chunk, quadratic)
 
 @pytest.mark.rest
 def test_no_launch_depends_on_the_order_of_its_programs(monkeypatch):
-    """By the addresses that programs read and write, and by the bits of all results in other
-    orders."""
+    """By the addresses that programs read and write, and by all bits in other orders."""
     launched = set()
     for case, settings in CASES:
         with monkeypatch.context() as patch:

@@ -86,8 +86,7 @@ EVERY_PART = torch.tensor(list(PARTS.values()))
           (True, {"causal": True, "carried": True, "pooling": "sum"}, None))])
 def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_BT: Tensor | None,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of rows of every layout, the chunks' states in one level or, of heads that are made, in
-    two."""
+    """Parts of rows of every layout, the chunks' states in one level or two."""
     monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 0 if of_heads else 32)
     shape = (2, 256) if ids_BT is None else ids_BT.shape
     inputs = head_inputs(*shape, 64, torch.bfloat16) if of_heads else make_inputs(*shape, torch.bfloat16)

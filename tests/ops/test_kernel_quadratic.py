@@ -15,8 +15,7 @@ from marks import rest
 
 
 def make_inputs(n_rows: int, n_tokens: int, d_inner: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounded to their type. Of three rows each has its own positions, and only uvz is short, as
-    under autocast."""
+    """Rounded to their type. Of three rows each has its own positions, and only uvz is short."""
     position_BT, parameters = torch.arange(n_tokens)[None], dtype
     if n_rows == 3:
         position_BT, parameters = position_BT + 100 * torch.arange(n_rows)[:, None], torch.float32

@@ -34,8 +34,7 @@ from lineartime.ops.dispatch import MUCH_SHARED_KIB
 from lineartime.ops.reference import HeadsFromZ
 
 SHARED_KIB = {80: 163, 90: 227, 86: 99, 89: 99, 100: 227, 120: 99}
-"""Shared memory that one program can have, by architecture: NVIDIA's table of compute
-capabilities."""
+"""Shared memory that one program can have, by architecture: by NVIDIA's table."""
 PRODUCTS = {"add_up", "attend_queries", "differentiate_head", "differentiate_keys", "differentiate_scores",
             "walk_states", "weigh"}
 """Kernels that multiply matrices, and so must use the tensor cores in types of 16 bits."""
@@ -163,8 +162,7 @@ def cases_for(arch: int, everything: bool) -> list[Case]:
         return usual
     made = [usual[0]._replace(chunk=chunk, causal=causal)
             for chunk, causal in itertools.product((256, 128, 512), (True, False))]
-    # Chunks of 128 alone in float32: larger ones take many rounds of the same code, and minutes of
-    # the assembler.
+    # Chunks of 128 alone in float32: larger ones take minutes of the assembler.
     made += [usual[0]._replace(n_tokens=LONG_ROW), usual[0]._replace(dtype="float16"),
              usual[0]._replace(dtype="float32", chunk=128), usual[1]._replace(causal=False)]
     return made + [case._replace(dtype=dtype) for case in usual[1:] for dtype in ("bfloat16", "float16", "float32")]

@@ -1,5 +1,4 @@
-"""Derivatives of derivatives: what runs by default on a processor gives the numbers of the
-reference."""
+"""Derivatives of derivatives: the default gives the reference's numbers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -60,8 +59,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_gradient_penalty_of_an_op(name: str) -> None:
-    """`autograd.grad` of the penalty, `backward`, and finite differences of the first
-    derivative."""
+    """`autograd.grad` of the penalty, `backward`, and finite differences."""
     op, inputs = OPS[name]
     found: dict[str | None, list[Tensor]] = {}
     for impl in (None, "reference"):
@@ -102,8 +100,7 @@ def test_hessian_and_maml_of_a_model(name: str) -> None:
     parameters = dict(model.named_parameters())
 
     def loss_at(impl: str | None, **changed: Tensor) -> Tensor:
-        """By the model's own loss, which by default is `linear_cross_entropy`; the reference by
-        logits."""
+        """By the model's own loss, which by default is `linear_cross_entropy`; or by logits."""
         model.set_impl(impl)
         given, more = {**parameters, **changed}, {"targets": ids[:, 1:]} if impl is None else {}
         out = torch.func.functional_call(model, given, (ids[:, :-1],), more)

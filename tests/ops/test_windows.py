@@ -1,5 +1,4 @@
-"""FLASH's attention on a processor, whose backward pass makes again what it did not keep, held to
-the reference."""
+"""FLASH's attention on a processor, which keeps little, held to the reference."""
 
 import copy
 import math
@@ -31,8 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.
     (300, 1, "mean", "begins at chunks"), (128, 256, "mean", "one document")])
 def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int, pooling: str, layout: str,
                                                          causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows in one window, windows of single rows, of single chunks; chunks that blocks do not
-    divide."""
+    """All rows in one window, windows of single rows, of single chunks; uneven chunks."""
     monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     inputs = {name: x.double() for name, x in head_inputs(3, 300, 16, torch.float64, chunk).items()}
@@ -54,8 +52,7 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
 @pytest.mark.parametrize("layout", ["one document", "documents and padding"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_it_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, layout: str, causal: bool) -> None:
-    """With parameters of float32, as in training, and of the same type, as in a model that is
-    cast."""
+    """With parameters of float32, as in training, and of the same type, as in a cast model."""
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     for parameters in (torch.float32, dtype):
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention,
@@ -85,8 +82,7 @@ def test_a_long_row_in_bfloat16_is_summed_in_float32() -> None:
 
 
 def kept_bytes(config, dtype: torch.dtype, impl: str | None) -> int:
-    """What a layer's attention keeps for the backward pass beyond its parameters, each storage
-    once."""
+    """What a layer's attention keeps for the backward pass beyond its parameters."""
     torch.manual_seed(0)
     model, kept = LanguageModel(config), {}
     model.set_impl(impl)
@@ -116,8 +112,7 @@ def test_little_is_kept_for_the_backward_pass(preset: str, most: float, dtype: t
 
 
 def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager models on a processor, masked ones and without gradients too; all else takes the
-    reference."""
+    """Eager models on a processor, also masked; all else takes the reference."""
     ran, ids_BT = [], torch.ones(1, 20, dtype=torch.long)
     plain = windows.gated_chunk_attention
     monkeypatch.setattr(windows, "gated_chunk_attention", lambda *args, **how: ran.append(1) or plain(*args, **how))

@@ -114,8 +114,8 @@ def test_the_folder_holds_the_best_run(folder, done, call):
 
 
 def test_it_learns_what_can_be_learned(folder):
-    """Answers are names, and the question has the town's number: the loss falls well below that of
-    a guess."""
+    """Answers are names, and the question has the town's number: the loss falls well below a
+    guess's."""
     out = folder / "learned"
     result = finetune.finetune(plan(folder, out, learning_rates=(0.02,), epochs=12))
     first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]

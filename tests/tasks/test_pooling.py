@@ -1,5 +1,5 @@
-"""The vector of a text is the mean of its last hidden states, whatever the windows, the batch and
-the padding."""
+"""The vector of a text is the mean of its last hidden states, whatever the windows and the
+batch."""
 
 from dataclasses import replace
 

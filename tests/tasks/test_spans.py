@@ -215,8 +215,7 @@ def test_predictions_do_not_depend_on_the_batch(config):
 @settings(max_examples=60)
 @given(text=TEXTS, question=TEXTS, seed=st.integers(0, 1000), longest=st.integers(1, 9), coarse=st.booleans())
 def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longest, coarse):
-    """Against every span of every window tried one by one; ties go to the earliest, then the
-    shortest."""
+    """Against every span of every window tried one by one; ties go to the earliest, shortest."""
     generator, logits_of = np.random.default_rng(seed), {}
 
     class Model(torch.nn.Linear):

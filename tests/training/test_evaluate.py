@@ -1,5 +1,4 @@
-"""Evaluation: every token scored once, whatever the batch; the measures that follow from the
-sum."""
+"""Evaluation: every token scored once, whatever the batch; and the measures."""
 
 import json
 import math
@@ -43,8 +42,7 @@ def tiny_flash(stream: TokenStream, context: int) -> LanguageModel:
 @settings(max_examples=15)
 @given(context=st.integers(1, 90), batch_rows=st.integers(1, 9))
 def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_rows: int) -> None:
-    """The rows that a model is given, end to end, are the stream; it gives every token the same
-    probability."""
+    """The rows that a model is given, end to end, are the stream; all tokens are equally likely."""
     given_ids: list[int] = []
 
     class Spy(LanguageModel):

@@ -1,5 +1,4 @@
-"""`lineartime train` killed, or told to stop, at any moment: the same command ends in the same
-bytes."""
+"""`lineartime train` killed, or told to stop, at any moment ends in the same bytes."""
 
 import random
 import signal
@@ -56,8 +55,7 @@ def test_killed_at_any_change_of_the_disk_it_ends_in_the_same_bytes(processes, d
     (0.1, signal.SIGINT, False), (0.5, signal.SIGTERM, False), (0.5, signal.SIGTERM, True),
     *rest((0.3, signal.SIGTERM, False), (0.7, signal.SIGINT, False), (0.9, signal.SIGTERM, False))], ids=str)
 def test_a_stop_saves_and_the_same_command_resumes(share, number, twice, processes, data, tmp_path, reference):
-    """twice: the second signal comes at the next change of the disk, and ends the process at
-    once."""
+    """twice: the second signal comes at the next change of the disk, and ends it at once."""
     out, printed, expected = tmp_path / "run", tmp_path / "printed", reference[0]
     at = round(share * reference[1])
     code = processes.run(command(data, out), printed, folder=out, at=at, number=number, stays=twice)
@@ -72,8 +70,7 @@ def test_a_stop_saves_and_the_same_command_resumes(share, number, twice, process
 
 
 def test_a_stop_while_it_starts(processes, data, tmp_path, reference):
-    """A whole process, while Python reads the modules: there is nothing to save, and nothing in the
-    way."""
+    """A whole process, while Python reads the modules: there is nothing to save."""
     out, printed, maps = tmp_path / "run", tmp_path / "printed", ""
     with subprocess.Popen([sys.executable, "-m", "lineartime", *command(data, out)], stderr=subprocess.PIPE,
                           text=True) as process:

@@ -1,5 +1,4 @@
-"""Several processes train one model: they end in the bits of one, stop together, and one of them
-speaks."""
+"""Several processes train one model: they end in one's bits, stop together, and one speaks."""
 
 import json
 import signal

@@ -1,5 +1,4 @@
-"""Training: one step by its equations, what may not change the result, and what a fault may not
-spoil."""
+"""Training: one step by its equations, what changes no result, and faults."""
 
 import errno
 import io
@@ -115,8 +114,7 @@ def orthogonal(x):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_is_the_equations(optimizer, float64, data, tmp_path):
-    """Five steps written out: rows, losses, clipping of each micro-batch, learning rate, AdamW and
-    Muon."""
+    """Five steps written out: rows, losses, clipping, learning rate, AdamW and Muon."""
     beta1, beta2, clip, decay, peak = 0.9, 0.99, 1.0, 0.1, 0.01
     trained = run_fit(data, tmp_path / "run", steps=5, warmup_steps=2, eval_every=100, clip=clip, weight_decay=decay,
                       adam_beta1=beta1, adam_beta2=beta2, learning_rate=peak, seed=3, optimizer=optimizer,
@@ -252,8 +250,7 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(how, stops, changes, da
 
 
 def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch, whole):
-    """Asked in the first of the two micro-batches of step 4, it saves step 3 and does not begin the
-    second."""
+    """Asked in the first of the two micro-batches of step 4, it saves step 3 and ends."""
     out, stop, true_losses, calls = tmp_path / "run", StopSignal(), NextToken.losses, itertools.count(1)
 
     def losses(self, model, *batch, ranks):
@@ -390,8 +387,7 @@ def test_what_a_run_left_without_its_description_is_not_taken_over(left, data, t
     (math.nan, "gradient norm", 1, {"clip": None})])
 def test_what_is_not_finite_ends_the_run_and_is_not_saved(value, place, micro_batch, clipping, data, tmp_path,
                                                           monkeypatch):
-    """The value is in the loss, or in one entry of a gradient, of a micro-batch of the third
-    step."""
+    """The value is in the loss, or in one entry of a gradient, in the third step."""
     out, true_losses, calls = tmp_path / "run", objectives.token_losses, itertools.count()
 
     def spoil(gradient):
@@ -455,8 +451,7 @@ def test_when_the_compiler_fails_it_is_said_how_to_go_on_without(data, tmp_path,
 
 
 def test_with_little_memory_it_ends_in_one_line(data, processes, tmp_path):
-    # The projection of 131,072 tokens, what attention keeps of it and their gradients are more than
-    # this.
+    # The projection of 131,072 tokens, what attention keeps and gradients are more.
     sizes = {"context": 256, "tokens_per_step": 512 * 256, "steps": 2, "warmup_steps": 1}
     arguments = command(data, tmp_path / "run", **sizes, micro_batch_tokens=512 * 256)
     printed = tmp_path / "printed"
@@ -528,8 +523,7 @@ GOLDEN_MODELS = {"flash": {}, "flash-quad": {"chunk_size": None},
 
 @pytest.mark.parametrize("model", GOLDEN_MODELS)
 def test_ten_losses_are_those_on_record(model, data, tmp_path):
-    """Tokenizer, rows, initial weights, model, gradient, optimizer: a change in any of them shows
-    here."""
+    """Tokenizer, rows, initial weights, model, gradient, optimizer: a change in any shows."""
     recorded = [float(line) for line in (GOLDEN / f"{model}.txt").read_text().splitlines() if line[0] != "#"]
     run_fit(data, tmp_path / "run", model=model, steps=10, eval_every=100, n_layers=2, **GOLDEN_MODELS[model])
     assert [line["loss"] for line in train_lines(tmp_path / "run")] == pytest.approx(recorded, rel=1e-5)

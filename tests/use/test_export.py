@@ -1,4 +1,4 @@
-"""A folder to give away: what is in it is the run's, and what its card says was measured."""
+"""A folder to give away: its content is the run's, its card is true."""
 
 import json
 import math

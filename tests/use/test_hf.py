@@ -339,8 +339,7 @@ def test_rows_of_a_cache(hf64):
 
 
 def test_loss(ours, hf):
-    """Training makes no logits unless asked: they would be most of the memory. An evaluation has
-    them."""
+    """Training makes no logits unless asked: they are most of the memory."""
     ids_BT = packed_ids()
     expected_BT = token_losses(ours, ids_BT).detach()
     # transformers runs the last token too, which changes the rounding of a sum
@@ -477,8 +476,7 @@ def test_one_loss_padded_packed_and_alone(name, causal):
 
 
 def test_vectors_instead_of_tokens(hf64):
-    """In parallel, with padding, in packed rows and by decoding: without ids no token begins a
-    document."""
+    """In parallel, with padding, in packed rows and by decoding: without ids none begins."""
     batch = left_padded([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]])
     ids_BT, mask_BT = batch.values()
     embeds_BTD = hf64.get_submodule("embeddings.word_embeddings")(ids_BT).detach()  # the name that PEFT looks for
@@ -515,8 +513,7 @@ def test_the_states_of_every_block(hf64):
 
 
 def test_padding_is_a_token_of_its_own(hf64, folder):
-    """Outside the vocabulary: the model takes it for padding with and without a mask, and never for
-    a target."""
+    """Outside the vocabulary: the model takes it for padding and never for a target."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(["once upon a time", "no"], padding=True, return_tensors="pt")
     ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"]
@@ -545,8 +542,7 @@ def test_padding_is_a_token_of_its_own(hf64, folder):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.rest
 def test_exported_with_any_length(hf64):
-    """One program for rows of 2 to 64 tokens, with padding on the left, and one for rows without a
-    mask."""
+    """One program for rows of 2 to 64 tokens, with padding on the left, and one without a mask."""
     lengths = {1: torch.export.Dim("T", min=2, max=64)}
     ids_BT = packed_ids()
     for mask in (None, ids_BT.cumsum(1) > 300):
@@ -579,8 +575,7 @@ def test_generation_stops_at_a_string(hf64, folder):
 
 
 def test_what_trl_asks_of_a_model(hf):
-    """Its trainers take the trunk and the head apart, and call the trunk from a `forward` of their
-    own."""
+    """Its trainers take the trunk and the head apart, and call the trunk themselves."""
     ids_BT, forward = packed_ids(), hf.forward
     hf.forward = lambda *arguments, **more: forward(*arguments, **more)
     trunk, head = hf.base_model, hf.get_output_embeddings()
@@ -634,8 +629,7 @@ def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
 
 
 def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
-    """As in training. Trainers write the end of a document behind a text, and a chat's template has
-    special tokens."""
+    """As in training. Trainers write the end of a document behind a text, as do templates of chats."""
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), byte_tokenizer()
     texts = ["a <|pad|> b", f"{END_OF_DOCUMENT} c"]
     assert tokenizer(texts)["input_ids"] == [[EOD, *plain.encode(text)] for text in texts]

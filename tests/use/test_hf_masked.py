@@ -1,5 +1,4 @@
-"""Masked models under transformers: fill-mask, labels, padding, and the tokens that stand for the
-masks."""
+"""Masked models under transformers: fill-mask, labels, padding, and predicted tokens."""
 
 import pytest
 import torch
@@ -96,8 +95,7 @@ def test_padding_on_either_side_changes_nothing(side, ours, folder):
 
 
 def test_a_mask_in_the_text_is_the_token(folder, tmp_path):
-    """Though a document that spells it out is text; around it are the tokens of the text without
-    it."""
+    """Though a document that spells it out is text; around it is the text."""
     tokenizer, text = AutoTokenizer.from_pretrained(folder), "Reader, I [MASK] him.[SEP]b"
     assert tokenizer.bos_token == tokenizer.pad_token == END_OF_DOCUMENT and len(tokenizer) == TOKENIZER.vocab_size
     tokenizer.save_pretrained(tmp_path)

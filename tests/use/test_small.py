@@ -1,5 +1,4 @@
-"""The model that ships with the package: small, whole, better than a compressor on a book it has
-not seen."""
+"""The model that ships with the package: small, whole, better than a compressor."""
 
 import re
 import shlex

@@ -71,8 +71,7 @@ def leftovers(run_dir):
 
 
 def refused(function, path):
-    """The one line with which a checkpoint is refused. Whatever else is raised, or loaded, fails
-    the test."""
+    """The one line with which a checkpoint is refused. All else fails the test."""
     with pytest.raises(CheckpointError) as caught:
         function(path)
     assert "\n" not in str(caught.value)
@@ -193,8 +192,7 @@ BY_DEFAULT = [("later", "nothing"), ("retention", "all"), ("overwrite", "names")
 @pytest.mark.parametrize(("case", "loss"), [*BY_DEFAULT, *rest(*(
     pair for pair in itertools.product(SAVES, ("all", "names", "nothing")) if pair not in BY_DEFAULT))])
 def test_a_save_that_dies_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, case, loss):
-    """The process dies before each operation of a save; `loss` is what a power loss then leaves
-    unflushed."""
+    """The process dies before each operation of a save; `loss` is what a power loss leaves."""
     prepare, step, keep = SAVES[case]
     prepare(tmp_path / "before")
     old = newest(tmp_path / "before").step
@@ -250,8 +248,7 @@ def test_any_damage_is_refused_and_the_checkpoint_before_it_counts(tmp_path):
             assert found.step == 1 and list(found.damaged) == [2] and str(path) in found.damaged[2]
             (path / name).write_bytes(data)
     assert holds(check(path), 2)  # it was the damage that was refused
-    # Of one checkpoint under another's name too, or all would go on from a step that is not what
-    # was trained.
+    # Of one checkpoint under another's name too, or a run would go on from a wrong step.
     for step, target in ((1, 3), (2, 1), (3, 2)):
         os.rename(tmp_path / f"step-0000000{step}", tmp_path / f"step-0000000{target}")
     assert "expected step 2 of a run, found step 1" in refused(newest, tmp_path)
@@ -273,8 +270,7 @@ def test_a_manifest_that_is_none_or_of_a_newer_version_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("number", "lasting"), [(errno.ENOSPC, True), *rest((errno.EIO, False))])
 def test_a_disk_that_fails_while_saving_costs_no_earlier_checkpoint(tmp_path, monkeypatch, number, lasting):
-    """Each operation of a save fails, once or from then on; what only removes goes on working on a
-    full disk."""
+    """Each operation of a save fails, once or from then on; removals work on a full disk."""
     two(tmp_path / "before")
     never_flush(monkeypatch)
     for at in itertools.count(1):
@@ -333,8 +329,7 @@ def test_a_second_holder_is_told_who_holds_the_run(tmp_path):
 
 
 def test_no_pickle_is_reachable():
-    """Nothing in the package reads or writes a file that can carry code, or sends such a thing to a
-    process."""
+    """Nothing in the package reads or writes a file that can carry code, or sends it."""
     banned = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill|cloudpickle|joblib)\b"
                         r"|(?<![\w.])((torch|np|numpy)\.load|torch\.save|eval|exec|__import__)\(", re.M)
     package = Path(lineartime.__file__).parent

@@ -1,5 +1,4 @@
-"""Sampling and the loop around it: what each setting means, and that rows and seeds are
-independent."""
+"""Sampling and the loop around it: settings, and independent rows and seeds."""
 
 import copy
 import math
@@ -123,8 +122,7 @@ def test_what_means_nothing_is_refused(model: LanguageModel) -> None:
 
 
 def test_texts_give_texts_and_ids_give_ids() -> None:
-    """A text begins a document, as on the command line, and what is returned is the new text
-    alone."""
+    """A text begins a document, as on the command line, and new text is returned."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer(MODELS / "small" / TOKENIZER_FILE)
     model = LanguageModel(model_config("flash", n_layers=1, d_model=16, query_key_dim=8, chunk_size=8, context=32,
