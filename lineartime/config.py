@@ -107,8 +107,8 @@ class ModelConfig:
 
     rope_base: Annotated[float, "Base of RoPE's frequencies. This field and those below are beyond the paper."] = 10_000
     key_conv: Annotated[int, "Keys are made from a depthwise convolution of z, or of a Transformer's keys, over so "
-                        "many tokens: a token and those before it, or when not causal those around it. With chunks "
-                        "this is for the linear half's keys alone. 0: none."] = 0
+                        "many tokens: a token and those before it, or when not causal around it. With chunks for "
+                        "the linear half's keys alone. 0: none."] = 0
     local_key_conv: Annotated[bool, "Make the local half's keys from this convolution too."] = False
     linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
@@ -370,8 +370,7 @@ class TrainConfig:
 
     tokens_per_step: Annotated[int, "Tokens per batch."] = 2**18
     steps: Annotated[int, "Number of steps."] = 125_000
-    warmup_steps: Annotated[int, "Steps in which the learning rate rises to its peak. If it is not set, at most a "
-                            "fifth of the run."] = 10_000
+    warmup_steps: Annotated[int, "Steps in which the rate rises; if not set, at most a fifth of all."] = 10_000
     learning_rate: Annotated[float, "Peak learning rate."] = 7e-4
     schedule: Annotated[Literal["linear", "cosine", "wsd", "constant"], "What the learning rate does after the "
                         'warm-up. "linear": it falls to zero at `steps`, as in the paper. "cosine": it falls to zero '
@@ -381,10 +380,8 @@ class TrainConfig:
     adam_epsilon: Annotated[float, "Adam's epsilon, which is added to the root of the second moment."] = 1e-6
     adam_beta1: Annotated[float, "How much of Adam's first moment is kept at each step."] = 0.9
     adam_beta2: Annotated[float, "How much of Adam's second moment is kept at each step."] = 0.999
-    weight_decay: Annotated[float, "Weight decay of matrices and embeddings, which is multiplied by the learning rate; "
-                            "other parameters do not decay."] = 0.01
-    clip: Annotated[float | None, "Largest norm of a gradient; None: no clipping, as in the table for the vanilla "
-                    "Transformer."] = 0.1
+    weight_decay: Annotated[float, "Decay of matrices and embeddings alone, multiplied by the learning rate."] = 0.01
+    clip: Annotated[float | None, "Largest norm of a gradient; None: no clipping, as in the Transformer's table."] = 0.1
     clip_scope: Annotated[Literal["local", "global"], '"local": the gradient of each micro-batch is clipped before '
                           'averaging, as in the paper. "global": the averaged gradient is clipped.'] = "local"
 
@@ -396,16 +393,13 @@ class TrainConfig:
     seed: Annotated[int, "Seed of the initial weights and of the order of the rows."] = 0
     precision: Annotated[Literal["float32", "bfloat16"], '"bfloat16": the model runs under autocast; parameters and '
                          "optimizer state stay in float32."] = "float32"
-    activation_checkpointing: Annotated[bool, "Recompute each layer in the backward pass instead of keeping its "
-                                        "activations."] = False
+    activation_checkpointing: Annotated[bool, "Recompute a layer's activations in the backward pass."] = False
     compile: Annotated[bool, "Compile the model with `torch.compile`; on a processor this takes more memory."] = False
     shard: Annotated[bool, "Shard parameters, gradients and moments over the processes of `torchrun`; without it the "
                      "moments alone. A sharded run draws other initial values."] = False
-    context_parallel: Annotated[int, "Processes of `torchrun` that share each row. Each holds a part of it, of whole "
-                                "chunks."] = 1
+    context_parallel: Annotated[int, "Processes of `torchrun` that share each row, in parts of whole chunks."] = 1
     eval_every: Annotated[int, "Steps between held-out evaluations."] = 500
-    eval_tokens: Annotated[int, "Most held-out tokens of an evaluation during training. The last evaluation takes more "
-                           "if the run was long."] = 100_000
+    eval_tokens: Annotated[int, "Most held-out tokens of an evaluation; after a long run the last has more."] = 100_000
     save_every: Annotated[int, "Steps between checkpoints."] = 500
     keep: Annotated[int, "How many of the newest checkpoints are kept."] = 2
 

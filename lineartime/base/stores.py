@@ -22,7 +22,7 @@ from lineartime.base.errors import DataError, LineartimeError, UsageError
 from lineartime.base.files import open_regular, replaced
 
 Name = str | Path
-"""A path or an address. An address is a `str`: a `Path` would lose a slash of it."""
+"""A path or an address, where both may be given. An address is a `str`: a `Path` would lose a slash."""
 
 
 def is_address(name: Name) -> bool:
