@@ -271,7 +271,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     def valid(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None) -> Tensor:
-        """Where new tokens are no padding, `[B, T]`. Raises UsageError for another mask's shape."""
+        """Which new tokens count, bool `[B, T]`. Raises UsageError for a mask of another shape."""
         if mask is None:
             return ids_BT != self.padding
         n_rows, n_new = ids_BT.shape
