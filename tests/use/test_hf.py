@@ -629,7 +629,7 @@ def test_the_tokenizer_begins_a_text_as_training_does(folder, tmp_path):
 
 
 def test_text_that_spells_a_special_token_is_text(folder, tmp_path):
-    """As in training. Trainers write the end of a document behind a text, as do templates of chats."""
+    """As in training. Trainers write the end of a document behind a text, as do chat templates."""
     tokenizer, plain = AutoTokenizer.from_pretrained(folder), byte_tokenizer()
     texts = ["a <|pad|> b", f"{END_OF_DOCUMENT} c"]
     assert tokenizer(texts)["input_ids"] == [[EOD, *plain.encode(text)] for text in texts]
