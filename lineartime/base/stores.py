@@ -22,7 +22,7 @@ from lineartime.base.errors import DataError, LineartimeError, UsageError
 from lineartime.base.files import open_regular, replaced
 
 Name = str | Path
-"""A path or an address, where both may be given. An address is a `str`: a `Path` would lose a slash."""
+"""A path, or an address where one may be given: a `str`, for a `Path` would lose a slash of it."""
 
 
 def is_address(name: Name) -> bool:

@@ -148,8 +148,7 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
 
     The library's writer neither hashes nor flushes the file, which only its owner can read, and
     some versions of it copy the whole state in memory."""
-    # The file is the header's length, the header, and the tensors' bytes; data_offsets count from
-    # the header's end.
+    # The header's length, the header, and the tensors' bytes; data_offsets count from its end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = sorted(named, key=lambda name: (-named[name].element_size(), name))
     end = 0
@@ -169,9 +168,7 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
 
 def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
     """The newest checkpoint of a run whose every byte matches its manifest; None without any.
-
-    Each of several ranks reads a share of the files. Raises CheckpointError, with each reason, if
-    all checkpoints are damaged."""
+    Raises CheckpointError, with each reason, if all checkpoints are damaged."""
     damaged: dict[int, str] = {}
     # From the newest to the oldest, until every rank finds its share of the files whole.
     for step in saved_steps(run_dir) if run_dir.is_dir() else []:
@@ -192,9 +189,8 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
 
 
 def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """A checkpoint, after every byte of it, or of this rank's share of its files, has matched its
-    manifest. Raises CheckpointError for any damage, for missing files, and for a folder that is not
-    named like a checkpoint."""
+    """A checkpoint, after every byte of this rank's share of its files has matched its manifest.
+    Raises CheckpointError for damage, and for a folder that is not named like a checkpoint."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
@@ -206,10 +202,9 @@ def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def check_files(folder: Path, names: Iterable[str] | None = None, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """The manifest of a checkpoint or of a folder for sharing, after these files have matched it;
-    by default all that it lists, of which each of several ranks takes a share. Raises
-    CheckpointError, with the file, for a difference and for a file that the manifest does not
-    list."""
+    """The manifest of a folder, after these files have matched it; by default all that it lists, of
+    which each of several ranks takes a share. Raises CheckpointError, with the file, for a
+    difference and for a file that the manifest does not list."""
     manifest = _read_manifest(folder)
     listed = manifest["files"]
     for name in list(listed)[ranks.rank :: ranks.size] if names is None else names:
@@ -234,8 +229,7 @@ def index_name(stem: str) -> str:
 
 
 def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
-    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least; no
-    others are read.
+    """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least.
 
     wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one
     file, `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that
@@ -292,8 +286,7 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:
-    """Raise CheckpointError, with the file `path` and the first five names, for tensors with NaN or
-    infinity."""
+    """Raise CheckpointError, with the file and the first five names, for NaN and infinity."""
     wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if wrong:
         raise CheckpointError("weights that are not finite", f"{path}: {first_five(wrong)}", "use another checkpoint")
@@ -315,8 +308,7 @@ def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
-    """The manifest's bytes: the content, then the SHA-256 of the content's JSON. The same in every
-    format version."""
+    """The manifest's bytes in every version: the content, then the SHA-256 of its JSON."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 

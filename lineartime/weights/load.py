@@ -1,5 +1,4 @@
-"""Open a model from any folder that holds one: a run, a checkpoint, an export, or what
-`save_pretrained` wrote."""
+"""Open a model from a run, a checkpoint, an export, or what `save_pretrained` wrote."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -103,8 +102,7 @@ def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
 
 def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
     """A run's newest valid checkpoint, with a warning if a newer one is damaged. Raises UsageError
-    for another folder and without a checkpoint, CheckpointError for damage and for a checkpoint of
-    another run."""
+    if there is no run or none, CheckpointError for damage and for a checkpoint of another run."""
     id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
     if newest is None:
         raise UsageError("no checkpoint yet", run, "let the training save one")
@@ -116,8 +114,7 @@ def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder holds weights, or a manifest whose weights are lost, but is neither a
-    checkpoint nor a run."""
+    """Whether a folder holds weights, or only their manifest, but is no checkpoint and no run."""
     here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
     return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
 
@@ -128,11 +125,9 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare files with the folder's manifest, if it has one; a folder of `save_pretrained` has
-    none. Returns the step of a checkpoint.
-
-    Raises CheckpointError for a difference, and for a checkpoint without its manifest; UsageError
-    for one whose weights are in parts."""
+    """Compare files with the folder's manifest, which one of `save_pretrained` has not; returns the
+    step of a checkpoint. Raises CheckpointError for a difference, and for a checkpoint without its
+    manifest; UsageError for one whose weights are in parts."""
     if (folder / checkpoint.index_name(WEIGHTS)).exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
@@ -144,8 +139,8 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of an exported folder's files of weights: one, or those that `save_pretrained` cut
-    them into. Raises CheckpointError for a damaged list of them."""
+    """The names of an exported folder's files of weights. Raises CheckpointError if the list of
+    several is damaged."""
     if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
         return [WEIGHTS_FILE]
     with damaged(folder / SHARDS_FILE):
@@ -158,15 +153,14 @@ def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in names:
         with checkpoint.open_tensors(folder / name) as file:
-            # Copies, as a run's are: views of the file lie at any byte, and matmuls of them round
-            # otherwise.
+            # Copies, as a run's are: views of the file lie at any byte, which matmuls round by.
             weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
     return weights
 
 
 def end_tokens(folder: Path) -> set[int]:
-    """The tokens that end a text for transformers: those of generation_config.json, or where there
-    is none those of config.json. Raises CheckpointError for a file that is damaged."""
+    """The tokens that end a text for transformers, in generation_config.json if it is there, else
+    in config.json. Raises CheckpointError for a file that is damaged."""
     place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
     found = read_json(place).get("eos_token_id")
     with damaged(place):
