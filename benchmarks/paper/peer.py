@@ -18,7 +18,7 @@ from benchmarks.paper.tables import PEERS
 from benchmarks.peers import build_peer, state_size
 from benchmarks.provenance import installed_version
 from lineartime.base.files import write_atomically
-from lineartime.base.ranks import Ranks
+from lineartime.base.ranks import TIMEOUT_S, Ranks
 from lineartime.cli.terminal import Terminal, exit_code, say_stopping
 from lineartime.data.tokens import open_data, open_split, read_manifests, sha256_of
 from lineartime.model.language_model import LanguageModel
@@ -58,7 +58,7 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
         return {"steps": config.train.steps, "held_out": found.to_dict(), "peak_mib": peak_mib, "peer": facts["peer"],
                 "n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model)}
 
-    fit_once(config, facts, device, begin, score, callbacks)
+    fit_once(config, facts, device, begin, score, callbacks, TIMEOUT_S)
 
 
 def main() -> None:

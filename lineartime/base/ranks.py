@@ -32,16 +32,13 @@ HEAD_START_S = 3.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this one is: of all, or of a group of them."""
+    """Which of how many processes this one is: of all, or of the process group named `group`."""
 
     rank: int = 0
     size: int = 1
     group: str | None = None
-    """The name of the group's process group; None: all processes."""
     row: "Ranks | None" = None
-    """See `in_row`; None: this rank alone."""
     column: "Ranks | None" = None
-    """See `in_column`; None: these ranks."""
 
     @property
     def in_row(self) -> "Ranks":
@@ -92,15 +89,15 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
     if ranks.row is None or ranks.column is None:
         return ranks
     # Rows are consecutive ranks, columns every n-th: of 4 ranks, rows 01 and 23, columns 02 and 13.
-    n, named = ranks.row.size, []
+    n, row, column = ranks.row.size, ranks.row, ranks.column
     rows = [list(range(first, first + n)) for first in range(0, ranks.size, n)]
-    columns = [list(range(first, ranks.size, n)) for first in range(n)]
-    for own, groups in ((ranks.row, rows), (ranks.column, columns)):
-        if own.size > 1:
-            group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
-            own = replace(own, group=group.group_name)
-        named.append(own)
-    return replace(ranks, row=named[0], column=named[1])
+    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+    row = replace(row, group=group.group_name)
+    if column.size > 1:
+        columns = [list(range(first, ranks.size, n)) for first in range(n)]
+        group, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
+        column = replace(column, group=group.group_name)
+    return replace(ranks, row=row, column=column)
 
 
 @contextmanager
@@ -126,7 +123,6 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
         return
 
     def join() -> Ranks:
-        """In a thread of its own, see `within`: PyTorch may wait here until others come."""
         own = open_store().clone()  # type: ignore[attr-defined]  # a connection of its own, in which it may wait
         own.set_timeout(timeout)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout, store=own,
@@ -136,7 +132,7 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
     try:
         yield within(timeout_s, join, between)
     except RuntimeError as e:
-        if not is_lost_connection(e):
+        if not (isinstance(e, dist.DistError) or any(each in str(e) for each in ("gloo", "NCCL", "Connection closed"))):
             raise
         time.sleep(HEAD_START_S)
         where = "rank {RANK} of {WORLD_SIZE} has lost another, MASTER_ADDR = {MASTER_ADDR}, MASTER_PORT = {MASTER_PORT}"
@@ -149,9 +145,8 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
 
 
 def within(seconds: float, call: Callable[[], Any], between: Callable[[], None] = lambda: None) -> Any:
-    """What `call` returns. It runs in a thread, because PyTorch may wait without end and then
-    answers no signal. between is called often, and may raise. Raises DistStoreError after
-    `seconds`."""
+    """What `call` returns, or DistStoreError after `seconds`. It runs in a thread, because PyTorch
+    may wait without end and then answers no signal. between is called often, and may raise."""
     from torch.distributed import DistStoreError
 
     done: Future[Any] = Future()
@@ -185,13 +180,6 @@ def open_store() -> "Store":
         store = TCPStore(env["MASTER_ADDR"], int(port), ranks.size, holds, patience, wait_for_workers=False,
                          multi_tenant=True)
     return PrefixStore(f"lineartime/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether PyTorch raised an error because a rank ended or did not answer."""
-    from torch.distributed import DistError
-
-    return isinstance(error, DistError) or any(name in str(error) for name in ("gloo", "NCCL", "Connection closed"))
 
 
 def speaks_first(ranks: Ranks, error: BaseException) -> bool:
@@ -231,7 +219,7 @@ def gather(values: "Tensor", ranks: Ranks) -> "Tensor":
 
 
 def gather_rows(values: "Tensor", ranks: Ranks) -> list["Tensor"]:
-    """The values of every rank, in rank order. values: `[N]`, where N may differ between ranks."""
+    """The values of every rank, in rank order. values: `[N]`; N may differ between ranks."""
     import torch
 
     lengths = gather(torch.tensor(len(values)), ranks).tolist()

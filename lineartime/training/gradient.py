@@ -38,7 +38,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     clear_gradients(part.updated for part in division.parts)  # of the step before
     micro_batches = list(zip(*(tensor.split(n_rows) for tensor in batch), strict=True))
     counts = [objective.n_targets(*micro_batch) for micro_batch in micro_batches]
-    n_targets = max(division.n_targets(counts), 1)  # of the whole step, on all ranks
+    n_targets = max(int(gather(torch.tensor(counts), division.ranks.in_column).sum()), 1)  # of the whole step
     # No rank of a sharded model has a micro-batch's whole gradient.
     clips_each = config.clip_scope == "local" and not config.shard
     # For each micro-batch: loss.backward(), clip, and add its share of the gradient.
@@ -47,7 +47,8 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
     for number, (micro_batch, count) in enumerate(zip(micro_batches, counts, strict=True)):
         between(number)
         share = count / n_targets
-        division.begin_micro_batch(share)
+        if division.reduce_scatter is not None:
+            division.reduce_scatter.share = share
         clear_gradients(parameters)
         loss = add_gradient(model, objective, micro_batch, count, config.precision, division.ranks.in_row)
         losses.append(share * loss)
@@ -60,8 +61,10 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         ordered.add_in_order(sums, gradient)
     # From here on a rank has the gradient of the parts alone that it updates.
     gradient = division.add_ranks(ordered.merge_all(sums))
-    norm = division.mean_norm(norms) if clips_each else ordered.norm_of(gradient, division.parts, division.ranks)
-    if not clips_each:
+    if clips_each:
+        norm = gather(torch.stack(norms).cpu(), division.ranks.in_column).mean()
+    else:
+        norm = ordered.norm_of(gradient, division.parts, division.ranks)
         clip_to(config.clip, gradient, norm)
     clear_gradients(parameters)
     division.set_gradient(gradient)
@@ -118,15 +121,6 @@ class Division:
         """Whether no rank has the whole model."""
         return self.reduce_scatter is not None and self.ranks.size > 1
 
-    def n_targets(self, counts: Sequence[int]) -> int:
-        """The targets in the micro-batches of all ranks. counts: this rank's."""
-        return int(gather(torch.tensor(counts), self.ranks.in_column).sum())
-
-    def begin_micro_batch(self, share: float) -> None:
-        """Tell a sharded model the next micro-batch's share of the step's targets."""
-        if self.reduce_scatter is not None:
-            self.reduce_scatter.share = share
-
     def add_row(self, gradient: list[Tensor]) -> list[Tensor]:
         """The gradient of a micro-batch's whole rows, from this rank's part of them."""
         if not self.is_sharded:
@@ -143,10 +137,6 @@ class Division:
         if self.is_sharded:
             return gradient
         return ordered.exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
-
-    def mean_norm(self, norms: Sequence[Tensor]) -> Tensor:
-        """The mean norm of the micro-batches of all ranks, `[]`, on the CPU. norms: this rank's."""
-        return gather(torch.stack(list(norms)).cpu(), self.ranks.in_column).mean()
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
         """The sum over all ranks' micro-batches and parts of rows, in the order of the rows."""

@@ -14,17 +14,7 @@ from torch import Tensor
 
 from lineartime.base.errors import NumericsError, ResourceError
 from lineartime.base.files import write_json
-from lineartime.base.ranks import (
-    TIMEOUT_S,
-    Ranks,
-    connected,
-    gather,
-    gather_json,
-    in_rows,
-    launched,
-    require_same,
-    wait_for_all,
-)
+from lineartime.base.ranks import Ranks, connected, gather, gather_json, in_rows, launched, require_same, wait_for_all
 from lineartime.config import to_dict
 from lineartime.folders import RESULT_FILE, read_result
 from lineartime.model.language_model import LanguageModel
@@ -55,7 +45,7 @@ class Setup(NamedTuple):
     extra_files: dict[str, str]
     """Texts that are saved with every checkpoint, by file name."""
     first: First | None = None
-    """Gives the weights to begin with, see `Run.resume`; None: the model's own."""
+    """See `Run.resume`; None: the run begins with the model's own weights."""
     score_last: bool = True
     """Whether the last step is scored too, if it is a multiple of `eval_every`."""
 
@@ -137,7 +127,6 @@ class Loop:
                   "tokens": (step + 1) * config.tokens_per_step, "clock": clock})
 
     def begin_micro_batch(self, step: int, number: int) -> None:
-        """Stop, or tell the caller, before micro-batch `number` of a step."""
         self.stop_if_asked(step)  # a step takes minutes
         if self.callbacks.on_micro_batch is not None:
             self.callbacks.on_micro_batch(step, number)
@@ -172,7 +161,7 @@ class Loop:
         self.saved = step
 
     def advice(self) -> str:
-        """What to do about wrong numbers: go back to the last good checkpoint, change a setting."""
+        """What to do about wrong numbers."""
         kept = f"the checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
         return f"{kept}; try a lower learning_rate (now {self.config.learning_rate:g})"
 
@@ -202,7 +191,7 @@ def out_of_memory(error: Exception) -> bool:
 
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None,
              begin: Callable[[Ranks], Setup], score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]],
-             callbacks: Callbacks, rank_timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], bool]:
+             callbacks: Callbacks, rank_timeout: float) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the result file. Returns its content, and
     whether it was complete before; if so, nothing is trained.
 

@@ -34,7 +34,6 @@ class ParameterPart(NamedTuple):
 
     name: str
     parameter: nn.Parameter
-    """The model's, whole."""
     start: int
     stop: int
     updated: nn.Parameter
@@ -50,7 +49,6 @@ class ParameterPart(NamedTuple):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The names of what the optimizer keeps of each element."""
         return ("momentum_buffer",) if self.by_muon else ("exp_avg", "exp_avg_sq")
 
     def uncut(self, x: Tensor) -> Tensor:
@@ -94,23 +92,22 @@ def tree_sum(terms: Iterable[list[Tensor]]) -> list[Tensor]:
 
 def add_in_order(sums: Sums, term: list[Tensor]) -> None:
     """Add the next term of `tree_sum`. At most one list a level is kept."""
-    sums.append((0, term))
-    while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
-        merge(sums)
+    height = 0
+    while sums and sums[-1][0] == height:
+        _, left = sums.pop()
+        torch._foreach_add_(left, term)
+        height, term = height + 1, left
+    sums.append((height, term))
 
 
 def merge_all(sums: Sums) -> list[Tensor]:
-    """The sum of all terms that were added."""
-    while len(sums) > 1:
-        merge(sums)
-    return sums[0][1]
-
-
-def merge(sums: Sums) -> None:
-    """Add the last subtree to the one before it."""
-    (height, left), (_, right) = sums[-2:]
-    torch._foreach_add_(left, right)
-    sums[-2:] = [(height + 1, left)]
+    """The sum of all terms that were added, of which `sums` keeps none."""
+    _, total = sums.pop()
+    while sums:
+        _, left = sums.pop()
+        torch._foreach_add_(left, total)
+        total = left
+    return total
 
 
 def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:

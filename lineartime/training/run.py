@@ -12,21 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineartime import folders
 from lineartime.base.errors import CheckpointError, ResourceError, UsageError
 from lineartime.base.files import open_regular, read_json, write_atomically, write_json
 from lineartime.base.ranks import ALONE, Ranks, gather_json
 from lineartime.config import TrainConfig, to_dict
-from lineartime.folders import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    OPTIMIZER,
-    RESULT_FILE,
-    RUN_FILE,
-    WEIGHTS,
-    model_config_json,
-    read_metrics,
-    read_run,
-)
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.ordered import ParameterPart, parameter_parts
 from lineartime.training.run_config import RunConfig
@@ -39,9 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class Run:
-    """A run's folder: its description (`run.json`), its metrics, its checkpoints. Each of several
-    ranks has a `Run`. Rank 0 alone writes description and metrics, every rank a part of a
-    checkpoint."""
+    """A run's folder. Each of several ranks has a `Run`: rank 0 alone writes the description
+    (`run.json`) and the metrics, every rank a part of a checkpoint."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
         """Open or create the folder. facts: what the numbers depend on, such as the data's hash.
@@ -53,7 +42,6 @@ class Run:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank has the whole model."""
         return self.config.train.shard and self.ranks.size > 1
 
     def describe(self, facts: dict[str, Any]) -> str:
@@ -62,15 +50,15 @@ class Run:
         # What a run is: its settings, and the facts that its numbers depend on.
         description = {"preset": config.preset, "task": config.task, "data": config.data,
                        "model": to_dict(config.model), "train": to_dict(config.train), **facts}
-        path = out / RUN_FILE
-        saved = (out / RESULT_FILE).exists() or any(out.glob("step-*"))
-        if not path.exists() and (saved or (out / METRICS_FILE).exists()):
-            raise CheckpointError("a run without its description", out, f"{RUN_FILE} is missing; give another --out")
+        path = out / folders.RUN_FILE
+        saved = (out / folders.RESULT_FILE).exists() or any(out.glob("step-*"))
+        if not path.exists() and (saved or (out / folders.METRICS_FILE).exists()):
+            raise CheckpointError("a run without its description", out, f"{path.name} is missing; give another --out")
         if not saved:
             description = {"id": secrets.token_hex(8), **description}
             write_json(path, description)
             return description["id"]
-        stored = read_run(out)
+        stored = folders.read_run(out)
         # The data are compared by hash, not by folder; the first weights by name and hash.
         description |= {name: stored.get(name) for name in ("id", "data", "from_model")}
         # A run that differs in nothing but more steps goes on to these.
@@ -95,10 +83,10 @@ class Run:
                    f"begin anew with --from {self.out}")
         if why is not None:
             raise UsageError("another run is here", self.out, f"steps: {train.steps} -> {steps}; {why}")
-        (self.out / RESULT_FILE).unlink(missing_ok=True)  # first: a kill must leave no result of other steps
-        description = read_json(self.out / RUN_FILE)
+        (self.out / folders.RESULT_FILE).unlink(missing_ok=True)  # first: a kill must leave no result of other steps
+        description = read_json(self.out / folders.RUN_FILE)
         description["train"]["steps"] = steps
-        write_json(self.out / RUN_FILE, description)
+        write_json(self.out / folders.RUN_FILE, description)
         logger.info(f"the run of {train.steps:,} steps goes on to step {steps:,}")
 
     def resume(self, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
@@ -111,14 +99,15 @@ class Run:
         newest = checkpoint.newest(self.out, self.ranks)
         held = parts if self.config.train.shard else parameter_parts(model)
         wanted: Wanted = {part.name: part.place for part in held}
-        if newest is not None and newest.run != self.id:
-            raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+        step = 0
         if newest is not None:
-            put(checkpoint.read_parts(newest.path, WEIGHTS, wanted), held)
+            if newest.run != self.id:
+                raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+            put(checkpoint.read_parts(newest.path, folders.WEIGHTS, wanted), held)
             self.load_moments(newest, parts, optimizer)
+            step = newest.step
         elif first is not None:
             put(first(wanted), held)
-        step = 0 if newest is None else newest.step
         if self.ranks.is_first:
             self.truncate_metrics(step)
         if newest is not None and newest.damaged:
@@ -128,7 +117,7 @@ class Run:
     def load_moments(self, saved: checkpoint.Checkpoint, parts: Sequence[ParameterPart],
                      optimizer: torch.optim.AdamW) -> None:
         """Give the optimizer its state in the form that its first step makes."""
-        moments = checkpoint.read_parts(saved.path, OPTIMIZER, {
+        moments = checkpoint.read_parts(saved.path, folders.OPTIMIZER, {
             f"{kind}.{part.name}": part.place for part in parts for kind in part.moments})
         with torch.no_grad():
             for part in parts:
@@ -140,15 +129,14 @@ class Run:
 
     def save(self, step: int, model: LanguageModel, parts: Sequence[ParameterPart], optimizer: torch.optim.AdamW,
              extra_files: dict[str, str]) -> None:
-        """Write a checkpoint: weights, optimizer state, `config.json` for `transformers`, and the
-        texts `extra_files` by file name. Every rank writes its parts of moments and, if sharded,
-        weights."""
+        """Write a checkpoint: weights, moments, `config.json` for `transformers`, and the texts
+        `extra_files` by file name. Every rank writes its moments and, if sharded, weights."""
         ranks, files = self.ranks, {}
         own = [part for part in parts if part.start < part.stop]
-        tensors = {OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.updated][kind])
+        tensors = {folders.OPTIMIZER: {f"{kind}.{part.name}": held_by(part, optimizer.state[part.updated][kind])
                                for part in own for kind in part.moments}}
         if self.is_sharded:
-            tensors[WEIGHTS] = {part.name: held_by(part, part.updated.detach()) for part in own}
+            tensors[folders.WEIGHTS] = {part.name: held_by(part, part.updated.detach()) for part in own}
         # Each of several ranks writes a file, and an index says which elements each file has.
         if ranks.size > 1:
             places = gather_json({part.name: [part.start, part.stop] for part in own}, ranks)
@@ -157,9 +145,9 @@ class Run:
                 files[checkpoint.index_name(stem)] = json.dumps(index_of(stem, parts, places), indent=1) + "\n"
         if ranks.is_first:
             if not self.is_sharded:
-                tensors[WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
-            files |= {CONFIG_FILE: model_config_json(model.config), **extra_files}
-            with suppress(OSError), open_regular(self.out / METRICS_FILE) as metrics:
+                tensors[folders.WEIGHTS] = {name: p.detach() for name, p in model.named_parameters()}
+            files |= {folders.CONFIG_FILE: folders.model_config_json(model.config), **extra_files}
+            with suppress(OSError), open_regular(self.out / folders.METRICS_FILE) as metrics:
                 os.fsync(metrics.fileno())  # metrics reach the disk before the checkpoint of their step
         checkpoint.save(self.out, step, run=self.id, tensors=tensors, files=files if ranks.is_first else {},
                         keep=self.config.train.keep, ranks=ranks)
@@ -167,21 +155,22 @@ class Run:
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises
         ResourceError."""
+        path = self.out / folders.METRICS_FILE
         if not self.ranks.is_first:
             return
         try:
-            with open(self.out / METRICS_FILE, "a") as file:
+            with open(path, "a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as e:
-            raise ResourceError("the metrics cannot be written", f"{self.out / METRICS_FILE}: {e.strerror}",
+            raise ResourceError("the metrics cannot be written", f"{path}: {e.strerror}",
                                 "free some space; the same command goes on from the newest checkpoint") from e
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines that a resume writes again: those after `step`, the scores of `step`, a
         partial line. Raises DataError, and changes nothing, if another line is damaged."""
-        path = self.out / METRICS_FILE
+        path = self.out / folders.METRICS_FILE
         if path.exists():
-            kept = [record for record in (read_metrics(self.out) if step else [])
+            kept = [record for record in (folders.read_metrics(self.out) if step else [])
                     if record["step"] < step or (record["step"] == step and "held_out" not in record)]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -196,9 +185,7 @@ def put(weights: dict[str, Tensor], parts: Sequence[ParameterPart]) -> None:
 def held_by(part: ParameterPart, x: Tensor) -> Tensor:
     """A part's weights or moments as in a checkpoint: the parameter's shape if whole, else flat."""
     n = part.stop - part.start
-    if n == part.parameter.numel():
-        return x.view(-1)[:n].view(part.parameter.shape)
-    return x[:n]
+    return x.view(-1)[:n].view(part.parameter.shape) if n == part.parameter.numel() else x[:n]
 
 
 def file_of(stem: str, rank: int, n_ranks: int) -> str:
@@ -213,7 +200,7 @@ def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[st
     for part in parts:
         files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[part.name]]
                  for rank, at in enumerate(places) if part.name in at]
-        for name in [part.name] if stem == WEIGHTS else [f"{kind}.{part.name}" for kind in part.moments]:
+        for name in [part.name] if stem == folders.WEIGHTS else [f"{kind}.{part.name}" for kind in part.moments]:
             index[name] = {"shape": list(part.parameter.shape), "parts": files}
     return index
 

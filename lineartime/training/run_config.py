@@ -8,19 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lineartime import config
 from lineartime.base.settings import parse_field, replace_fields, require, require_name
-from lineartime.config import (
-    MODEL_FIELDS,
-    PRESETS,
-    REMOVED,
-    TRAIN_FIELDS,
-    ModelConfig,
-    StartingWeights,
-    TrainConfig,
-    check_context_parallel,
-    model_config,
-    without_removed,
-)
+from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, StartingWeights, TrainConfig
 from lineartime.folders import QUESTION_ANSWERING, read_config, saved_run, weights_folder
 
 RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
@@ -44,7 +34,7 @@ class RunConfig:
         context, micro = self.model.context, self.train.micro_batch_tokens
         require(micro % context == 0, "micro_batch_tokens must be a multiple of context",
                 f"micro_batch_tokens = {micro}, context = {context}", "a micro-batch holds whole rows")
-        check_context_parallel(self.model, self.train.context_parallel)
+        config.check_context_parallel(self.model, self.train.context_parallel)
 
     @property
     def rows_per_step(self) -> int:
@@ -122,45 +112,43 @@ def fitted_settings(preset: ModelConfig, settings: dict[str, Any], given: dict[s
             n_rows -= 1  # a given step is not changed: its rows must be a multiple
         micro = n_rows * context
     is_pairs = preset.ffn != "gau"
-    fitted = {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
+    fitted: dict[str, Any] = {"micro_batch_tokens": micro, "tokens_per_step": max(tokens // micro, 1) * micro,
               "warmup_steps": max(steps // (5 if is_pairs else 20), 1),
               "init_std": round(ModelConfig.init_std * (ModelConfig.d_model / width) ** 0.5, 3)}
-    return fitted | ({"n_heads": heads_of(width)} if is_pairs else {})
-
-
-def heads_of(width: int) -> int:
-    """The most heads of an even width of at least 64; 1 for a narrow model."""
-    for n_heads in range(width // 64, 1, -1):
-        if width % (2 * n_heads) == 0:
-            return n_heads
-    return 1
+    if is_pairs:  # the most heads of an even width of at least 64; 1 for a narrow model
+        fitted["n_heads"] = next((n for n in range(width // 64, 1, -1) if width % (2 * n) == 0), 1)
+    return fitted
 
 
 def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> RunConfig:
     """The run of a flat table of settings: `model` or `from`, `task`, `data`, `out`, fields of
     `ModelConfig` and `TrainConfig`, and `size` (by default "paper"), which gives fields that are
-    not set: with `from` only fields of training, and neither optimizer nor learning rates.
+    not set: with `from` only fields of training, and neither optimizer nor learning rates. By
+    default a warm-up is at most a fifth of the steps.
 
     source: the model of the weights that `from` names; its fields stand for a preset's. Without
     chunks, n of relu(q k / n + b)^2 keeps its value, so that the weights give what they gave.
-    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or a wrong
-    value."""
+    Raises UsageError for an unknown name (with the nearest valid one), a wrong type or value."""
     check_names(settings)
     # If several give a field, the setting counts, then the weights' own model, then the size.
     if source is None:
         preset, task, weights = settings["model"], settings.get("task", "wiki40b"), None
         settings = size_settings(settings.get("size", "paper"), preset, settings) | settings
-        config = model_config(preset, task, **named(settings, MODEL_FIELDS))
+        model = config.model_config(preset, task, **named(settings, MODEL_FIELDS))
     else:
         preset, task, weights = nearest_preset(source), "wiki40b", StartingWeights(settings["from"], source)
-        config = replace_fields(source, source.kept_scale | named(settings, MODEL_FIELDS))
-        sized = size_settings(settings.get("size", "paper"), preset, {"context": config.context, **settings})
+        model = replace_fields(source, source.kept_scale | named(settings, MODEL_FIELDS))
+        sized = size_settings(settings.get("size", "paper"), preset, {"context": model.context, **settings})
         # A size's rates are for drawn weights: trained ones would lose much of what they know.
         for name in ("optimizer", "learning_rate", "muon_learning_rate"):
             sized.pop(name, None)
         settings = sized | settings
-    train = hyperparameters(settings, preset)
-    return RunConfig(config, train, preset, task, settings["data"], settings["out"], weights)
+    defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}  # as in its table
+    steps = settings.get("steps", TrainConfig.steps)
+    if isinstance(steps, int):
+        defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
+    train = replace_fields(TrainConfig(), defaults | named(settings, TRAIN_FIELDS))
+    return RunConfig(model, train, preset, task, settings["data"], settings["out"], weights)
 
 
 def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -168,20 +156,10 @@ def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in fields}
 
 
-def hyperparameters(settings: dict[str, Any], preset: str) -> TrainConfig:
-    """The hyperparameters of a run. By default the vanilla Transformer is not clipped, as in its
-    table, and a warm-up is at most a fifth of the steps. Raises UsageError for wrong values."""
-    defaults: dict[str, Any] = {"clip": None} if preset == "transformer" else {}
-    steps = settings.get("steps", TrainConfig.steps)
-    if isinstance(steps, int):
-        defaults["warmup_steps"] = min(TrainConfig.warmup_steps, max(steps, 0) // 5)
-    return replace_fields(TrainConfig(), defaults | named(settings, TRAIN_FIELDS))
-
-
 def check_names(settings: dict[str, Any]) -> None:
     """Raise UsageError for an unknown setting (with the nearest valid name), for settings without
     model, data or folder, and for `from` together with `model` or `task`."""
-    for name in without_removed(settings):
+    for name in config.without_removed(settings):
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
             f"name one of {', '.join(PRESETS)}, or begin with trained weights: --from RUN")
@@ -199,10 +177,10 @@ def check_names(settings: dict[str, Any]) -> None:
                 "it takes a folder's path")
 
 
-def nearest_preset(config: ModelConfig) -> str:
+def nearest_preset(model: ModelConfig) -> str:
     """The preset that a model differs from in the fewest fields."""
     def n_different(preset: str) -> int:
-        return sum(getattr(config, name) != getattr(PRESETS[preset], name) for name in MODEL_FIELDS)
+        return sum(getattr(model, name) != getattr(PRESETS[preset], name) for name in MODEL_FIELDS)
 
     return min(PRESETS, key=n_different)
 
@@ -213,7 +191,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     require(bool(equals), "a setting is NAME=VALUE", repr(text), "such as steps=1000")
     name = name.strip()
-    require(name not in REMOVED, "a setting that is gone", name, REMOVED.get(name, ("", ""))[1])
+    require(name not in config.REMOVED, "a setting that is gone", name, config.REMOVED.get(name, ("", ""))[1])
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     if name in RUN_FIELDS:
         return name, value.strip()
@@ -256,24 +234,23 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
         require(given.get("vocab_size", vocab_size) == vocab_size, "the vocabulary is that of the weights and the data",
                 f"vocab_size = {given.get('vocab_size')}, not {vocab_size}", "leave it out")
         given["vocab_size"] = vocab_size
-    config = run_config(given, source)
-    require(config.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
-            f"{config.model.vocab_size} < {manifest.vocab_size}", "leave it out")
-    if not config.model.causal:
+    run = run_config(given, source)
+    require(run.model.vocab_size >= manifest.vocab_size, "vocab_size is smaller than the tokenizer's",
+            f"{run.model.vocab_size} < {manifest.vocab_size}", "leave it out")
+    if not run.model.causal:
         require_mask(manifest.tokenizer.get("mask"), given["data"])
-    return config
+    return run
 
 
 def read_source(name: str) -> ModelConfig:
     """The model of weights that a run can begin with. Raises UsageError where there are none, and
     for a model with another head; CheckpointError for files that cannot be read."""
-    config, kind = read_config(weights_folder(name))
+    model, kind = read_config(weights_folder(name))
     require(kind != QUESTION_ANSWERING, "this model answers questions", name, "begin with a language model")
-    return config
+    return model
 
 
 def require_same_tokens(weights: str, data: str) -> None:
-    """Raise UsageError unless the data's tokenizer gives the tokens that weights know."""
     from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
     from lineartime.data.tokens import tokenizer_of
 

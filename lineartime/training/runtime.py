@@ -76,14 +76,6 @@ def available_bytes() -> int | None:
     return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
-def peak_rss_bytes() -> int:
-    """The peak memory of this process. On Linux not `ru_maxrss`, which starts at the parent's."""
-    peak = system_bytes("/proc/self/status", "VmHWM")
-    if peak is not None:
-        return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def system_bytes(path: str, name: str) -> int | None:
     """N of a line `name: N kB` in a file of the system, in bytes; None without the file or line."""
     with suppress(OSError):
@@ -95,4 +87,8 @@ def system_bytes(path: str, name: str) -> int | None:
 
 def peak_bytes(device: torch.device) -> int:
     """Peak memory: of the process on a CPU, of tensors on a GPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    # On Linux not `ru_maxrss`, which starts at the parent's.
+    return system_bytes("/proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -261,7 +261,7 @@ def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, call
         return {"steps": config.train.steps, **score_answers(task.validation, answers), "loss": loss,
                 "n_windows": n_windows}
 
-    result, _ = fit_once(config, task.facts, device, begin, score, callbacks)
+    result, _ = fit_once(config, task.facts, device, begin, score, callbacks, TIMEOUT_S)
     return {name: value for name, value in result.items() if name != "run"}
 
 
