@@ -61,8 +61,7 @@ Content = bytes | Mapping[str, Tensor]
 """What a file holds: the bytes of a text, or named tensors."""
 
 
-# Saving. The disk changes by functions of `os`, `fsync`, `_remove_tree` and `hashed_stream` alone,
-# so that a test can end the process at each change.
+# Saving
 
 
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
