@@ -1,24 +1,20 @@
 """Means of the last hidden states over documents of any length: the vector of a document.
 
 A document that fits into a row is read in a batch of documents of similar length. A longer one is
-read window by window: by a causal model with the state carried, which equals one long row; by any
-other model as windows without overlap that do not see each other. Either way every token counts
-once."""
+read in windows: by a causal model with the state carried, which equals one long row; by any other
+model as rows that do not see each other. Either way every token counts once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lineartime.base.settings import PRECISIONS, require, require_name
-from lineartime.config import ModelConfig
 from lineartime.data.tokenizer import Tokenizer
+from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops.dtypes import at_least_float32, autocast_off
-
-BATCHES_AHEAD, FULL_BATCHES_AHEAD = 16, 2
-"""So many batches of rows wait to be sorted by length, or so many that are full of tokens."""
 
 
 def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> np.ndarray:
@@ -30,17 +26,6 @@ def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None)
         if max_tokens is not None and sum(map(len, parts)) >= max_tokens:  # the rest is not even tokenised
             break
     return np.concatenate(parts)[:max_tokens]
-
-
-def carries_state(config: ModelConfig) -> bool:
-    """Whether windows are read with the state carried: not with a position table, which ends."""
-    return config.decodes and config.max_len is None
-
-
-def window_size(config: ModelConfig) -> int:
-    """Tokens of a window: the row of training, in whole chunks where the state is carried."""
-    chunk = config.chunk_size or 1
-    return config.context // chunk * chunk or config.context if carries_state(config) else config.context
 
 
 def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) -> Tensor:
@@ -67,55 +52,30 @@ def padded_rows(rows: Sequence[np.ndarray], width: int | None = None, fill: int 
     return ids_RT
 
 
-def row_means(model: LanguageModel, ids_BT: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of each row's last hidden states, `[B, D]`. ids_BT: -1 is padding, which counts for
-    nothing. dtype: the type of sums and means, by default float32 at least."""
-    # Columns that are padding in every row are cut off: as many columns stay as the longest row has
-    # tokens.
-    valid_BT = ids_BT >= 0
-    valid_BT = valid_BT[:, : int(valid_BT.sum(1).max())]
-    ids_BT = ids_BT[:, : valid_BT.shape[1]].clamp(min=0)
-    x_BTD = at_least_float32(model.hidden(ids_BT, padding_mask_BT=None if valid_BT.all() else valid_BT))
-    return document_means(x_BTD if dtype is None else x_BTD.to(dtype), valid_BT.long() - 1, n=1)[:, 0]
-
-
-def means_of_rows(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows: int, precision: str,
-                  count: Callable[[int], None]) -> np.ndarray:
-    """The means of documents, float64 `[N, D]`, read in windows that do not see each other. count
-    is called with the number of tokens of each batch."""
-    device, size = model.embed.weight.device, window_size(model.config)
-    sums_ND = np.zeros((len(documents), model.config.d_model))
-    windows = [(i, ids_N[first : first + size]) for i, ids_N in enumerate(documents)
-               for first in range(0, len(ids_N), size)]
-    # Rows of a similar length together have little padding; the longest first, so that memory runs
-    # out at once or not.
-    windows.sort(key=lambda window: -len(window[1]))
-    for first in range(0, len(windows), batch_rows):
-        numbers, rows = zip(*windows[first : first + batch_rows], strict=True)
-        ids_BT = torch.from_numpy(padded_rows(rows)).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            means_BD = row_means(model, ids_BT, torch.float64).cpu().numpy()
-        for i, ids_N, mean_D in zip(numbers, rows, means_BD, strict=True):
-            sums_ND[i] += mean_D * len(ids_N)
-        count(sum(map(len, rows)))
-    return sums_ND / np.array([len(ids_N) for ids_N in documents])[:, None]
-
-
-def carried_mean(model: LanguageModel, ids_N: np.ndarray, precision: str, count: Callable[[int], None]) -> np.ndarray:
-    """The mean of one document, float64 `[D]`, read in windows with the state carried."""
-    state, device, size = model.decoding_state(1), model.embed.weight.device, window_size(model.config)
-    sum_D = np.zeros(model.config.d_model)
-    for first in range(0, len(ids_N), size):
-        ids_1T = torch.from_numpy(padded_rows([ids_N[first : first + size]])).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            x_1TD = model.extend(ids_1T, torch.tensor([ids_1T.shape[1]], device=device), state)
-        sum_D += x_1TD[0].double().sum(0).cpu().numpy()
-        count(ids_1T.shape[1])
-    return sum_D / len(ids_N)
+def batches_of(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows: int,
+               ) -> Iterator[tuple[Sequence[int], Sequence[np.ndarray], DecodingState | None]]:
+    """What is read at once: the numbers of documents, their windows, and the state that is carried
+    through a long document, whose windows come one by one."""
+    config, rows = model.config, []
+    carries = config.decodes and config.max_len is None  # a position table ends
+    chunk = (config.chunk_size or 1) if carries else 1
+    size = config.context // chunk * chunk or config.context
+    for i, ids_N in enumerate(documents):
+        windows = [ids_N[first : first + size] for first in range(0, len(ids_N), size)]
+        if carries and len(windows) > 1:
+            state = model.decoding_state(1)
+            yield from (([i], [window], state) for window in windows)
+        else:
+            rows += [(i, window) for window in windows]
+    # Rows of a similar length have little padding. The longest come first, so that memory runs out
+    # at once or not.
+    rows.sort(key=lambda row: -len(row[1]))
+    for first in range(0, len(rows), batch_rows):
+        yield *zip(*rows[first : first + batch_rows], strict=True), None
 
 
 @torch.inference_mode()
-def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str], *, max_tokens: int | None = None,
+def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str], *, max_tokens: int | None = None,
           batch_rows: int = 8, precision: str = "float32",
           progress: Callable[[int], None] | None = None) -> np.ndarray:
     """The vectors of texts of any length, the means of their last hidden states: `[N, D]`, float64
@@ -123,37 +83,27 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Iterable[str], *, m
 
     max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only
     rounding. precision: the type of matrix products, "float32" or "bfloat16". progress is called
-    with the number of tokens read. Memory holds the ids of a batch, and the keys and values of a
-    causal model with quadratic attention. Raises UsageError for wrong values, DataError for text
-    that the tokenizer lacks."""
+    with the number of tokens read. Raises UsageError for wrong values, DataError for text that the
+    tokenizer lacks."""
     for name, value in (("max_tokens", max_tokens), ("batch_rows", batch_rows)):
         require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
                 f"{name} = {value}", "it takes whole numbers from 1")
     require_name("precision", precision, PRECISIONS)
-    carried, size, n_read = carries_state(model.config), window_size(model.config), 0
-    vectors: list[np.ndarray] = []
-    waiting: list[np.ndarray] = []  # for others of a similar length
-
-    def count(n: int) -> None:
-        nonlocal n_read
-        n_read += n
+    device, n_read = model.embed.weight.device, 0
+    documents = [document_ids(tokenizer, text, max_tokens) for text in texts]
+    sums_ND = np.zeros((len(documents), model.config.d_model))
+    for numbers, rows, state in batches_of(model, documents, batch_rows):
+        ids_BT = torch.from_numpy(padded_rows(rows)).to(device)
+        valid_BT = ids_BT >= 0
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            if state is None:
+                x_BTD = model.hidden(ids_BT.clamp(min=0), padding_mask_BT=None if valid_BT.all() else valid_BT)
+            else:
+                x_BTD = model.extend(ids_BT, valid_BT.sum(1), state)
+        np.add.at(sums_ND, [*numbers], (x_BTD.double() * valid_BT[..., None]).sum(1).cpu().numpy())
+        n_read += int(valid_BT.sum())
         if progress is not None:
             progress(n_read)
-
-    def read_waiting() -> None:
-        vectors.extend(means_of_rows(model, waiting, batch_rows, precision, count))
-        waiting.clear()
-
-    for text in texts:
-        ids_N = document_ids(tokenizer, text, max_tokens)
-        if carried and len(ids_N) > size:
-            read_waiting()  # the vectors keep their order
-            vectors.append(carried_mean(model, ids_N, precision, count))
-            continue
-        waiting.append(ids_N)
-        if (len(waiting) == batch_rows * BATCHES_AHEAD
-                or sum(map(len, waiting)) >= batch_rows * FULL_BATCHES_AHEAD * size):
-            read_waiting()
-    read_waiting()
+    lengths_N = np.array([len(ids_N) for ids_N in documents])
     wide = model.embed.weight.dtype == torch.float64
-    return np.array(vectors, np.float64 if wide else np.float32).reshape(len(vectors), model.config.d_model)
+    return (sums_ND / lengths_N[:, None]).astype(np.float64 if wide else np.float32)
