@@ -44,8 +44,7 @@ def device():
 
 
 def error(ours: Tensor, theirs: Tensor, least: float = 1.0) -> float:
-    """Norm of the difference over the norm, or over `least` where that is less; not a number where
-    one is not."""
+    """Norm of the difference over the norm, or over `least` where that is less."""
     assert ours.shape == theirs.shape
     ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
     return float((ours - theirs).norm() / theirs.norm().clamp(min=least))
@@ -101,8 +100,7 @@ def test_bfloat16_trains(preset: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["transformer++", "flash-quad", "flash", "mc-tfm++"])
 def test_packed_documents_do_not_see_each_other(preset: str, dtype: torch.dtype) -> None:
-    """Attention of variable length in bfloat16: near float64 on a processor, and nothing of another
-    document."""
+    """Attention of variable length: near float64, and nothing of another document."""
     config = middle_sized(preset, end_of_document=END)
     model = LanguageModel(config).train()
     ids_1T = random_ids(1, 512, vocab_size=511) + 1
@@ -183,8 +181,7 @@ def value_and_gradients(function: Callable, inputs: dict[str, Tensor], cotangent
 
 def too_far(kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
             dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Outputs and gradients whose error is more than twice the reference's in the same dtype: both
-    errors."""
+    """Outputs and gradients whose error is more than twice the reference's: both errors."""
     exact_inputs = {key: x.detach().double().requires_grad_(x.requires_grad) for key, x in inputs.items()}
     cotangent = torch.randn_like(definition(*inputs.values()))
     exact = value_and_gradients(definition, exact_inputs, cotangent)
@@ -200,8 +197,8 @@ def too_far(kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool, dtype: torch.dtype) -> None:
-    """With documents and padding; and in whole chunks, in rows of one document. Memory that a
-    kernel is given holds NaN (see conftest)."""
+    """With documents and padding, and without. Memory that a kernel is given holds NaN
+    (conftest)."""
     for n_tokens in (*LENGTHS, 2048):
         config = op_config(name, chunk, causal, n_tokens)
         ids_BT = None if n_tokens == 2048 else documents(3, n_tokens).to(DEVICE)
@@ -223,8 +220,7 @@ def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> N
     {}, {"query_key_dim": 64}, {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"},
     {"n_heads": 2, "linear_gate": True, "chunk_pooling": "written"}], ids=["paper", "narrow", "options", "heads"])
 def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
-    """FLASH, with narrower heads, options beyond the paper, several heads: gradients, and prompts
-    of different lengths in parts."""
+    """FLASH and its options: gradients, and prompts of different lengths in parts."""
     model = LanguageModel(model_config("flash", n_layers=2, d_model=128, vocab_size=64, context=700, chunk_size=128,
                                        end_of_document=END, **options)).double()
     for layer in model.layers:  # so that the linear half counts
@@ -295,8 +291,7 @@ def with_kernels(preset: str) -> ModelConfig:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["flash", "flash-quad"])
 def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) -> None:
-    """The whole gradient of a step is at most twice as far from float64 as that of the
-    reference."""
+    """A step's gradient is at most twice as far from float64 as the reference's."""
     model = random_model(with_kernels(preset)).to(DEVICE, torch.float32).train()
     rows_BT = (random_ids(3, 701, vocab_size=511) + 1).to(DEVICE)
     rows_BT[1, [5, 130, 131, 400]] = END

@@ -1,5 +1,4 @@
-"""What PyTorch asks of every kernel's op: compiled and checkpointed, in any layout, one derivative
-and no other."""
+"""What PyTorch asks of every kernel's op: compiled, checkpointed, in any layout, one derivative."""
 
 from functools import partial
 
@@ -76,8 +75,7 @@ def test_derivatives_that_are_not_there(made) -> None:
 
 
 def test_an_op_returns_what_it_says() -> None:
-    """As `torch.compile` sees it: with a past that goes out or not, with heads from outside, and a
-    token whose heads are made or given."""
+    """As `torch.compile` sees it: with a past or not, heads made or given."""
     def check(op, *args, more=()) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", *more))
 
