@@ -28,7 +28,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernel_law import flat
 from lineartime.ops import decode_step, mixed_chunk, quadratic
 from lineartime.ops.dispatch import MUCH_SHARED_KIB
 from lineartime.ops.reference import HeadsFromZ
@@ -123,13 +122,13 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def gated_attention(case: Case) -> Tensor:
     """By chunks where the case has them; parameters and angles in float32 as in training."""
     t, n_rows, n_heads = case.n_tokens, 1 if case.n_tokens == LONG_ROW else 2, 4 if case.chunk else 2
-    inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), numbers(n_heads, S),
-              numbers(n_heads, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2),
+    heads = HeadsFromZ(numbers(n_heads, S), numbers(n_heads, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2))
+    inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), heads,
               numbers(2 * (case.chunk or t) - 1))
     mask = {"causal": case.causal, "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long)}
     if case.chunk:
-        return flat(mixed_chunk.gated_chunk_attention)(*inputs, chunk_size=case.chunk, **mask)
-    return flat(quadratic.gated_quadratic_attention)(*inputs, scale_len=512, **mask)
+        return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, **mask)
+    return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
 
 
 def one_token(case: Case) -> Tensor:
