@@ -105,7 +105,7 @@ class GatedAttentionUnit(ResidualLayer):
         if self.config.makes_plain_heads:
             return [*make_heads(z_BTS, *self.heads_from_z(info))], None
         conv_BTS = z_BTS if convolve is None else convolve(z_BTS)
-        return gau_options.make_heads(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate, info.rotary)
+        return gau_options.heads_of_z(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate, info.rotary)
 
     def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
                          convolve: Convolve) -> Tensor:
@@ -117,8 +117,8 @@ class GatedAttentionUnit(ResidualLayer):
         if self.config.chunk_pooling == "attention":
             a_BGG = gau_options.chunk_weights(self.config, z_BTS, segment_ids_BT, self.chunk_scale_offset,
                                               self.chunk_bias)
-        out_BTE = gau_options.attend(self.config, heads, v_BTE, self.rel_pos_bias, segment_ids_BT, a_BGG=a_BGG,
-                                     gate_BT=gate_BT, exchange=info.exchange)
+        out_BTE = gau_options.ablated_attention(self.config, heads, v_BTE, self.rel_pos_bias, segment_ids_BT,
+                                                a_BGG=a_BGG, gate_BT=gate_BT, exchange=info.exchange)
         return gau_options.gated(self.config, u_BTE, out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:

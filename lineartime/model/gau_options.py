@@ -135,7 +135,7 @@ def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
     return (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype), gate_BT
 
 
-def make_heads(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offset: ScaleOffset,
+def heads_of_z(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offset: ScaleOffset,
                gate: WriteGate | None, rotary: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor | None]:
     """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of
     the linear half, then those of first-to-all; and the gates that chunk_pooling "written" divides
@@ -198,12 +198,12 @@ def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | N
     return a_BGG.masked_fill(hidden_BGG, 0.0)
 
 
-def attend(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tensor, rel_pos_bias: RelPosBias | None,
-           segment_ids_BT: Tensor | None, *, a_BGG: Tensor | None = None, gate_BT: Tensor | None = None,
-           exchange: Exchange | None = None) -> Tensor:
+def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tensor, rel_pos_bias: RelPosBias | None,
+                      segment_ids_BT: Tensor | None, *, a_BGG: Tensor | None = None, gate_BT: Tensor | None = None,
+                      exchange: Exchange | None = None) -> Tensor:
     """A v with a configuration's ablations: `[B, T, E]`, over whole rows or in chunks.
 
-    heads: of `make_heads`. a_BGG: the learned chunk weights, or None. gate_BT: the gates of the
+    heads: of `heads_of_z`. a_BGG: the learned chunk weights, or None. gate_BT: the gates of the
     linear keys, which chunk_pooling "written" divides by. exchange: see
     `reference.linear_attention`."""
     if config.chunk_size is None:

@@ -27,8 +27,7 @@ MADE_BY = ("gamma_4S", "beta_4S", "sin_B1R", "cos_B1R")
 @pytest.mark.parametrize("lengths", [(1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1), (CHUNK + 1, CHUNK + 1)])
 def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, ...],
                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every place in a chunk, with documents, rows together and not, as `decode_step` and as
-    `DecodeStep`."""
+    """At every place in a chunk, with documents, as `decode_step` and as `DecodeStep`."""
     model = random_model(config)
     prompts = [random_ids(length, seed=length, vocab_size=6).tolist() for length in lengths]
     tokens_NB = [random_ids(len(prompts), seed=seed, vocab_size=6) for seed in range(2 * CHUNK + 2)]
@@ -61,8 +60,7 @@ def logits_in_a_graph(model: LanguageModel, state: DecodingState, tokens_NB: lis
 
 def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int = C, *, pooling: str = "mean",
                 heads: bool = False) -> dict[str, Tensor]:
-    """Rows given by the position of the new token and that at which its document began. heads: made
-    already."""
+    """Rows given by the new token's position and its document's first. heads: made already."""
     position_B, start_B = torch.tensor(rows).T
     n, offset_B = len(rows), position_B % c
     n_carried_B = (position_B - offset_B - start_B).clamp(min=0)
@@ -119,8 +117,7 @@ def assert_held(inputs: dict[str, Tensor]) -> None:
 
 
 ROWS = [(0, 0), (C - 1, 0), (2 * C + 33, 0), (3 * C, 2 * C + 9), (3 * C + 77, 3 * C + 45), (C + 33, C + 33)]
-"""A first token, a last slot, a row in its third chunk, documents that began before the chunk, in
-it and just now."""
+"""A first token, a last slot, a third chunk, documents begun before the chunk, in it, just now."""
 
 
 @pytest.mark.parametrize(("dtype", "rows", "e", "more"), [

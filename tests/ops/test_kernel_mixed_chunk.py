@@ -1,5 +1,4 @@
-"""FLASH's kernels in Triton's interpreter, held to the reference; and the layers and models that
-run in them."""
+"""FLASH's kernels in Triton's interpreter, held to the reference; and layers and models."""
 
 from functools import partial
 

@@ -32,8 +32,7 @@ def row():
 
 @torch.no_grad()
 def decode():
-    """Rows at several places of their chunk, some in a document that began in it; with heads made
-    and to be made."""
+    """Rows at several places of their chunk; with heads made and to be made."""
     position, start = torch.tensor([(0, 0), (127, 0), (289, 0), (461, 429), (461, 461)]).T
     offset, n = position % 128, len(position)
     carried = (position - offset - start).clamp(min=0)

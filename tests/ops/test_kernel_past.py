@@ -1,5 +1,4 @@
-"""Attention of whole chunks behind a past: kernels are held to the reference. That rows in parts
-are the rows is tested in ops/test_context.py."""
+"""Attention of whole chunks behind a past: kernels are held to the reference."""
 
 import pytest
 import torch
@@ -119,8 +118,7 @@ FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_p
 @pytest.mark.parametrize("fields", [{}, *rest(FLASH_PLUS, {"query_key_dim": 64})], ids=str)
 def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """With documents, in parts that end inside chunks and are shorter in the last row, which then
-    goes on alone: the rows read at once."""
+    """With documents, in parts that end inside chunks: the rows read at once."""
     model = tiny("flash", n_layers=1, end_of_document=0, **fields).eval()
     torch.nn.init.ones_(model.layers[0].scale_offset.gamma)  # so that the state counts
     lengths, carried = [], mixed_chunk.gated_chunk_attention

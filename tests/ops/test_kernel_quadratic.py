@@ -1,5 +1,4 @@
-"""FLASH-Quad's kernels, and the gradients that both attentions share, in Triton's interpreter, held
-to the reference."""
+"""FLASH-Quad's kernels, and the gradients that both attentions share, held to the reference."""
 
 from functools import partial
 
@@ -61,8 +60,7 @@ def test_scores_in_parts(tiles: int, causal: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_nothing_crosses(dtype: torch.dtype, causal: bool) -> None:
-    """From one document to another, from the future, from padding: not a bit of the output,
-    gradients exactly 0."""
+    """Between documents, from the future, from padding: no bit of output, gradients of 0."""
     inputs = make_inputs(1, 133, 16, dtype)
     ids = torch.arange(133)[None] // 50
     ids[:, 120:] = -1

@@ -132,8 +132,8 @@ def gated_attention(case: Case) -> Tensor:
 
 
 def one_token(case: Case) -> Tensor:
-    """64 rows at once, all in the type of a model cast for decoding but the sums and the bias; with
-    heads that are made in the kernel, or before it."""
+    """64 rows at once, all short but the sums and the bias; heads are made in the kernel or
+    before."""
     n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
     place = torch.zeros(n, dtype=torch.long)
     rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
@@ -184,8 +184,7 @@ def main(path: Path, everything: bool, archs: list[int]) -> None:
     pytest.param((90, 80), marks=pytest.mark.rest),
     *(pytest.param((arch,), marks=pytest.mark.campaign) for arch in SHARED_KIB)], ids=str)
 def rows(request, tmp_path_factory):
-    """Every program of the selected cases. `make test-all` has few cases for two architectures, the
-    campaign all for each one."""
+    """Every program of the selected cases. `make test-all` has few, the campaign all."""
     path = tmp_path_factory.mktemp("resources") / "rows.jsonl"
     selection = "everything" if len(request.param) == 1 else "few"
     done = subprocess.run([sys.executable, __file__, path, selection, *map(str, request.param)], capture_output=True,

@@ -9,7 +9,7 @@ from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, ChunkState
 from lineartime.model.decoding.extend import empty_cache, extend_chunks
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.gau_options import KeyConv, WriteGate, attend, gated_keys
+from lineartime.model.gau_options import KeyConv, WriteGate, ablated_attention, gated_keys
 from lineartime.model.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
 
 
@@ -33,8 +33,9 @@ class MixedChunk:
         heads_4BTK, gate_BT = self.make_heads(q_BTHK, k_BTHK, conv_BTD, info)
         # Each attention head is an entry of the batch.
         ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(config.n_heads, 0)
-        out_BTK = attend(config, heads_4BTK.unbind(), fold_heads(v_BTHK.flatten(2), config.n_heads), self.rel_pos_bias,
-                         ids_BT, gate_BT=gate_BT, exchange=info.exchange)
+        out_BTK = ablated_attention(
+            config, heads_4BTK.unbind(), fold_heads(v_BTHK.flatten(2), config.n_heads), self.rel_pos_bias, ids_BT,
+            gate_BT=gate_BT, exchange=info.exchange)
         return unfold_heads(out_BTK, config.n_heads)
 
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTD: Tensor,
