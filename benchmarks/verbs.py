@@ -26,8 +26,7 @@ from lineartime.cli.options import Device, Setting, Task
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
 from lineartime.folders import named_folder, shipped_models
-from lineartime.training.runtime import pick_device
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal, pick_device
 
 SPEED, RECALL, LAWS = "speed", "recall", "laws"
 """Reports beside those of the tables."""

@@ -26,7 +26,7 @@ from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
 from lineartime.base.words import markdown
 from lineartime.cli.terminal import Terminal, note, say_stopping
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from studies import run
 
 COMMAND = "python -m studies.zoology"

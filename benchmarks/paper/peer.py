@@ -27,8 +27,7 @@ from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.objectives import NextToken
 from lineartime.training.run import Run
 from lineartime.training.run_config import config_for_data
-from lineartime.training.runtime import peak_bytes
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal, peak_bytes
 
 
 def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),

@@ -30,7 +30,7 @@ from lineartime.data.tokens import read_manifest
 from lineartime.folders import read_fine_tuning, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
 from lineartime.training.run_config import run_config
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from lineartime.weights import checkpoint
 
 Records = Mapping[str, list[Record]]

@@ -154,8 +154,7 @@ def score(
         check_place(state)
     require_there([file])
     folder = named_folder(model)
-    from lineartime.training.runtime import pick_device
-    from lineartime.training.stop import StopSignal
+    from lineartime.training.runtime import StopSignal, pick_device
     from lineartime.use.scoring import open_state
     from lineartime.use.scoring import score as rows_of
     from lineartime.weights.load import load_model

@@ -69,7 +69,7 @@ def train(
     config = config_for_data(given)
     from lineartime.data.tokens import read_manifests
     from lineartime.training.language import train
-    from lineartime.training.stop import StopSignal
+    from lineartime.training.runtime import StopSignal
 
     manifests = read_manifests(config.data)
     say_plan(config, manifests, given.get("size"))
@@ -155,7 +155,7 @@ def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeo
     named_folder(plan.run)
     require_there([*plan.data, *plan.validation])
     from lineartime.tasks.qa.finetune import finetune
-    from lineartime.training.stop import StopSignal
+    from lineartime.training.runtime import StopSignal
 
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         result = finetune(plan, device=device, stop=stop, on_step=terminal.step, progress=terminal.count,

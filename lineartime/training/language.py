@@ -23,8 +23,7 @@ from lineartime.training.objectives import MaskedTokens, NextToken
 from lineartime.training.plot import PLOT_FILE, plot_run
 from lineartime.training.run import Run
 from lineartime.training.run_config import RunConfig, config_for_data
-from lineartime.training.runtime import available_bytes, peak_bytes
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal, available_bytes, peak_bytes
 from lineartime.weights.checkpoint import read_parts
 from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import find_weights

@@ -24,9 +24,8 @@ from lineartime.training.optimizers import Muon, learning_rate_at, make_optimize
 from lineartime.training.ordered import require_fitting
 from lineartime.training.run import Run, Wanted
 from lineartime.training.run_config import RunConfig
-from lineartime.training.runtime import pick_device
+from lineartime.training.runtime import StopSignal, pick_device
 from lineartime.training.shard import forget_shards
-from lineartime.training.stop import StopSignal
 from lineartime.weights import checkpoint
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_o
 from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, model_config_json, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from lineartime.use.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, card_end, card_head, card_scores, card_training
 from lineartime.weights.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.weights.generation.generate import generate

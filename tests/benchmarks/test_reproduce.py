@@ -21,7 +21,7 @@ from lineartime.data.prepare_config import SAMPLE
 from lineartime.training.loop import Callbacks
 from lineartime.training.ordered import parameter_parts
 from lineartime.training.run_config import run_config
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from workers_here import work_here
 
 EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]

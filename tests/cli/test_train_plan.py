@@ -22,7 +22,7 @@ from lineartime.data.tokens import read_manifest
 from lineartime.folders import read_metrics
 from lineartime.training.language import TrainResult
 from lineartime.training.run_config import config_for_data, run_config
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 PLACE = {"data": "D", "out": "R"}

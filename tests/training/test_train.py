@@ -32,7 +32,7 @@ from lineartime.training.optimizers import Muon, make_optimizer
 from lineartime.training.ordered import parameter_parts
 from lineartime.training.run import Run
 from lineartime.training.run_config import RunConfig, run_config
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from lineartime.weights import checkpoint
 from tiny_models import CONFIGS, case_of, random_ids, random_model
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_done, steps_saved, touched, what_is_left

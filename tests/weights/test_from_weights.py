@@ -26,7 +26,7 @@ from lineartime.folders import read_metrics, read_run
 from lineartime.training.language import TrainResult
 from lineartime.training.optimizers import learning_rate_at
 from lineartime.training.run_config import config_for_data, nearest_preset, run_config
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal
 from lineartime.weights.load import load_model
 from lineartime.weights.transfer import check_shapes
 from tiny_runs import SETTINGS, assert_same, command, prepare_text, steps_saved, what_is_left

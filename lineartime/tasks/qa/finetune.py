@@ -53,8 +53,7 @@ from lineartime.tasks.qa.spans import (
 from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
-from lineartime.training.runtime import pick_device
-from lineartime.training.stop import StopSignal
+from lineartime.training.runtime import StopSignal, pick_device
 from lineartime.weights import checkpoint
 from lineartime.weights.load import load_model
 from lineartime.weights.transfer import copy_weights, is_flash, with_context
