@@ -9,6 +9,7 @@ import lineartime
 from lineartime.base.files import read_toml
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
+from lineartime.model.decoding.state import model_sha256
 from lineartime.training.evaluation import evaluate
 from lineartime.training.run_config import parse_setting, run_config
 from lineartime.weights.checkpoint import manifest_of
@@ -23,6 +24,12 @@ def test_its_files_are_those_of_its_manifest() -> None:
         "config.json", "modeling_lineartime.py", "tokenizer.json", "tokenizer_config.json", "model.safetensors")}
     assert (SMALL / "MANIFEST.json").read_bytes() == manifest_of(files, {})
     assert len(files["model.safetensors"]) <= 15_000_000
+
+
+def test_states_of_earlier_versions_open() -> None:
+    """They have this hash, which counts settings of then that are gone."""
+    model_hash = model_sha256(lineartime.load_model(SMALL)[0])
+    assert model_hash == "e446e65aeab1311ceb0b684411ee6951ad32238836ecb488bb6c154ae372d2bd"
 
 
 def test_it_predicts_a_book_that_it_has_not_seen(tmp_path: Path) -> None:

@@ -18,9 +18,13 @@ from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 from lineartime.base.tensor_bytes import tensors_sha256
-from lineartime.config import ModelConfig, to_dict
+from lineartime.config import REMOVED, ModelConfig, to_dict
 from lineartime.model.decoding.cache import Cache, KeyValueCache
 from lineartime.model.decoding.inputs import DecodeInputs
+
+REMOVED_BEFORE = {"linear_rope": ("linear_scale_init", "local_scale_init"),
+                  "full_attention_interval": ("linear_divisor",), "qk_norm": ("keys_start_as_queries",)}
+"""Removed fields, and the fields they preceded: the hash counts them, so that old files open."""
 
 
 @dataclasses.dataclass
@@ -149,8 +153,7 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
     if {*facts} != {*names}:
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
     if of_model != model_sha256(model):
-        raise CheckpointError("the state of another model or precision", path, "name the model that has read it; if an "
-                              "earlier version saved it, read the text again")
+        raise CheckpointError("the state of another model or precision", path, "name the model that has read it")
     state = model.decoding_state(len(tensors["seq_lens_B"]))
     if tensors.keys() != state.tensors().keys():
         raise CheckpointError("the state of another version", path, "read the text again")
@@ -161,7 +164,11 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
 
 def model_sha256(model: Any) -> str:
     """The hash of the weights as they are, in their precision, and of the configuration."""
-    return tensors_sha256(model.state_dict(), json.dumps(to_dict(model.config)))
+    fields: dict[str, Any] = {}
+    for name, value in to_dict(model.config).items():
+        fields |= {gone: REMOVED[gone][0] for gone in REMOVED_BEFORE.get(name, ())}
+        fields[name] = value
+    return tensors_sha256(model.state_dict(), json.dumps(fields))
 
 
 def content_sha256(tensors: Mapping[str, Tensor], text: str) -> str:
