@@ -8,7 +8,6 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lineartime.base.errors import UsageError
 from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
 from lineartime.base.settings import require
@@ -150,8 +149,6 @@ def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeo
     """Teach a masked model to find answers in documents. It is trained once for each learning rate,
     and the best is kept. To teach a causal model more text, use `lineartime train --from RUN`."""
     results_are_files()
-    if not plan.validation or not plan.data:
-        raise UsageError("options are missing", "finetune", "it takes --questions, --validation and --out")
     named_folder(plan.run)
     require_there([*plan.data, *plan.validation])
     from lineartime.tasks.qa.finetune import finetune

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lineartime import folders
 from lineartime.base.errors import DataError
 from lineartime.base.files import write_json
 from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
@@ -29,27 +30,11 @@ from lineartime.base.words import Progress
 from lineartime.config import TRAIN_FIELDS, ModelConfig, TrainConfig, stored_config, to_dict
 from lineartime.data.mixture import places_of_step
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.folders import (
-    CONFIG_FILE,
-    QUESTION_ANSWERING,
-    RESULT_FILE,
-    RUN_FILE,
-    WEIGHTS_FILE,
-    model_config_json,
-    read_fine_tuning,
-)
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.tasks.pooling import padded_rows
+from lineartime.tasks.qa import spans
 from lineartime.tasks.qa.finetune_config import FineTuning
 from lineartime.tasks.qa.questions import Question, read_questions, score_answers
-from lineartime.tasks.qa.spans import (
-    TrainingWindows,
-    WindowConfig,
-    answer_questions,
-    span_logits,
-    span_losses,
-    training_windows,
-)
 from lineartime.training.loop import Callbacks, Setup, fit_once
 from lineartime.training.run import Run, different
 from lineartime.training.run_config import RunConfig
@@ -66,7 +51,7 @@ CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 PREDICTIONS_FILE = "predictions.json"
 
 Watch = Callable[..., Callable[[int], None]]
-"""Makes a callback of progress from a name, the total and the ranks; see `StopSignal.watch`."""
+"""`StopSignal.watch` with its note and progress."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +68,10 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     rank_timeout: see `train`. Raises UsageError for a folder with another fine-tuning, Stopped
     after saving, and as `read_task`, `load_model` and `fit_once` do."""
     stop, out = stop or StopSignal(), plan.out
-    require(bool(plan.data and plan.validation), "files are missing", "finetune", "give data and validation")
     require(out.is_dir() or not out.exists(), "not a folder", str(out), "give another --out")
-    require(not (out / RUN_FILE).exists(), "another run is here", str(out), "give another --out")
+    require(not (out / folders.RUN_FILE).exists(), "another run is here", str(out), "give another --out")
     picked = pick_device(device)
-
-    def watch(what: str, total: int | None = None, ranks: Ranks = ALONE) -> Callable[[int], None]:
-        saved = "what is trained is saved" if out.exists() else "nothing is trained yet"
-        return stop.watch(f"{saved}; the same command goes on", progress, what, total, ranks)
-
-    task = read_task(plan, watch)
+    task = read_task(plan, partial(stop.watch, "the same command goes on", progress))
     runs = runs_of(plan, task.config, len(task.train))
     settings = {**task.facts, "model": to_dict(task.config),
                 "train": {name: to_dict(run.train) for name, run in runs.items()}}
@@ -100,7 +79,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     # go on, in order.
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
-        found = read_fine_tuning(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
+        found = folders.read_fine_tuning(out) if ranks.is_first and (out / folders.RESULT_FILE).exists() else None
         complete = gather_json(found, ranks)[0]
         if complete is not None:
             check_settings(complete["fine_tuning"], settings, out)
@@ -117,7 +96,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
                   "fine_tuning": settings}
         if ranks.is_first:
             point_to_best(out, result)
-            write_json(out / RESULT_FILE, result)
+            write_json(out / folders.RESULT_FILE, result)
     return result
 
 
@@ -128,11 +107,10 @@ class QuestionTask:
     pretrained: LanguageModel
     tokenizer: Tokenizer
     config: ModelConfig
-    windows: WindowConfig
-    train: TrainingWindows
+    windows: spans.WindowConfig
+    train: spans.TrainingWindows
     validation: list[Question]
-    facts: dict[str, Any]
-    """What the runs read, by hashes."""
+    facts: dict[str, Any]  # what the runs read, by hashes
     watch: Watch
 
 
@@ -144,18 +122,18 @@ def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
     separator = tokenizer.separator
     require(separator is not None and separator < pretrained.config.vocab_size, "the model has no [SEP]",
             str(plan.run), "questions need one: pretrain on data from `lineartime prepare --mlm`")
-    windows = WindowConfig(QUESTIONS_CONTEXT if plan.context is None else plan.context, plan.stride,
-                           plan.max_answer_tokens)
+    context = QUESTIONS_CONTEXT if plan.context is None else plan.context
+    windows = spans.WindowConfig(context, plan.stride, plan.max_answer_tokens)
     changes = {name: value for name, value in plan.settings.items() if name not in TRAIN_FIELDS}
-    config = span_config(pretrained, windows.context, changes)
+    config = span_config(pretrained, context, changes)
     span_model(pretrained, config, 0)
     runs_of(plan, config, 1 << 40)
 
     validation = list(read_questions(plan.validation, plan.evidence))
     if not any(question.accepted for question in validation):
         raise DataError("no question has an answer to compare with", plan.validation[0], "validation needs labels")
-    train = training_windows(tokenizer, read_questions(plan.data, plan.evidence), windows, negatives=plan.negatives,
-                             seed=plan.settings.get("seed", 0), progress=watch("reading questions"))
+    train = spans.training_windows(tokenizer, read_questions(plan.data, plan.evidence), windows, plan.negatives,
+                                   plan.settings.get("seed", 0), watch("reading questions", None))
     counts = train.counts
     if not counts["windows_with_answer"]:
         raise DataError("no window holds an answer", ", ".join(map(str, plan.data)),
@@ -163,9 +141,9 @@ def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
                         f"{counts['without_document']} no document, {counts['answer_not_found']} an answer "
                         "that no document holds")
     logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
-                f"{windows.context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
+                f"{context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
                 f"{counts['answer_not_found']:,} answers not found in the evidence")
-    weights = Path(loaded_from["checkpoint"]) / WEIGHTS_FILE  # not there if they are in several files
+    weights = Path(loaded_from["checkpoint"]) / folders.WEIGHTS_FILE  # not there if they are in several files
     asked = [[q.id, q.text, q.accepted, [sha256(each.text().encode()).hexdigest() for each in q.documents]]
              for q in validation]
     facts = {"pretrained_sha256": (hash_of(weights)["sha256"] if weights.exists() else
@@ -247,12 +225,12 @@ def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, call
     """Train at one learning rate, or resume; returns the scores of its last step: EM, F1 and nats
     per window of all validation questions. The answers go into the run's folder."""
     def begin(ranks: Ranks) -> Setup:
-        files = {**tokenizer_files(task.tokenizer), CONFIG_FILE: model_config_json(task.config, QUESTION_ANSWERING)}
+        config_json = folders.model_config_json(task.config, folders.QUESTION_ANSWERING)
         return Setup(span_model(task.pretrained, task.config, config.train.seed), SpanObjective(config, task, ranks),
-                     files, score_last=False)
+                     {**tokenizer_files(task.tokenizer), folders.CONFIG_FILE: config_json}, score_last=False)
 
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> dict[str, Any]:
-        answers, loss, n_windows = answer_questions(
+        answers, loss, n_windows = spans.answer_questions(
             model, task.tokenizer, task.validation, task.windows, batch_rows=config.micro_batch_rows,
             precision=config.train.precision, progress=task.watch("answering", len(task.validation), ranks))
         if ranks.is_first:
@@ -265,8 +243,7 @@ def train_rate(task: QuestionTask, config: RunConfig, device: torch.device, call
 
 
 class SpanObjective:
-    """The objective of `fit` for questions: the first and the last token of each window's
-    answer."""
+    """The objective of `fit`: the first and the last token of each window's answer."""
 
     def __init__(self, config: RunConfig, task: QuestionTask, ranks: Ranks = ALONE):
         self.config, self.task, self.ranks = config, task, ranks
@@ -287,17 +264,17 @@ class SpanObjective:
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         ids_BT, roles_BT = batch
-        return span_losses(span_logits(model, ids_BT, roles_BT), roles_BT)
+        return spans.span_losses(spans.span_logits(model, ids_BT, roles_BT), roles_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens.
         Every rank answers all: a share would be batched, and rounded, in another way."""
         task, train = self.task, self.config.train
-        asked = [question for question in task.validation if question.accepted]
-        answers, loss, _ = answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
+        asked = [each for each in task.validation if each.accepted]
+        answers, loss, _ = spans.answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
                                             batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
                                             progress=progress)
-        scores = score_answers([question for question in asked if question.id in answers], answers)
+        scores = score_answers([each for each in asked if each.id in answers], answers)
         return {"loss": loss, "exact_match": scores["exact_match"], "f1": scores["f1"]}
 
 

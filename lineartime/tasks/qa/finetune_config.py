@@ -51,6 +51,8 @@ class FineTuning:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         for name in ("data", "validation"):  # one file or several
             object.__setattr__(self, name, (given,) if isinstance(given := getattr(self, name), str | Path) else given)
+        require(bool(self.data and self.validation), "options are missing", "finetune",
+                "give --questions and --validation")
         require(len(self.learning_rates) > 0, "no learning rate", "learning_rates")
         require(len(set(self.learning_rates)) == len(self.learning_rates), "the same learning rate twice",
                 ", ".join(f"{rate:g}" for rate in self.learning_rates))

@@ -7,16 +7,15 @@ The forms are JSON beside a folder of evidence, and parquet with the columns of
 `hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split of that data set on
 the hub."""
 
-import contextlib
 import re
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from lineartime.base.errors import DataError
+from lineartime.base.errors import DataError, raised_as
 from lineartime.base.stores import Name, expanded
 from lineartime.data.read_text import checked, ending_of, parse_json, read_rows, read_small
 from lineartime.data.sources import ON_HUB, hub_rows
@@ -26,6 +25,7 @@ MOST_BYTES = 1 << 30
 """Largest file of questions, and largest document."""
 UNKNOWN = "<unk>"
 """The answer's value in the parquet of the test split, which has no answers."""
+NO_JSON_OF_TRIVIAQA, WRONG_FORM = "not TriviaQA's JSON", (KeyError, TypeError, AttributeError)
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 TO_SPACE = {ord(c): " " for c in string.punctuation + "\u2018\u2019\u00b4`"}
 
@@ -44,15 +44,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answers, and the documents in which the answer is searched."""
+    """A question, and the documents in which its answer is searched. answers: names of the answer
+    that may occur in a document; empty without a label. accepted: the answers that exact match and
+    F1 compare a prediction with."""
 
     id: str
     text: str
     documents: tuple[Document, ...]
     answers: tuple[str, ...]
-    """Names of the answer that may occur in a document; empty for a question without a label."""
     accepted: tuple[str, ...]
-    """The answers that exact match and F1 compare a prediction with."""
 
 
 def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Iterator[Question]:
@@ -85,29 +85,21 @@ def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question
         rows = (hub_rows(path) if path.startswith(ON_HUB) else
                 read_rows(path, QUESTION_COLUMNS, optional=EVIDENCE_COLUMNS))
         for where, record in rows:
-            with _form_of("a row of mandarjoshi/trivia_qa", where):
+            with raised_as(DataError, "not a row of mandarjoshi/trivia_qa", where, *WRONG_FORM):
                 question = _of_parquet(record, where)
             yield where, question
         return
     content = parse_json(read_small(path, MOST_BYTES), path)
-    with _form_of("TriviaQA's JSON", path):
+    with raised_as(DataError, NO_JSON_OF_TRIVIAQA, path, *WRONG_FORM):
         records, only_verified = list(content["Data"]), content.get("VerifiedEval", False)
     folder = evidence or Path(path).absolute().parent.parent / "evidence"
     for number, record in enumerate(records):
         where = f"{path}, Data[{number}]"
-        with _form_of("TriviaQA's JSON", where):
-            found = _of_json(record, folder, where, only_verified)
-        if found is not None:
-            yield where, found
-
-
-@contextlib.contextmanager
-def _form_of(what: str, where: str) -> Iterator[None]:
-    """Inside the block a field that is missing, or of a wrong type, is a DataError."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as e:
-        raise DataError(f"not {what}", where, f"{type(e).__name__}: {e}") from None
+        with raised_as(DataError, NO_JSON_OF_TRIVIAQA, where, *WRONG_FORM):
+            if only_verified and not record["QuestionPartOfVerifiedEval"]:
+                continue
+            question = _of_json(record, folder, where, only_verified)
+        yield where, question
 
 
 def once(texts: Iterable[str]) -> tuple[str, ...]:
@@ -115,11 +107,9 @@ def once(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool) -> Question | None:
-    """The question of a record of JSON; None if only verified ones are read, and it is none.
-    EntityPages are in `evidence/wikipedia`, SearchResults in `evidence/web`."""
-    if verified and not record["QuestionPartOfVerifiedEval"]:
-        return None
+def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool) -> Question:
+    """The question of a record of JSON. EntityPages are in `evidence/wikipedia`, SearchResults in
+    `evidence/web`. verified: with the verified documents alone."""
     documents = [_evidence(page["Filename"], evidence / folder, where)
                  for field, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web"))
                  for page in record.get(field, []) if not verified or page["DocPartOfVerifiedEval"]]
@@ -149,10 +139,10 @@ def _of_parquet(record: dict[str, Any], where: str) -> Question:
     for field, text, name in (("entity_pages", "wiki_context", "filename"),
                               ("search_results", "search_context", "url")):
         pages = record.get(field, {text: [], name: []})
-        if len(pages[text]) != len(pages[name]):
-            raise DataError("columns of different lengths", f"{where}.{field}",
-                            f"{text} has {len(pages[text])}, {name} {len(pages[name])}")
-        documents += [Document(each, found) for each, found in zip(pages[name], pages[text], strict=True) if found]
+        with raised_as(DataError, "columns of different lengths", f"{where}.{field}", ValueError,
+                       todo=f"{name} and {text}"):
+            pairs = list(zip(pages[name], pages[text], strict=True))
+        documents += [Document(each, found) for each, found in pairs if found]
     answer = record["answer"]
     is_known = answer["aliases"] or answer["value"] not in ("", UNKNOWN)
     answers = once([answer["value"], *answer["aliases"]]) if is_known else ()
@@ -226,15 +216,15 @@ def words_of(text: str) -> list[Word]:
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:
     """The places of answers in a document after normalisation: characters [start, stop)."""
-    wanted = {tuple(normalize(answer).split()) for answer in answers} - {()}
     # Answers by their first word, so that each word of the document is compared with few.
-    by_first: dict[str, list[tuple[str, ...]]] = {}
-    for answer in sorted(wanted):
-        by_first.setdefault(answer[0], []).append(answer)
+    by_first: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for answer in answers:
+        if parts := tuple(normalize(answer).split()):
+            by_first[parts[0]].add(parts)
     found = set()
     for i, word in enumerate(words):
-        for answer in by_first.get(word.text, ()):
-            part = words[i : i + len(answer)]
-            if tuple(each.text for each in part) == answer:
-                found.add((word.start, part[-1].stop))
+        for parts in by_first.get(word.text, ()):
+            here = words[i : i + len(parts)]
+            if tuple(each.text for each in here) == parts:
+                found.add((word.start, here[-1].stop))
     return sorted(found)

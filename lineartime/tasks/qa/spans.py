@@ -30,17 +30,15 @@ TOKEN, CANDIDATE, START, END = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """How documents are cut into windows. Raises UsageError for wrong values."""
+    """How documents are cut into windows. Raises UsageError for wrong values.
 
-    context: int
-    """Most tokens in a window."""
+    stride: tokens from the start of a window to the next; None: three quarters of the context. It
+    is shortened until windows overlap by `max_answer_tokens`, or by half of their room if that is
+    less, so that every answer of that length is whole in some window."""
+
+    context: int  # most tokens in a window
     stride: int | None = None
-    """Distance in tokens between the starts of two windows; None: three quarters of the context.
-
-    It is shortened until windows overlap by `max_answer_tokens`, or by half of their room if that
-    is less, so that every answer of that length is whole in some window."""
-    max_answer_tokens: int = 30
-    """Most tokens in a predicted answer."""
+    max_answer_tokens: int = 30  # most tokens in a predicted answer
 
     def __post_init__(self) -> None:
         require(self.context >= SMALLEST_CONTEXT, "context is too short for a question and a document",
@@ -67,10 +65,8 @@ class Passage:
     """A tokenised document."""
 
     text: str
-    ids: np.ndarray
-    """int64 [N]"""
-    offsets: np.ndarray
-    """Characters [start, stop) of each token, int64 [N, 2]."""
+    ids: np.ndarray  # int64 [N]
+    offsets: np.ndarray  # characters [start, stop) of each token, int64 [N, 2]
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
         """The first and the last token that overlap the characters [start, stop)."""
@@ -86,21 +82,15 @@ class Passage:
 
 
 class Window(NamedTuple):
-    """One row for the model, and the place of its tokens in a document."""
+    """One row for the model. From place `offset` on it holds a document's tokens [first, stop)."""
 
-    ids: np.ndarray
-    """int64 [T]"""
-    roles: np.ndarray
-    """uint8 [T], bits of TOKEN, CANDIDATE, START and END."""
-    document: int
-    """Number of the document among the question's."""
-    passage: Passage
-    """The whole document."""
+    ids: np.ndarray  # int64 [T]
+    roles: np.ndarray  # uint8 [T], bits of TOKEN, CANDIDATE, START and END
+    document: int  # its number among the question's
+    passage: Passage  # the whole document
     first: int
-    """The document's token at place `offset` of the row."""
     offset: int
     stop: int
-    """The window holds the document's tokens [first, stop)."""
     answered: bool
 
 
@@ -135,13 +125,12 @@ def question_windows(tokenizer: Tokenizer, question: Question, windows: WindowCo
 
 
 COUNTS = ("questions", "unlabelled", "without_document", "answer_not_found", "windows", "windows_with_answer")
-"""What is counted of training questions: those without an answer and those without text, which are
-left out; those whose answer no window holds whole; and the windows that are trained on."""
 
 
 @dataclass
 class TrainingWindows:
-    """The training windows, in the order of the questions."""
+    """The training windows, in the order of the questions. counts, by `COUNTS`: those without an
+    answer or without text are left out; "answer_not_found" is one that no window holds whole."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     roles: list[np.ndarray] = field(default_factory=list)
@@ -158,11 +147,10 @@ class TrainingWindows:
         return digest.hexdigest()
 
 
-def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
-                     negatives: float, seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
+def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, negatives: float,
+                     seed: int, progress: Callable[[int], None] | None = None) -> TrainingWindows:
     """The windows to train on: all with an answer, and the share `negatives` of the others, drawn
-    by (seed, question id, document, place). progress is called with the number of questions
-    read."""
+    by (seed, question id, document, place). progress gets the number of questions read."""
     rows = TrainingWindows()
     counts = rows.counts
     for question in questions:
@@ -209,11 +197,10 @@ def span_losses(logits_BT2: Tensor, roles_BT: Tensor) -> Tensor:
 
 
 class Span(NamedTuple):
-    """The characters [start, stop) of a document as an answer, and its score."""
+    """The characters [start, stop) of a document as an answer. score: the logits of its first and
+    last token, less the window's [CLS] logits: the log odds against no answer."""
 
     score: float
-    """The logits of its first and last token, less the window's [CLS] logits: the log odds against
-    no answer."""
     document: int
     start: int
     stop: int
@@ -225,10 +212,8 @@ class AnswerPrediction:
     """The answer to a question, from the windows that have been scored."""
 
     question: Question
-    span: Span | None = None
-    """None if all documents are white space."""
-    loss: float = 0.0
-    """Nats, the mean of the two losses of a window summed over the windows; 0 without a label."""
+    span: Span | None = None  # None if all documents are white space
+    loss: float = 0.0  # nats, the sum of the windows' losses; 0 without a label
     n_windows: int = 0
 
     @property
@@ -242,9 +227,8 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
             progress: Callable[[int], None] | None = None) -> Iterator[AnswerPrediction]:
     """The best span of each question over all its windows, in the order of the questions. Among
     equal scores the earliest document wins, then the earliest window, the earliest start, the
-    shortest span. Windows are cut as needed and scored `batch_rows` at a time, which changes only
-    rounding. progress is called after each batch of windows with the number of questions answered.
-    The model must be in evaluation mode."""
+    shortest span. Windows are scored `batch_rows` at a time, which changes only rounding. progress
+    gets the number of questions answered. The model must be in evaluation mode."""
     begun: collections.deque[AnswerPrediction] = collections.deque()
 
     def rows() -> Iterator[tuple[AnswerPrediction, Window]]:
@@ -286,11 +270,9 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
                      windows: WindowConfig, *, batch_rows: int = 8, precision: str = "float32",
                      max_tokens: int | None = None,
                      progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
-    """The answers by question id ("" without an answer), nats per window of the labelled questions,
-    and the number of windows.
-
-    max_tokens: stop after the question whose windows reach this many. progress: as `predict`. The
-    model must be in evaluation mode."""
+    """The answers of `predict` by question id ("" without an answer), nats per window of the
+    labelled questions, and the number of windows. max_tokens: stop after the question whose windows
+    reach this many."""
     answers: dict[str, str] = {}
     loss, n_windows, n_labelled = 0.0, 0, 0
     for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
@@ -311,11 +293,10 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
     its answers by question id.
 
     context: tokens in a window, by default as in training; stride and max_answer_tokens as in
-    `WindowConfig`. batch_rows: windows read at once. precision: "float32" or "bfloat16". progress
-    is called with the number of questions answered. The scores are "context", "windows", "loss"
-    (nats per labelled window), "questions", "questions_without_document" and, if any question has
-    an accepted answer, what `score_answers` gives. Raises UsageError for wrong values and a
-    context that is too long, DataError for documents that cannot be read."""
+    `WindowConfig`; batch_rows and progress as in `predict`. precision: "float32" or "bfloat16". The
+    scores are "context", "windows", "loss" (nats per labelled window), "questions",
+    "questions_without_document" and, if any question has an accepted answer, what `score_answers`
+    gives. Raises UsageError for wrong values, DataError for documents that cannot be read."""
     require_name("precision", precision, PRECISIONS)
     windows = WindowConfig(model.config.context if context is None else context, stride, max_answer_tokens)
     model.check_length(windows.context)
