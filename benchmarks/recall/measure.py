@@ -1,5 +1,6 @@
 """A model learns a task of recall, and is asked at the trained length and beyond it."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,8 +22,8 @@ from lineartime.training.ordered import parameter_parts
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer
 TEST_ROWS = 48
-"""Rows that are asked for each number of facts, at the trained length; at n times the length an
-n-th, but at least a task's `test_rows`."""
+"""Rows asked for each number of facts at the trained length; at n times the length an n-th, but at
+least a task's `test_rows`."""
 N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
@@ -30,10 +31,9 @@ LEARNED = 0.9
 
 
 class Recall:
-    """The objective of `training.compute_gradient`: the loss of the answers alone.
-
-    In the first half of the training the numbers of facts are added one after another, the fewest
-    first. All seeds read the same rows: a seed draws the initial values alone."""
+    """The objective of `compute_gradient`: the loss of the answers alone. In the first half of the
+    training the numbers of facts are added one after another, the fewest first. All seeds read the
+    same rows: a seed draws the initial values alone."""
 
     def __init__(self, task: Task, length: int, config: TrainConfig):
         self.task, self.length, self.config = task, length, config
@@ -115,10 +115,9 @@ def learn(model: Model, objective: Recall, on_step: OnStep = lambda _: None) -> 
 def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_step: OnStep = lambda _: None) -> Row:
     """Train a new model on a task and ask it: the columns of a row but for who and where.
 
-    "curve" has step, loss in nats and mean accuracy; "passed" is the first step of the curve from
-    which on the accuracy is `LEARNED`, or None; "accuracy" is by length and number of facts. A
-    model that diverges has "failed". on_step is called after every step as `training.train` calls
-    it, and may raise."""
+    "curve" has step, loss in nats and mean accuracy; "passed" is of `passed`; "accuracy" is by
+    length and number of facts. A model that diverges has "failed". on_step is called after every
+    step as `training.train` calls it, and may raise."""
     began, curve = time.process_time(), []
     row: Row = {"n_parameters": sum(p.numel() for p in model.parameters()), "state_size": state_size(model),
                 "length": length, "n_facts": list(task.n_facts)}
@@ -132,26 +131,19 @@ def measure(model: Model, task: Task, train: TrainConfig, *, length: int, on_ste
 
 
 def ask_at_lengths(model: Model, task: Task, length: int, progress: Callable[[int], None] | None = None) -> Row:
-    """The "accuracy" of `measure`, and "whole", the share of rows with all answers right, at the
-    lengths that the model's position tables allow. progress is called with the number of tokens
-    read, of `n_asked`, and may raise."""
+    """The "accuracy" of `measure` at the lengths that the model's position tables allow. progress
+    is called with the number of tokens read, of `n_asked`, and may raise."""
     model.eval()
     accuracy: Row = {}
-    whole: Row = {}
-    limit, n_read = model.config.max_len, 0
-    for times in task.times:
-        if limit is not None and times * length > limit:
-            continue
-        told, all_right = accuracy.setdefault(str(times * length), {}), whole.setdefault(str(times * length), {})
+    limit, n_read = model.config.max_len or math.inf, 0
+    for times in (times for times in task.times if times * length <= limit):
+        told, n_rows = accuracy.setdefault(str(times * length), {}), n_test_rows(task, times)
         for n in task.n_facts:
-            n_rows = n_test_rows(task, times)
-            right_BQ = asked(model, task, n, times * length, n_rows)[0]
-            told[str(n)] = round(right_BQ.double().mean().item(), 4)
-            all_right[str(n)] = round(right_BQ.all(1).double().mean().item(), 4)
+            told[str(n)] = round(asked(model, task, n, times * length, n_rows)[0].double().mean().item(), 4)
             n_read += times * length * n_rows
             if progress is not None:
                 progress(n_read)
-    return {"accuracy": accuracy, "whole": whole}
+    return {"accuracy": accuracy}
 
 
 def passed(curve: Sequence[Sequence[float]]) -> int | None:

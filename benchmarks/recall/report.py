@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from benchmarks import Row
 from benchmarks.markdown import source_line
 from benchmarks.recall.study import STUDY, best_rate
-from benchmarks.recall.tasks import DIGITS, FORMS, RULER, TASKS, TEXT, Task, commonest
+from benchmarks.recall.tasks import DIGITS, FORMS, TASKS, TEXT, Task, commonest
 from lineartime.base.words import in_markdown, markdown
 
-ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT].what, len(DIGITS))}
+ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT], len(DIGITS))}
 """What is asked, and how many values there are, of which a guess takes one."""
 MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}
 """What a row of recall need not say, as it is the same in all."""
@@ -68,11 +68,10 @@ def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
 
 def line(row: Row) -> str:
     """A run in a line."""
-    right, whole = ("  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
-                              for length, told in row.get(name, {}).items()) for name in ("accuracy", "whole"))
+    right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
+                      for length, told in row.get("accuracy", {}).items())
     if row["learning_rate"] is None:  # a trained run, which was asked alone
-        told = f"{row['model']}, {row['task']}, {', '.join(map(str, row['n_facts']))} facts: {right}; a guess 0.1"
-        return told + f"\n  whole numbers: {whole}; a guess 1e-07" * (row["task"] == RULER)
+        return f"{row['model']}, {row['task']}, {', '.join(map(str, row['n_facts']))} facts: {right}; a guess 0.1"
     begin = f"{row['model']}, {row['task']}, rate {row['learning_rate']:g}, seed {row['seed']}: "
     if "failed" in row:
         return begin + row["failed"]

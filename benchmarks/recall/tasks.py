@@ -6,8 +6,9 @@ other tokens are noise or structure, and are not scored. A draw depends on its g
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,11 +55,11 @@ class Task:
     n_facts: tuple[int, ...]
     """Facts in a row; training begins with the fewest."""
     n_values: int
-    """Different values, of which a guess takes one."""
+    """Of which a guess takes one."""
     distinct: bool = False
     """Whether no two facts of a row have the same value."""
     test: Draw | None = None
-    """Draws the test rows, where they are of another text than the training rows."""
+    """Draws test rows of another text than the training rows."""
     times: tuple[int, ...] = (1, 2, 4, 8)
     """Lengths of test rows, as multiples of the trained length."""
     test_rows: int = 6
@@ -66,10 +67,8 @@ class Task:
     least: int = 1
     """Fewest tokens of a row with the most facts and their questions."""
     answers: tuple[int, ...] | None = None
-    """The tokens of which the most probable one is the answer; all, where a model knows those of
-    the task alone."""
+    """The tokens of which the most probable one is the answer; by default all."""
     end_of_document: int | None = None
-    """Of text's vocabulary."""
 
 
 def commonest(n_values: int, n: int) -> float:
@@ -188,31 +187,9 @@ TASKS = {
 # article, and at the end the names again. What stands around a name is language; its digit is in
 # the row alone.
 CONSONANTS, VOWELS, DIGITS = "bdfgklmnprstvz", "aeiou", "0123456789"
-
-
-class Form(NamedTuple):
-    """How facts are written in a text, and asked for."""
-
-    what: str
-    """In a table's heading."""
-    key: str = " {}"
-    """Of a name; its value stands behind it."""
-    n_digits: int = 1
-    end: str = ""
-    n_questions: int = N_QUESTIONS  # each about any fact; 0: every fact is asked once
-    tested: dict[str, Any] = {"length": 512, "n_facts": SMALL, "test_rows": 48}  # noqa: RUF012
-    """Fields of the task."""
-
-
-TEXT, RULER = "text", "ruler"
-FORMS = {
-    TEXT: Form("digits behind names inside articles"),
-    "once": Form("digits behind names inside articles, each asked once", n_questions=0),
-    # The needles of RULER (Hsieh et al. 2024), with one key and with four; but it asks in other
-    # words than it tells in.
-    RULER: Form("digits of numbers of seven digits, in sentences inside articles",
-                " The special magic number for {} is: ", 7, ".", 1,
-                {"length": 1024, "n_facts": (1, 4), "times": (1, 2, 4, 8, 16, 32), "test_rows": 24})}
+TEXT, ONCE = "text", "once"
+FORMS = {TEXT: "digits behind names inside articles", ONCE: "digits behind names inside articles, each asked once"}
+"""Tasks in text, each with what stands in a table's heading."""
 
 
 def invented(n: int, generator: torch.Generator) -> list[str]:
@@ -226,42 +203,35 @@ def invented(n: int, generator: torch.Generator) -> list[str]:
 def text_task(data: Path, name: str = TEXT) -> Task:
     """The task on prepared text: training rows are of its training split, test rows of its
     validation split. name: of `FORMS`. Raises as `open_split` does."""
-    tokenizer, form = load_tokenizer(data / TOKENIZER_FILE), FORMS[name]
+    tokenizer = load_tokenizer(data / TOKENIZER_FILE)
     digits = tuple(tokenizer.encode(digit)[-1] for digit in DIGITS)
-    train, test = (drawn_from(open_split(data, split), tokenizer, digits, form) for split in ("train", "validation"))
-    return Task(train, form.what, tokenizer.vocab_size, n_values=len(DIGITS), test=test, answers=digits,
-                end_of_document=tokenizer.end_of_document, **form.tested)
+    train, test = (partial(draw_text, open_split(data, split), tokenizer, digits, name == ONCE)
+                   for split in ("train", "validation"))
+    return Task(train, FORMS[name], tokenizer.vocab_size, 512, SMALL, len(DIGITS), test=test, test_rows=48,
+                answers=digits, end_of_document=tokenizer.end_of_document)
 
 
-def drawn_from(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int], form: Form) -> Draw:
-    """Rows of a split. Facts, such as " Bav7", stand between any two tokens of the text, in order
-    of their places; the questions are keys without a value, or with all of it but its last digit.
-    The text of a row goes on into the next document; end-of-document tokens are left out, so that
-    the row is one document. digits: the token of each digit."""
-
-    def draw(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-        rows = [one_row(n_facts, length, generator) for _ in range(n_rows)]
-        return Rows(*(torch.stack(part) for part in zip(*rows, strict=True)))
-
-    def one_row(n_facts: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        keys = [tokenizer.encode(form.key.format(name)) for name in invented(n_facts, generator)]
-        value_NV = torch.tensor(digits)[torch.randint(len(digits), (n_facts, form.n_digits), generator=generator)]
-        asked_Q = (torch.randint(n_facts, (form.n_questions,), generator=generator) if form.n_questions else
-                   torch.randperm(n_facts, generator=generator))
-        told = [[*key, *value] for key, value in zip(keys, value_NV.tolist(), strict=True)]
-        facts = [[*each, *tokenizer.encode(form.end)] for each in told]
-        questions = [told[i][:-1] for i in asked_Q.tolist()]
+def draw_text(stream: TokenStream, tokenizer: Tokenizer, digits: Sequence[int], once: bool, n_rows: int, n_facts: int,
+              length: int, generator: torch.Generator) -> Rows:
+    """Rows of a split. Facts, such as " Bav7", stand between any two tokens of the text; the
+    questions are keys without a value, each once or drawn at random. The text of a row goes on into
+    the next document; end-of-document tokens are left out, so that the row is one document. digits:
+    the token of each digit."""
+    def one_row() -> tuple[Tensor, Tensor, Tensor]:
+        keys = [tokenizer.encode(f" {name}") for name in invented(n_facts, generator)]
+        value_N = torch.tensor(digits)[torch.randint(len(digits), (n_facts,), generator=generator)]
+        asked_Q = (torch.randperm(n_facts, generator=generator) if once else
+                   torch.randint(n_facts, (N_QUESTIONS,), generator=generator))
+        facts = [torch.tensor([*key, value]) for key, value in zip(keys, value_N.tolist(), strict=True)]
+        questions = [torch.tensor(keys[i]) for i in asked_Q.tolist()]
         n_text = length - sum(map(len, [*facts, *questions]))
         text = article(stream, n_text, generator)
-        cut_N = torch.randint(n_text + 1, (n_facts,), generator=generator).sort()[0]
-        head, *rest = torch.tensor_split(text, cut_N)
-        written = [part for fact, after in zip(facts, rest, strict=True) for part in (torch.tensor(fact), after)]
-        ids_T = torch.cat([head, *written, *map(torch.tensor, questions)])
-        place_Q = length - 1 - (torch.tensor([0, *map(len, questions[:0:-1])]).cumsum(0)).flip(0)
-        place_QV = place_Q[:, None] - torch.arange(form.n_digits).flip(0)
-        return ids_T, place_QV.flatten(), value_NV[asked_Q].flatten()
+        head, *rest = torch.tensor_split(text, torch.randint(n_text + 1, (n_facts,), generator=generator).sort()[0])
+        written = [part for fact_and_text in zip(facts, rest, strict=True) for part in fact_and_text]
+        place_Q = length - 1 - torch.tensor([0, *map(len, questions[:0:-1])]).cumsum(0).flip(0)
+        return torch.cat([head, *written, *questions]), place_Q, value_N[asked_Q]
 
-    return draw
+    return Rows(*(torch.stack(part) for part in zip(*(one_row() for _ in range(n_rows)), strict=True)))
 
 
 def article(stream: TokenStream, n_tokens: int, generator: torch.Generator) -> Tensor:

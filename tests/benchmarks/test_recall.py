@@ -11,7 +11,7 @@ import torch
 from benchmarks.__main__ import app
 from benchmarks.recall import study
 from benchmarks.recall.measure import LEARNED, Recall, asked, learn, passed
-from benchmarks.recall.tasks import FIRST_PAIR, FIRST_VALUE, FORMS, N_VALUES, TASKS, ZOOLOGY_VOCABULARY, text_task
+from benchmarks.recall.tasks import FIRST_PAIR, FIRST_VALUE, N_VALUES, TASKS, ZOOLOGY_VOCABULARY, text_task
 from command_line import Call, assert_refused
 from lineartime.base.errors import DataError
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -182,37 +182,21 @@ def test_kin_of_transformers_learn_as_ours_do(call: Call, tmp_path, monkeypatch)
     assert_refused(code, err, 2, "a peer is not installed: mamba2; pip install transformers")
 
 
-def test_rulers_numbers_stand_in_sentences_and_are_asked_digit_by_digit(tmp_path):
-    out = prepare_text(tmp_path)
-    task, tokenizer = text_task(out, "ruler"), load_tokenizer(out / TOKENIZER_FILE)
-    for n_facts in task.n_facts:
-        ids_BT, asked_BQ, answer_BQ = task.test(3, n_facts, 1024, torch.Generator().manual_seed(1))
-        for ids, asked_Q, answer_Q in zip(ids_BT.tolist(), asked_BQ.tolist(), answer_BQ.tolist(), strict=True):
-            facts = dict(re.findall(r"The special magic number for (\w+) is: (\d{7})\.", tokenizer.decode(ids)))
-            assert len(facts) == n_facts and len(ids) == 1024 and asked_Q == [*range(1017, 1024)]
-            name = re.findall(r"The special magic number for (\w+) is: $", tokenizer.decode(ids[:1018]))[-1]
-            assert tokenizer.decode(answer_Q) == facts[name] and ids[1018:] == answer_Q[:-1]
-
-
 def test_a_trained_model_is_asked_in_text(tmp_path, call: Call, monkeypatch):
     data, out, rows = prepare_text(tmp_path), tmp_path / "run", tmp_path / "rows.jsonl"
     train({"model": "flash", "data": str(data), "out": str(out), **SETTINGS, "steps": 2, "warmup_steps": 1})
-    monkeypatch.setitem(FORMS["text"].tested, "times", (1,))
-    monkeypatch.setitem(FORMS["ruler"].tested, "times", (1,))
-    monkeypatch.setitem(FORMS["ruler"].tested, "test_rows", 2)
-    code, printed, err = call("recall", out, "--task", "text", "--data", data, "--json", rows, "--set", "context=640",
+    monkeypatch.setattr(study, "text_task", lambda *given: replace(text_task(*given), times=(1,), test_rows=9))
+    code, printed, err = call("recall", out, "--task", "once", "--data", data, "--json", rows, "--set", "context=640",
                               app=app)
-    assert code == 0 and printed.startswith("run, text, 4, 8, 16, 32 facts: 640: "), err
+    assert code == 0 and printed.startswith("run, once, 4, 8, 16, 32 facts: 640: "), err
     assert printed.splitlines()[0].endswith("; a guess 0.1")
-    asked_row = json.loads(rows.read_text())
-    assert asked_row["accuracy"].keys() == {"640"} and asked_row["model"] == "run" and asked_row["curve"] == []
-    assert all(0 <= right < 0.5 for right in asked_row["accuracy"]["640"].values())
-    monkeypatch.setattr("benchmarks.recall.measure.TEST_ROWS", 2)
-    code, printed, err = call("recall", out, "--task", "ruler", "--data", data, "--json", rows, app=app)
-    assert code == 0 and "whole numbers: 1024: 0.00 0.00; a guess 1e-07" in printed, err
-    code, _, err = call("recall", "flash", "--task", "ruler", "--data", data, "--json", rows, app=app)
-    assert_refused(code, err, 2, "ruler is asked of trained models alone: flash; give their folders, or small")
-    code, _, err = call("recall", out, "--task", "text", "--data", data, "--set", "steps=5", "--json", rows, app=app)
-    assert_refused(code, err, 2, "not a setting of recall by a trained model: steps")
-    code, _, err = call("recall", out, "--json", rows, app=app)
-    assert_refused(code, err, 2, "a trained model is asked in text alone")
+    row = json.loads(rows.read_text())
+    assert row["accuracy"].keys() == {"640"} and row["model"] == "run" and row["curve"] == []
+    assert all(0 <= right < 0.5 for right in row["accuracy"]["640"].values())
+    for model, more, words in (
+            ("flash", ["--task", "once", "--data", data], "once is asked of trained models alone: flash; give their "
+             "folders, or small"),
+            (out, ["--task", "text", "--data", data, "--set", "steps=5"], "not a setting of recall by a trained model: "
+             "steps"),
+            (out, [], "a trained model is asked in text alone")):
+        assert_refused(*call("recall", model, *more, "--json", rows, app=app)[::2], 2, words)
