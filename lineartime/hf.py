@@ -1,7 +1,6 @@
 """The models as `transformers` classes: `import lineartime.hf`, then
 `AutoModelForCausalLM.from_pretrained(DIR)`, or `AutoModelForMaskedLM` for a model that is not
-causal. With `trust_remote_code=True` an exported folder needs no import. `LanguageModel` does the
-arithmetic; this module adds what `transformers` expects."""
+causal. With `trust_remote_code=True` an exported folder needs no import."""
 
 import copy
 import dataclasses
@@ -15,7 +14,6 @@ import transformers
 from torch import Tensor
 from transformers import modeling_outputs as outputs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import can_return_tuple
 
 from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
@@ -33,8 +31,6 @@ from lineartime.weights.transformers_files import AUTO_MAP, CLASSES, CODE, CODE_
 
 __all__ = [*CLASSES.values(), "LineartimeCache", "LineartimeTokenizer", "document_means"]
 
-NOT_FOR_THE_MODEL = {"tokenizer"}
-"""`generate` passes on the tokenizer of `stop_strings`."""
 SAME_AS_POSITIONS = {"max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 """Collators that pack documents give these beside position_ids, which say the same."""
 
@@ -49,8 +45,8 @@ class WithoutCopyOfCode:
 
 class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
     """The fields of `ModelConfig` and of transformers. By default bos and eos are the
-    end-of-document token. So is pad in a masked model; in a causal one it is the id behind the
-    vocabulary, see `padding_token`. Raises UsageError as `ModelConfig` does."""
+    end-of-document token, and in a masked model pad; in a causal one pad is the id behind the
+    vocabulary. Raises UsageError as `ModelConfig` does."""
 
     model_type = "lineartime"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -60,11 +56,10 @@ class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
 
     def __init__(self, **fields: Any):
         model = model_config_of(fields)
-        fields = {name: value for name, value in fields.items() if name not in {*MODEL_FIELDS, *REMOVED}}
         for name, value in to_dict(model).items():
             setattr(self, name, value)
-        for name in ("bos_token_id", "eos_token_id"):
-            fields.setdefault(name, model.end_of_document)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), model.end_of_document)
+        fields = ends | {name: each for name, each in fields.items() if name not in {*MODEL_FIELDS, *REMOVED}}
         pad = fields.pop("pad_token_id", model.vocab_size if model.causal else model.end_of_document)
         super().__init__(**fields)
         self.pad_token_id, self.auto_map = pad, AUTO_MAP
@@ -79,8 +74,8 @@ class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Load as `PreTrainedConfig` does. Raises CheckpointError for a local config.json that its
-        manifest does not match, UsageError with the file where `ModelConfig` refuses a value."""
+        """Load as `PreTrainedConfig` does. Raises CheckpointError for a config.json unlike its
+        manifest, UsageError with the file where `ModelConfig` refuses a value."""
         place = Path(kwargs.get("name_or_path") or "", CONFIG_FILE)
         if kwargs.get("name_or_path") and place.is_file():
             check_shared(place.parent, [CONFIG_FILE])
@@ -102,9 +97,9 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
     """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training;
     padding goes left.
 
-    A text that spells a special token is text (`split_special_tokens`), as in `Tokenizer`, but for
-    an end-of-document token at its end, which trainers write there. Special tokens are read from
-    chats, and from all texts if the checkpoint has "[MASK]", or once a special token is added."""
+    A special token that a text spells is text (`split_special_tokens`), but for an end-of-document
+    token at its end, which trainers write there. Special tokens are read from chats, and from all
+    texts if the checkpoint has "[MASK]", or once a special token is added."""
 
     padding_side = "left"
 
@@ -144,12 +139,12 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
         return super()._add_tokens(new_tokens, special_tokens=special_tokens)
 
     def apply_chat_template(self, *args: Any, tokenizer_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """Apply it; a template's special tokens are tokens."""
+        """As in the base class; a template's special tokens are tokens."""
         how = {"split_special_tokens": False, **(tokenizer_kwargs or {})}
         return super().apply_chat_template(*args, tokenizer_kwargs=how, **kwargs)
 
     def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> transformers.BatchEncoding:
-        """Encode; an end token at a text's end is a token. All methods that encode call this."""
+        """What all methods that encode call. An end token at a text's end is a token."""
         texts, end, split = [text] if isinstance(text, str) else text, self.eos_token, how.get("split_special_tokens")
         is_single = text_pair is None and not how.get("is_split_into_words")
         spells_text = self.split_special_tokens if split is None else split
@@ -158,7 +153,7 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
         if not any(token in each.removesuffix(end) for each in texts for token in self.all_special_tokens):
             return super()._encode_plus(text, **how | {"split_special_tokens": False})
         # Special tokens elsewhere in these texts are text.
-        rows = [self._cut_to_length(self._ids_with_end(each, how), how) for each in texts]
+        rows = [self._ids_with_end(each, how) for each in texts]
         ids = rows[0] if isinstance(text, str) and not how.get("return_tensors") else rows
         named = ("max_length", "pad_to_multiple_of", "padding_side", "return_attention_mask", "return_tensors")
         return self.pad({"input_ids": ids}, padding=how.get("padding_strategy", False),
@@ -166,24 +161,21 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
 
     def _ids_with_end(self, text: str, how: dict[str, Any]) -> list[int]:
         """The ids of a text whose last end token is a token and whose other special tokens are
-        text. Raises UsageError where more than ids is asked for."""
+        text, truncated: at the left the special tokens stay with which every text begins. Raises
+        UsageError where more than ids is asked for."""
         made = ("return_tensors", "return_attention_mask")
         more = [name for name in how if name.startswith("return_") and how[name] and name not in made]
         require(not more, "a text that spells a special token and ends with the end token has ids alone",
                 ", ".join(more), f"take {self.eos_token} from its end")
-        ids = super()._encode_plus(text.removesuffix(self.eos_token), split_special_tokens=True,
-                                   add_special_tokens=how.get("add_special_tokens", True)).input_ids
-        return ids + [self.eos_token_id] * text.endswith(self.eos_token)
-
-    def _cut_to_length(self, ids: list[int], how: dict[str, Any]) -> list[int]:
-        """Truncate; at the left the special tokens stay with which every text begins."""
-        none = TruncationStrategy.DO_NOT_TRUNCATE
-        if how.get("truncation_strategy", none) == none or len(ids) <= (n := int(how["max_length"])):
+        begins = how.get("add_special_tokens", True)
+        ids: list[int] = super()._encode_plus(text.removesuffix(self.eos_token), split_special_tokens=True,
+                                              add_special_tokens=begins).input_ids
+        ids += [self.eos_token_id] * text.endswith(self.eos_token)
+        how_cut = how.get("truncation_strategy", "do_not_truncate")
+        if how_cut == "do_not_truncate" or len(ids) <= (n := int(how["max_length"])):
             return ids
-        if self.truncation_side == "right":
-            return ids[:n]
-        n_begin = self.num_special_tokens_to_add() if how.get("add_special_tokens", True) else 0
-        return ids[:n_begin] + ids[len(ids) - n + n_begin :]
+        n_begin = self.num_special_tokens_to_add() if begins else 0
+        return ids[:n] if self.truncation_side == "right" else ids[:n_begin] + ids[len(ids) - n + n_begin :]
 
 
 class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
@@ -222,11 +214,11 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
         attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the
-        token `padding` is padding. With a cache it covers the new tokens, or all. position_ids:
-        what the mask says, or positions that begin at 0 with each document of a packed row.
-        inputs_embeds: vectors `[B, T, D]` for input_ids, in all classes; none begins a document.
-        output_hidden_states: return the input of every block and the last states too. Raises
-        UsageError for other positions, masks, caches and arguments, and for ids beside vectors."""
+        token `padding`. With a cache it covers the new tokens, or all. position_ids: what the mask
+        says, or from 0 in each document of a packed row. inputs_embeds: vectors `[B, T, D]` for
+        input_ids, in all classes; none begins a document. output_hidden_states: return the input of
+        every block and the last states too. Raises UsageError for other positions, masks, caches
+        and arguments."""
         x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
                                               cache=past_key_values, **kwargs)
         return outputs.BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
@@ -236,8 +228,9 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
                use_cache: bool | None = None, output_hidden_states: bool | None = None,
                **kwargs: Any) -> tuple[Tensor, Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
         """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache,
-        and the states of all blocks if asked for. With a cache they are computed by decoding."""
-        known = NOT_FOR_THE_MODEL if position_ids is None else NOT_FOR_THE_MODEL | SAME_AS_POSITIONS
+        and the states of all blocks if asked for."""
+        # `generate` passes on the tokenizer of `stop_strings`.
+        known = {"tokenizer"} | (SAME_AS_POSITIONS if position_ids is not None else set())
         for name, value in kwargs.items():
             require(value is None or value is False or name in known, "this model takes no such argument", name,
                     "leave it out")
@@ -251,8 +244,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
             assert inputs_embeds is not None
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
         valid_BT = self.valid(input_ids, attention_mask, cache)
-        # Padding may have any id. A padding token that the mask counts, as behind `generate`, is an
-        # end.
+        # Padding has any id. A padding token that the mask counts, as behind `generate`, is an end.
         ids_BT = input_ids.masked_fill((input_ids == self.padding) | ~valid_BT, self.config.end_of_document or 0)
         segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
 
@@ -283,8 +275,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
 
     @property
     def padding(self) -> int:
-        """The padding token, also after the vocabulary has grown past it; -1 if there is none, or
-        if it is a token that begins or ends texts too."""
+        """The padding token, or -1: without one, and for one that begins or ends texts too."""
         config = self.config
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         is_own = config.pad_token_id not in (None, config.end_of_document, config.bos_token_id, *ends)
@@ -292,8 +283,8 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
 
     def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor,
                     cache: LineartimeCache | None) -> Tensor | None:
-        """Segment ids of documents that begin at position 0 and at end-of-document tokens; None if
-        positions say no more than the mask. Raises UsageError for other positions."""
+        """The documents, which begin at position 0 and at end-of-document tokens; None if positions
+        say no more than the mask. Raises UsageError for other positions."""
         in_graph = torch.compiler.is_exporting()
         if position_ids is None or (in_graph and cache is not None):
             return None
@@ -327,10 +318,9 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False,
                         ignore_mismatched_sizes: bool = False, **kwargs: Any) -> Any:
-        """Load as `PreTrainedModel` does. Raises CheckpointError for a file of a local folder that
-        its manifest does not match, for a weight that is not finite or has another shape and,
-        unless the loading info is asked for, for a weight of `LanguageModel` that is missing;
-        UsageError for a `device_map` of several devices."""
+        """Load as `PreTrainedModel` does. Raises CheckpointError for a file unlike its manifest,
+        for a weight that is not finite, has another shape or, unless the loading info is asked for,
+        is missing; UsageError for a `device_map` of several devices."""
         place = pretrained_model_name_or_path
         if place is not None and (folder := Path(place, kwargs.get("subfolder") or "")).is_dir():
             check_shared(folder, [CONFIG_FILE, *weight_files(folder)])
@@ -371,9 +361,8 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
                                 mean_resizing: bool = True) -> torch.nn.Module:
-        """Change the number of tokens, of the head's bias too. Old tokens keep their bits; new ones
-        get what the base class gives them and the mean bias. Raises UsageError if the
-        end-of-document token would go."""
+        """Change the number of tokens. Old ones keep their bits; new ones get what the base class
+        gives them and the mean bias. Raises UsageError if the end-of-document token would go."""
         step, n_old = pad_to_multiple_of or 1, self.model.embed.num_embeddings
         n = -(-(new_num_tokens or n_old) // step) * step
         require(n > (self.config.end_of_document or 0), "no room for the end-of-document token", f"{n} tokens",
@@ -401,14 +390,11 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
                 past_key_values: LineartimeCache | None = None, position_ids: Tensor | None = None,
                 labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> outputs.CausalLMOutputWithPast:
-        """logits_BTV, with `logits_to_keep` other than 0 of so many last columns or these; the
-        other arguments are those of `LineartimeModel.forward`.
-
-        labels: `input_ids` again, with -100 for tokens to ignore; this method shifts them by one.
-        Padding is ignored too, whatever its id, and what stands behind it. The loss is the mean in
-        nats, or the sum divided by `num_items_in_batch`, and 0 without labels to learn. In training
-        with labels the logits, which take most of the memory, are returned only for a
-        `logits_to_keep` other than 0."""
+        """logits_BTV, with `logits_to_keep` other than 0 of so many last columns or these. labels:
+        `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding
+        is ignored too, and what stands behind it. The loss is the mean in nats, or the sum divided
+        by `num_items_in_batch`, and 0 without labels to learn. In training with labels the logits,
+        most of the memory, are returned only for a `logits_to_keep` other than 0."""
         x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, position_ids,
                                                      cache=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -430,7 +416,7 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
         return trunk
 
     def get_encoder(self, modality: str | None = None) -> Any:
-        """This model, by which transformers sees that there is no encoder."""
+        """This model: transformers then sees that there is no encoder."""
         return self
 
     def get_output_embeddings(self) -> Any:
@@ -473,6 +459,8 @@ class WithoutPadding(transformers.LogitsProcessorList):
 class LineartimeForMaskedLM(LineartimeModel):
     """The whole `LanguageModel` that is not causal. Raises UsageError for any other."""
 
+    get_output_embeddings = LineartimeForCausalLM.get_output_embeddings
+
     def __init__(self, config: LineartimeConfig):
         require(not config.causal, "a causal model does not fill in masks", "causal = true",
                 "AutoModelForCausalLM opens it")
@@ -482,11 +470,9 @@ class LineartimeForMaskedLM(LineartimeModel):
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> outputs.MaskedLMOutput:
-        """logits_BTV; the arguments are those of `LineartimeModel.forward`.
-
-        labels: the target tokens, -100 elsewhere; those of padding are ignored. The loss is the
-        mean in nats, or the sum divided by `num_items_in_batch`, and 0 without targets. In training
-        with labels no logits are returned: they would take most of the memory."""
+        """logits_BTV, but none in training with labels: they would take most of the memory. labels:
+        the target tokens, -100 elsewhere; those of padding are ignored. The loss is the mean in
+        nats, or the sum divided by `num_items_in_batch`, and 0 without targets."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
@@ -494,9 +480,6 @@ class LineartimeForMaskedLM(LineartimeModel):
         if labels is None or not self.training:
             logits_BTV = self.model.logits(x_BTD)
         return outputs.MaskedLMOutput(loss=loss, logits=logits_BTV, hidden_states=states)
-
-    def get_output_embeddings(self) -> Any:
-        return SimpleNamespace(weight=self.model.embed.weight, bias=self.model.head_bias)
 
 
 class LineartimeForQuestionAnswering(LineartimeModel):
@@ -510,10 +493,8 @@ class LineartimeForQuestionAnswering(LineartimeModel):
                 start_positions: Tensor | None = None, end_positions: Tensor | None = None,
                 position_ids: Tensor | None = None, **kwargs: Any) -> outputs.QuestionAnsweringModelOutput:
         """start_logits and end_logits, `[B, T]`; padding has the least value of the dtype.
-
         start_positions, end_positions: the answer's first and last token, 0 ([CLS]) without an
-        answer. The loss is the one of transformers: the mean of both in nats, without positions
-        behind the row's end."""
+        answer. The loss is their mean in nats, without positions behind the row's end."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BT2 = self.model.logits(x_BTD)
         logits_BT2 = logits_BT2.masked_fill(~valid_BT[..., None], torch.finfo(logits_BT2.dtype).min)
@@ -524,8 +505,8 @@ class LineartimeForQuestionAnswering(LineartimeModel):
 
 
 class LineartimeForSequenceClassification(LineartimeModel):
-    """A class, several, or numbers for each row: a linear layer, `score`, on the mean over the
-    row's tokens. `config.problem_type` says which; by default one label is a number."""
+    """A class, several, or numbers for each row, by `config.problem_type`: a linear layer, `score`,
+    on the mean over the row's tokens. By default one label is a number."""
 
     accepts_loss_kwargs = False  # the mean over micro-batches is then taken by Trainer
 
@@ -537,11 +518,9 @@ class LineartimeForSequenceClassification(LineartimeModel):
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 labels: Tensor | None = None, position_ids: Tensor | None = None,
                 **kwargs: Any) -> outputs.SequenceClassifierOutput:
-        """logits `[B, num_labels]`; the arguments are those of `LineartimeModel.forward`.
-
-        labels: a class or a number for each row, `[B]`, or `[B, num_labels]`: 1.0 for each of
-        several classes, or numbers. Without `problem_type` integers are classes, and floats several
-        classes. The loss is the one of transformers: the mean in nats, or of the squared error."""
+        """logits `[B, num_labels]`. labels: a class or a number for each row, `[B]`; or 1.0 for
+        each of several classes, or numbers, `[B, num_labels]`. Without `problem_type` integers are
+        classes, and floats several. The loss is the mean in nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, n=1)[:, 0]
         logits_BL, loss = self.score(mean_BD.to(self.score.weight.dtype)), None

@@ -1,31 +1,36 @@
-"""Export a run to a folder for sharing: weights, configuration, tokenizer and a model card.
-`load_model` and `transformers` open it."""
+"""Export a run to a folder for sharing: weights, configuration, tokenizer and a model card, in
+Markdown. `load_model` and `transformers` open it."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 
+import lineartime
 from lineartime.base.errors import UsageError
 from lineartime.base.files import damaged, new_folder, system_errors
-from lineartime.base.settings import require
+from lineartime.base.settings import field_text, require
 from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
-from lineartime.base.words import Progress
+from lineartime.base.words import Progress, code_block, in_markdown, markdown, mib
+from lineartime.config import ModelConfig, TrainConfig
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.data.tokens import Manifest, open_data, read_manifests, sha256_of
-from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, model_config_json, read_run
+from lineartime.folders import CONFIG_FILE, RUN_FILE, WEIGHTS_FILE, model_config_json, read_run, shipped_models
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.training.evaluation import Evaluation, evaluate_data
+from lineartime.training.run_config import nearest_preset
 from lineartime.training.runtime import StopSignal
-from lineartime.use.card import SAMPLE_TEMPERATURE, SAMPLE_TOKENS, card_end, card_head, card_scores, card_training
+from lineartime.use.info import describe
 from lineartime.weights.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import is_exported, load_model
 from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, tokenizer_files
 
-CARD_FILE = "README.md"
-HELD_OUT_SPLITS = ("validation", "test")
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
+"""The card has a sample: so many tokens at most, and how they are drawn."""
 
 
 def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch.device,
@@ -34,10 +39,9 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     weights rounded to bfloat16, what `transformers` reads, and a card with the scores of these
     rounded weights. Returns these scores by split, and the bytes of the weights.
 
-    data: the prepared text, by default the run's; its held-out splits are scored. about: the
-    beginning of the card, in Markdown. progress counts scored tokens. Raises UsageError if `out`
-    exists, `run` is no run of a language model, or the data is not the run's; CheckpointError for
-    damage, ResourceError for the disk."""
+    data: the prepared text, by default the run's. about: the card's beginning, in Markdown.
+    progress counts scored tokens. Raises UsageError if `out` exists, `run` is no run of a language
+    model, or the data is not the run's; CheckpointError for damage, ResourceError for the disk."""
     require(not exists(out), "the output exists already", str(out), "choose another or delete it")
     require(not is_exported(run), "this is an exported folder already", str(run), "copy it")
     description = read_run(run)
@@ -55,7 +59,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
         parameter.data.copy_(parameter.data.bfloat16())
     model = model.to(device)
     scores, n_documents = {}, {}
-    for split in HELD_OUT_SPLITS:
+    for split in ("validation", "test"):
         if all(split in manifest.splits for manifest in manifests):
             stream = open_data(named, split)
             watched = StopSignal().watch("", progress, "evaluating", stream.n_tokens)
@@ -68,8 +72,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
 
 
 def manifests_of_run(run: Path, description: dict[str, Any], named: str, is_given: bool) -> list[Manifest]:
-    """The manifests of the text `named`. Raises UsageError unless it is here and is what the run
-    was trained on."""
+    """The manifests of `named`. Raises UsageError unless it is here and what the run learned."""
     for folder in () if is_given else read_mixture(named):
         require(is_folder(folder), "the run's data are not here", folder, "name their folder with --data")
     manifests = read_manifests(named)
@@ -81,16 +84,91 @@ def manifests_of_run(run: Path, description: dict[str, Any], named: str, is_give
 
 
 def write_folder(out: Name, model: LanguageModel, tokenizer: Tokenizer, card: str) -> int:
-    """Write the weights in bfloat16, what `transformers` reads beside them, a manifest of all of
-    these, and the card, which may be edited later. `out` is there when all of it is. Returns the
-    bytes of the weights."""
+    """Write the weights in bfloat16, what `transformers` reads beside them, a manifest of these,
+    and the card. `out` is there when all of it is. Returns the bytes of the weights."""
     texts = {CONFIG_FILE: config_with_code(model_config_json(model.config)), CODE_FILE: CODE,
              **tokenizer_files(tokenizer)}
     files = {name: text.encode() for name, text in texts.items()}
     weights = {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
     with system_errors(str(out)), (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:
         entry = write_file(aside / WEIGHTS_FILE, weights)
-        files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), CARD_FILE: card.encode()}
+        files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), "README.md": card.encode()}
         for name, content in files.items():
             (aside / name).write_bytes(content)
     return int(entry["bytes"])
+
+
+def card_head(about: str, run: dict[str, Any], config: ModelConfig) -> str:
+    """The front matter, the heading and the table of the model. `about` replaces the heading, and
+    the front matter too if it begins with its own. run: the run's `run.json`."""
+    described = describe(config)
+    about = about.strip() or f"# {run['preset']}, {described.n_parameters:,} parameters"
+    lines = [("preset", f"`{run['preset']}`"), *described.specification[:-1],
+             *([("Query and key width s", f"{config.query_key_dim}")] if config.ffn == "gau" else []),
+             ("Context", f"{config.context:,}"), ("Vocabulary", f"{config.vocab_size:,}"),
+             ("Parameters", f"{described.n_parameters:,}"),
+             ("Weights", f"bfloat16, {2 * described.n_parameters / 1e6:.1f} MB")]
+    if config.decodes and not described.decoding.per_token:
+        lines.append(("Decoding state", f"{mib(described.decoding.constant)} in float32, at any length"))
+    return "\n\n".join([about if about.startswith("---") else front_matter(config) + about,
+                        "## Model", markdown(["", ""], lines)])
+
+
+def front_matter(config: ModelConfig) -> str:
+    """The YAML that model hubs read at the beginning of a card, without licence and language."""
+    tags = [nearest_preset(config), *(["gated-attention-unit"] if config.ffn == "gau" else []),
+            *(["linear-attention"] if config.attn_type in ("mixed_chunk", "linear") else [])]
+    fields = ModelCardData(library_name="lineartime", tags=tags,
+                           pipeline_tag="text-generation" if config.causal else "fill-mask").to_yaml()
+    return f"---\n# license and language: not known to lineartime; name them here\n{fields}\n---\n\n"
+
+
+def card_training(run: dict[str, Any], step: int, tokenizer_sha256: str, text: list[tuple[Manifest, int]]) -> str:
+    """The text, the steps, the settings that are not the paper's, and the hashes. text: the
+    manifest of each prepared text that the run was trained on, and its share of the rows."""
+    train, n_tokens, total = run["train"], step * run["train"]["tokens_per_step"], sum(weight for _, weight in text)
+    lines, times = [], []
+    if "from" in run:  # a folder's name is of one machine
+        source = run["from"] if run["from"] in shipped_models() else "WEIGHTS"
+        lines.append(("Began with", f"{source}, sha256 {in_markdown(run['from_sha256'])}"))
+    for manifest, weight in text:
+        split, share = manifest.splits["train"], f"{100 * weight / total:.3g} % of the rows: " * (len(text) > 1)
+        lines.append(("Text", f"{share}{split.documents:,} documents, {split.words:,} words, {split.bytes:,} bytes, "
+                              f"{split.tokens:,} tokens"))
+        times.append(f"{n_tokens * weight / total / split.tokens:.2f}")
+    changed = [f"`{name}={field_text(value)}`" for name, value in train.items() if value != getattr(TrainConfig, name)]
+    lines += [
+        ("Steps", f"{step:,} of {train['steps']:,}, of {train['tokens_per_step']:,} tokens"),
+        ("Tokens", f"{n_tokens:,}: {' and '.join(times)} times the text"),
+        ("Settings", f"{', '.join(changed)}; the others are the defaults of `TrainConfig`"),
+        ("Data", f"sha256 {run['data_sha256']}"),
+        ("Tokenizer", f"sha256 {tokenizer_sha256}"),
+    ]
+    return f"## Training\n\n{markdown(['', ''], lines)}"
+
+
+CAUSAL_SCORES = {"bits per byte": "{0.bits_per_byte:.3f}", "nats per token": "{0.loss:.4f}",
+                 "perplexity per token": "{0.perplexity:.2f}", "perplexity per word": "{0.word_perplexity:.1f}",
+                 "tokens": "{0.n_tokens:,}", "words": "{0.n_words:,} ({0.word_count})", "bytes": "{0.n_bytes:,}"}
+MASKED_SCORES = {"nats per masked token": "{0.loss:.4f}", "perplexity per masked token": "{0.perplexity:.2f}",
+                 "masked tokens": "{0.n_tokens:,}"}
+"""What the card has of an `Evaluation`, by the name of its line."""
+
+
+def card_scores(config: ModelConfig, n_documents: dict[str, int], scores: dict[str, Evaluation]) -> str:
+    """The scores of all splits side by side. Both dictionaries are by split."""
+    kinds = CAUSAL_SCORES if config.causal else MASKED_SCORES
+    lines = [["documents", *(f"{n_documents[split]:,}" for split in scores)],
+             *([name, *map(text.format, scores.values())] for name, text in kinds.items())]
+    return ("## Held-out scores\n\nOf the weights in this folder, in float32 arithmetic, every token once, in rows of "
+            f"{config.context:,}.\n\n{markdown(['', *scores], lines, n_words=1)}")
+
+
+def card_end(sample: str | None) -> str:
+    """How a model that decodes begins a document, and the versions that made the card."""
+    made = (f"<sub>Made by `lineartime export` on {time.strftime('%Y-%m-%d', time.gmtime())}: "
+            f"torch {torch.__version__}; lineartime {lineartime.__version__}.</sub>\n")
+    if sample is None:
+        return made
+    return (f"## Sample\n\nThe first {SAMPLE_TOKENS} tokens from the beginning of a document at temperature "
+            f"{SAMPLE_TEMPERATURE} with seed 0, not chosen:\n\n{code_block(sample, 'text')}\n\n{made}")

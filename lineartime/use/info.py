@@ -28,7 +28,6 @@ class DecodingBytes(NamedTuple):
     per_token: int
 
     def at(self, n_tokens: int) -> int:
-        """Bytes after so many tokens."""
         return self.constant + self.per_token * n_tokens
 
 

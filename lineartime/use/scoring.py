@@ -1,11 +1,11 @@
-"""The bits of a text as it comes: of each line, of each token or of the whole. A model whose
-decoding state has a constant size reads an endless text in constant memory.
+"""The bits of a text as it comes, by line, by token or of the whole. A model whose decoding state
+has a constant size reads an endless text in constant memory.
 
 All is one document, and every token is scored given all before it. The text is tokenised in parts,
-each from the end of one line's last word to the end of the next line's, so that a line is scored as
-soon as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_pieces`), so the
-tokens are those of the whole text; others tokenise each part alone. Line ends and other white space
-before a line's first word count to that line, and a blank line has 0 bits."""
+each from the end of one line's last word to the end of the next line's, so a line is scored as soon
+as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_pieces`), so they give
+the whole text's tokens. White space before a line's first word counts to that line, and a blank
+line has 0 bits."""
 
 import codecs
 import dataclasses
@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
 from lineartime.data.read_text import BYTE_ORDER_MARK, LAST_WORD, cut_pieces, not_utf8
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.model.decoding.state import DecodingState, load_state, model_sha256, save_state
+from lineartime.model.decoding.state import DecodingState, load_state, save_state
 from lineartime.model.language_model import LanguageModel
 
 SHOWN_CHARACTERS = 80
@@ -51,9 +51,8 @@ class ScoringState:
     tail: str = ""
     """The first bytes of a character whose others have not come, in hexadecimal."""
     text: str = ""
-    """Text that is read and not scored: white space, then a line without its end."""
     shown: str = ""
-    """The first characters of that line."""
+    """Text that is not scored yet, white space and a line without its end, and how it begins."""
     line_bits: float = 0.0
     line_bytes: int = 0
     """What is scored of that line, if it is a long one."""
@@ -64,19 +63,15 @@ class ScoringState:
     bits: float = 0.0
     """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
     of_model: str = ""
-    """The hash of the model, from the first save on: computing it takes seconds for a large
-    model."""
+    """The hash of the model, from the first save on: it takes seconds for a large one."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a file has beside the decoding state."""
+        return {name: value for name, value in vars(self).items() if name not in ("decoding", "of_model")}
 
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
-        if not self.of_model and self.decoding.model is not None:
-            self.of_model = model_sha256(self.decoding.model)
-        save_state(path, self.decoding, {name: getattr(self, name) for name in saved_names(self)}, self.of_model)
-
-
-def saved_names(state: ScoringState) -> list[str]:
-    """The fields that a file has beside the decoding state."""
-    return [name for name in vars(state) if name not in ("decoding", "of_model")]
+        self.of_model = save_state(path, self.decoding, self.facts(), self.of_model)
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:
@@ -89,7 +84,7 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
     state.decoding.tokenizer_sha256 = tokenizer.sha256
     if path is None or not path.exists():
         return state
-    decoding, facts = load_state(path, model, saved_names(state))
+    decoding, facts = load_state(path, model, state.facts())
     if decoding.tokenizer_sha256 != tokenizer.sha256:
         raise CheckpointError("the state of another tokenizer", path, "name another file")
     return dataclasses.replace(state, decoding=decoding, **facts)
@@ -126,8 +121,7 @@ def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[TextPart
 
 @torch.inference_mode()
 def next_bits(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, precision: str) -> np.ndarray:
-    """The bits of the next tokens, float64 `[N]`. Raises NumericsError for bits that are not
-    finite."""
+    """The bits of the next tokens, float64 `[N]`. Raises NumericsError unless they are finite."""
     device, chunk = model.embed.weight.device, model.config.chunk_size or 1
     window, bits = max(READ_TOKENS // chunk, 1) * chunk, [np.empty(0)]
     while len(ids_N):
@@ -147,14 +141,12 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
           per: Literal["line", "token", "document"] = "line", precision: str = "float32",
           state: ScoringState | None = None, keep: bool = False, name: Name = "the text") -> Iterator[Score]:
     """The scores of a text in UTF-8 that comes in blocks of any length. A block is asked for when
-    the scores before it are taken, and its whole lines are scored at once; larger blocks are
-    faster, and change only rounding.
+    the scores before it are taken. Larger blocks are faster, and change only rounding.
 
     per: "document" gives one score at the end. state: goes on from there, and is moved on; it may
     be saved whenever a block is asked for. keep: leave a last line without its end in the state,
-    for more to come; else it is scored. name: for messages. Raises DataError for text that is not
-    UTF-8, after the scores before it, NumericsError for bits that are not finite, UsageError for
-    another `per`, and as `open_state` does."""
+    for more to come; else it is scored. Raises DataError for text that is not UTF-8, after the
+    scores before it, NumericsError for bits that are not finite, and as `open_state` does."""
     require_name("precision", precision, PRECISIONS)
     require_name("row", per, ("line", "token", "document"))
     state = open_state(model, tokenizer) if state is None else state
@@ -170,9 +162,9 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
 
 
 def decode_next(block: bytes | None, tail: str, position: int, name: object) -> tuple[str, str, DataError | None]:
-    """Decode the next block of a stream of UTF-8, None at its end: its text, the bytes of a last
-    character that is not whole yet in hexadecimal, and the error behind the text. tail: such bytes
-    of the block before. position: the block's first byte. name: for the error."""
+    """Decode a block of a stream of UTF-8, None at its end: its text, the bytes of a last character
+    that is not whole yet, in hexadecimal, and the error behind the text. tail: such bytes of the
+    block before. position: the block's first byte."""
     data, begin, error = bytes.fromhex(tail) + (block or b""), position - len(tail) // 2, None
     try:
         text, n = codecs.utf_8_decode(data, "strict", block is None)
@@ -184,8 +176,7 @@ def decode_next(block: bytes | None, tail: str, position: int, name: object) -> 
 
 def scores_of(model: LanguageModel, tokenizer: Tokenizer, parts: list[TextPart], state: ScoringState, per: str,
                 precision: str) -> Iterator[Score]:
-    """The scores of the tokens in these parts, or of the lines that end there. Moves the state
-    on."""
+    """Scores of the tokens in these parts, or of the lines that end there. Moves the state on."""
     number, encoded = state.n_tokens, []
     for part in parts:
         if per == "token":

@@ -121,16 +121,18 @@ class DecodingState:
         self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)
 
 
-def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> None:
-    """`DecodingState.save`. facts: for JSON. of_model: the model's hash, if it is known."""
+def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> str:
+    """`DecodingState.save`. facts: for JSON. of_model: the model's hash, if known. Returns it."""
     if state.model is None:
         raise UsageError("the state does not know its model", path, "say state.model = model")
     tensors = state.tensors()
-    content = json.dumps([of_model or model_sha256(state.model), state.text, state.tokenizer_sha256, facts])
+    of_model = of_model or model_sha256(state.model)
+    content = json.dumps([of_model, state.text, state.tokenizer_sha256, facts])
     # One entry: safetensors writes several in any order, and the same state has the same bytes.
     metadata = {"state": json.dumps([content_sha256(tensors, content), content])}
     with replaced(path) as file:
         file.write(safetensors.torch.save(tensors, metadata))
+    return of_model
 
 
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
