@@ -1,21 +1,16 @@
-"""Errors raised on purpose. Each has a message of one line, `WHAT: WHERE; what to do`, and an exit
-code.
-
-The command line prints the line without a traceback; a Python caller catches `LineartimeError` or a
-subclass."""
+"""Errors raised on purpose. Each has a message of one line, `WHAT: WHERE; what to do`, which the
+command line prints without a traceback, and an exit code."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that steer a terminal or turn the order of its text; line feeds and tabs are not among
-them."""
+"""Characters that steer a terminal or turn the order of its text, but for line feeds and tabs."""
 
 
 def escaped(text: str) -> str:
-    """Text whose control characters are written as escapes such as `\\x1b`: text from files cannot
-    steer a terminal."""
+    """Text with its control characters as escapes such as `\\x1b`: it cannot steer a terminal."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -84,8 +79,7 @@ def reason_of(error: BaseException) -> str:
 @contextmanager
 def raised_as(kind: type[LineartimeError], what: str, where: object, *caught: type[Exception],
               todo: str | None = None) -> Iterator[None]:
-    """Inside the block, an error of the types `caught` is raised as ours, with its reason or
-    `todo`."""
+    """Inside the block, errors of the types `caught` become ours, with their reason or `todo`."""
     try:
         yield
     except caught as e:

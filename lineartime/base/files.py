@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError, raised_as, reason_of
+from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError, raised_as
 
 Parsed = TypeVar("Parsed")
 
@@ -32,8 +32,7 @@ MAX_LINES_BYTES = 1 << 30
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file. Raises OSError, also for a pipe, a device or a folder, without
-    waiting."""
+    """Open a regular file. Raises OSError, at once for a pipe, a device or a folder."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -71,8 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file. Raises UsageError if it cannot be read, is no TOML, or has a
-    section."""
+    """The settings in a TOML file. Raises UsageError if it cannot be read or has a section."""
     with (raised_as(UsageError, "not valid TOML", path, ValueError, RecursionError),
           raised_as(UsageError, "cannot read the configuration", path, OSError)):
         settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
@@ -107,43 +105,39 @@ def read_json_lines(path: Path, parse: Callable[[Any], Parsed], what: str) -> li
 
 
 @contextlib.contextmanager
-def hashed_stream(new: IO[bytes], name: str, files: dict[str, dict[str, Any]]
-                ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Write a file that was just opened, flush it to the disk, close it, and add its size and
-    SHA-256 to `files` by its name. The hash is of the bytes in memory, not read back. Raises
-    OSError."""
+def hashed_stream(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Make a file: yields what writes to it. At the end it is flushed to the disk, and its size and
+    SHA-256 stand in `files` by its name. The hash is of the bytes in memory. Raises OSError."""
     digest = hashlib.sha256()
 
     def write(data: bytes | memoryview) -> None:
         new.write(data)
         digest.update(data)
 
-    with new:
+    with open(path, "xb") as new:
         yield write
         new.flush()
-        with contextlib.suppress(io.UnsupportedOperation):  # a store has the file when it is closed
-            os.fsync(new.fileno())
-        n_bytes = new.tell()
-    files[name] = {"bytes": n_bytes, "sha256": digest.hexdigest()}
+        os.fsync(new.fileno())
+        files[path.name] = {"bytes": new.tell(), "sha256": digest.hexdigest()}
 
 
 def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:
-    """Replace a file atomically by an object as indented JSON. Raises ResourceError."""
+    """Replace a file by an object as indented JSON, see `replaced`. Raises ResourceError."""
     write_atomically(path, json.dumps(content, indent=1, ensure_ascii=ascii_only) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file atomically, see `replaced`. Raises ResourceError."""
+    """Replace a text file, see `replaced`. Raises ResourceError."""
     with replaced(path) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Replace a regular file atomically, or make a new one: yields the file to write. A link stays,
-    and the file that it points to is replaced. A pipe and a device such as /dev/stdout are written
-    in place. Raises ResourceError for errors of the system."""
-    with raised_as(ResourceError, "cannot write", path, OSError):
+    """Replace a file atomically, or make it: yields the file to write. A link stays, and what it
+    points to is replaced. A pipe and a device such as /dev/stdout are written in place. Raises
+    ResourceError."""
+    with system_errors(path):
         if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
             with open(path, "wb") as file:
                 yield file
@@ -168,8 +162,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_place(path: Path) -> None:
-    """Raise before long work if `replaced` could not write this file: UsageError for a folder and
-    for a file in no folder, ResourceError for one that this user must not write."""
+    """Raise before long work if `replaced` could not write this file: UsageError for a folder and a
+    file in no folder, ResourceError for a place where this user must not write."""
     in_place = path.exists() and not path.is_file()
     place = path if in_place else Path(os.path.realpath(path)).parent
     if path.is_dir() or not (in_place or place.is_dir()):
@@ -179,38 +173,32 @@ def check_place(path: Path) -> None:
 
 
 def check_new(path: Path) -> None:
-    """`check_place` for a file that must not be there; also raises UsageError if it is."""
+    """Raise as `check_place` does, and UsageError if something is there."""
     if os.path.lexists(path):
         raise UsageError("the output exists already", path, "choose another or delete it")
     check_place(path)
 
 
-@contextlib.contextmanager
-def system_errors(out: str) -> Iterator[None]:
-    """Inside the block, an OSError is a ResourceError, for the file that it names or for `out`."""
-    try:
-        yield
-    except OSError as e:
-        raise ResourceError("cannot write", e.filename or out, reason_of(e)) from None
+def system_errors(out: Path | str) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, an OSError is a ResourceError that says what cannot be written."""
+    return raised_as(ResourceError, "cannot write", out, OSError)
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Write a folder that is complete or absent: yields an empty folder, which becomes `out` at the
     end of the block. Until then the block may put other folders beside it, which are removed. After
-    an error nothing is left, nor of the parents that were made.
-
-    Raises ResourceError if another process is writing this folder, OSError if `out` is there and
-    not an empty folder."""
+    an error nothing is left, nor of the parents that were made. Raises ResourceError if another
+    process is writing this folder, OSError if `out` is there and not an empty folder."""
     made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = _hidden(out, "unfinished")
-    descriptor = _lock_folder(hidden, out)
+    hidden, lock = _hidden(out, "unfinished"), _hidden(out, "lock")
+    with raised_as(ResourceError, "another process is writing this folder", out, BlockingIOError, todo="wait for it"):
+        descriptor = locked(lock)
     try:
-        for left in hidden.iterdir():  # by a killed process; the lock is no folder, and stays
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)  # a killed process may have left it
         folder = hidden / "done"
-        folder.mkdir()
+        folder.mkdir(parents=True)
         yield folder
         # Every byte is on the disk before the folder gets its name, the name before this returns.
         for path in [*folder.rglob("*"), folder]:
@@ -219,8 +207,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         fsync(out.parent)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)  # what cannot be removed goes when it is next used
-        for parent in made:  # they stay if the output is in them
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            lock.unlink()
+            for parent in made:  # they stay if the output is in them
                 parent.rmdir()
         os.close(descriptor)
 
@@ -231,25 +220,14 @@ def _hidden(path: Path, ending: str) -> Path:
     return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
 
 
-def _lock_folder(hidden: Path, out: Path) -> int:
-    """Make a hidden folder if it is missing, and lock it: the descriptor of its locked file."""
-    while True:
-        hidden.mkdir(exist_ok=True)
-        with (raised_as(ResourceError, "another process is writing this folder", out, BlockingIOError,
-                        todo="wait for it"),
-              contextlib.suppress(FileNotFoundError)):  # another process has just removed the folder
-            return locked(hidden / "lock")
-
-
 def locked(path: Path, *, wait: bool = False) -> int:
-    """Make a file if it is missing, and lock it; returns its descriptor, with which or with the
-    process the lock ends. If another process has it, waits or raises BlockingIOError."""
+    """Make a file if it is missing, and lock it: its descriptor, with which the lock ends. If
+    another process has the lock, waits or raises BlockingIOError."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # The process that had the lock may have renamed or removed the file since it was
-            # opened.
+            # Whoever had the lock may have renamed or removed the file since it was opened.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor

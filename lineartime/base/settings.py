@@ -1,5 +1,4 @@
-"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from the command
-line. UsageErrors name the field and, for an unknown name, the nearest valid one."""
+"""Typed settings: fields of a dataclass are checked, replaced by name, and parsed from text."""
 
 import dataclasses
 import difflib
@@ -31,15 +30,14 @@ def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
 
 def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
     """`dataclasses.replace` that raises UsageError for an unknown field."""
-    names = [f.name for f in dataclasses.fields(config)]
     for name in fields:
-        require_name("setting", name, names)
+        require_name("setting", name, [f.name for f in dataclasses.fields(config)])
     return dataclasses.replace(config, **fields)
 
 
 Rule = tuple[bool, str, str, str | None]
-"""Whether something is wrong, and what the error then says: what, where, and what to do. where:
-names of fields, which the error gives with their values, or any other text."""
+"""Whether something is wrong, and the error's what, where and todo. where: names of fields, which
+the error gives with their values, or any other text."""
 
 
 def check_rules(config: Any, rules: Iterable[Rule]) -> None:
@@ -86,8 +84,7 @@ def field_text(value: Any) -> str:
 
 
 def parse_field(name: str, text: str, kind: Any) -> Any:
-    """Parse the text of one field as its declared type; "none" is None if the field allows it.
-    Raises UsageError."""
+    """The value that the text of a field means, by its declared type. Raises UsageError."""
     choices, word = choices_of(kind), text.lower()
     if word == "none" and types.NoneType in choices:
         return None

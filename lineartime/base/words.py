@@ -26,15 +26,14 @@ def in_markdown(text: str) -> str:
 
 
 def code_block(text: str, language: str = "") -> str:
-    """Lines of code, between more backticks than they have in a row, so that no text ends what they
-    begin."""
+    """Lines of code, between more backticks than they have in a row."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int | None = None) -> str:
-    """A table. Columns after the first `n_words` are right-aligned; None: from the first whose name
-    begins with a digit, or is tokens or ms."""
+    """A table. Columns after the first `n_words` are right-aligned: by default from the first whose
+    name begins with a digit, or is tokens or ms."""
     if n_words is None:
         n_words = next((i for i, name in enumerate(head) if name[:1].isdigit() or name in ("tokens", "ms")), len(head))
     rule = ["---" if i < n_words else "---:" for i in range(len(head))]

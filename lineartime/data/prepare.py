@@ -134,7 +134,7 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
     units = units_of(sources, settings.unit_bytes, tokenizer)
     tokenizer = tokenizer or trained(settings, units, held_out, read, progress)
     manifest.tokenizer, manifest.dtype = described(tokenizer), tokenizer.dtype
-    with hashed_file(folder / TOKENIZER_FILE, manifest) as write:
+    with hashed_stream(folder / TOKENIZER_FILE, manifest.files) as write:
         write(bytes(tokenizer.json, "utf-8"))
 
     n_bytes = sum(unit.n_bytes for unit in units)
@@ -255,7 +255,7 @@ def chosen_ids(file: IO[bytes], dtype: str, n_ids_D: np.ndarray, is_chosen_D: np
 def write_shards(folder: Path, name: str, arrays: Iterable[np.ndarray], manifest: Manifest) -> None:
     """Write one split's shards and the positions of its documents."""
     end_of_document, n_ids = manifest.end_of_document, 0
-    positions = hashed_file(folder / f"{name}-documents.bin", manifest)
+    positions = hashed_stream(folder / f"{name}-documents.bin", manifest.files)
     with contextlib.ExitStack() as shard, positions as write_positions:
         for ids in itertools.chain([np.array([end_of_document], manifest.dtype)], arrays):
             write_positions((np.flatnonzero(ids == end_of_document) + n_ids).astype("<u8").tobytes())
@@ -263,16 +263,11 @@ def write_shards(folder: Path, name: str, arrays: Iterable[np.ndarray], manifest
                 if n_ids % manifest.shard_tokens == 0:
                     shard.close()
                     number = n_ids // manifest.shard_tokens
-                    write = shard.enter_context(hashed_file(folder / shard_name(name, number), manifest))
+                    write = shard.enter_context(hashed_stream(folder / shard_name(name, number), manifest.files))
                 fitting = ids[:manifest.shard_tokens - n_ids % manifest.shard_tokens]
                 write(fitting.tobytes())
                 n_ids += len(fitting)
                 ids = ids[len(fitting):]
-
-
-def hashed_file(path: Path, manifest: Manifest) -> contextlib.AbstractContextManager[Any]:
-    """Write a file, whose hash comes into the manifest, see `hashed_stream`."""
-    return hashed_stream(path.open("wb"), path.name, manifest.files)
 
 
 def notes_of(manifest: Manifest, units: list[Encoded], n_files: int) -> list[str]:

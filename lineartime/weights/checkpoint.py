@@ -134,7 +134,7 @@ def write_file(path: Path, content: Content) -> dict[str, Any]:
     manifest entry. Raises OSError, and ValueError for a dtype that cannot be stored."""
     head, tensors = (content, []) if isinstance(content, bytes) else _layout(content)
     entries: dict[str, Any] = {}
-    with hashed_stream(open(path, "xb"), path.name, entries) as write:
+    with hashed_stream(path, entries) as write:
         write(head)
         for tensor in tensors:
             write(bytes_of(tensor))

@@ -335,7 +335,7 @@ def test_a_killed_prepare_leaves_nothing_half_written(tmp_path):
     make(tmp_path, {"a.jsonl": [f"{i:09d} " + "some text " * 999 for i in range(150)]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", held_out=0.3, shard_tokens=100_000)
     out, command = tmp_path / "out", [sys.executable, "-c", SCRIPT, tmp_path / "a.jsonl", tmp_path / "out"]
-    for awaited in (".lineartime-*/lock", ".lineartime-*/done/tokenizer.json", ".lineartime-*/done/train-00003.bin",
+    for awaited in (".lineartime-*.lock", ".lineartime-*/done/tokenizer.json", ".lineartime-*/done/train-00003.bin",
                     ".lineartime-*/done/validation-00000.bin", "out"):
         assert not out.exists()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
