@@ -15,10 +15,10 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 def share_processors() -> None:
     """Let threads wait for each other without holding up a busy machine; call before torch loads.
 
-    The threads of an op wait for the last of them. On a busy machine that one has often lost its
-    processor, and threads that spin while they wait take the time that it needs. So waiting threads
-    soon sleep, unless GOMP_SPINCOUNT or OMP_WAIT_POLICY is set; and with short time slices, which
-    need Linux 6.12, a thread runs at once when it is woken. docs/speed.md says what this gains."""
+    The threads of an op wait for the last of them, which on a busy machine has often lost its
+    processor; threads that spin take the time that it needs. So waiting threads soon sleep, unless
+    GOMP_SPINCOUNT or OMP_WAIT_POLICY is set; and with short time slices, which need Linux 6.12, a
+    thread runs at once when it is woken. docs/speed.md says what this gains."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     number = SCHED_SETATTR.get(os.uname().machine) if hasattr(os, "sched_getscheduler") else None

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 WITH_RANKS = ("train", "finetune", "evaluate")
 """The verbs whose work `torchrun` divides; every other verb runs in one process."""
-TIMEOUT_S, MOST_SECONDS = 300, 10**7
-"""Seconds after which a rank that does not answer is lost, and the most that may be asked for."""
-HEAD_START_S = 3.0
-"""Seconds in which a rank that has failed may say so before the ranks that have lost it speak."""
+TIMEOUT_S, MOST_SECONDS, HEAD_START_S = 300, 10**7, 3.0
+"""Seconds after which a rank that does not answer is lost; the most that may be asked for; and the
+time in which a rank that has failed may say so before those that have lost it speak."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,8 @@ ALONE = Ranks()
 
 def launched() -> Ranks:
     """The rank that `torchrun` gave this process; `ALONE` without one. Imports no torch."""
-    env = os.environ
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        return ALONE
-    return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]))
+    is_launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if is_launched else ALONE
 
 
 def in_rows(ranks: Ranks, n_in_row: int) -> Ranks:
@@ -105,10 +102,10 @@ def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: 
               between: Callable[[], None] = lambda: None) -> Iterator[Ranks]:
     """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too; yields this one.
 
-    n_in_row: ranks that share each row, see `in_rows`. between is called often until all are
-    connected, and may raise. A process on its own, and a block inside another, connects nothing.
-    Raises UsageError for a wrong timeout and as `in_rows` does, RankError when another rank ends or
-    does not answer for `timeout_s` seconds, ResourceError for a port that cannot be opened."""
+    n_in_row: ranks that share each row. between is called often until all are connected, and may
+    raise. A process on its own, and a block inside another, connects nothing. Raises UsageError for
+    a wrong timeout and as `in_rows` does, RankError when another rank ends or does not answer for
+    `timeout_s` seconds, ResourceError for a port that cannot be opened."""
     import torch.distributed as dist
 
     require(0 < timeout_s <= MOST_SECONDS, "wrong value", f"rank_timeout = {timeout_s}",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +21,16 @@ from lineartime.model.language_model import LanguageModel, SpanModel, masked_tok
 from lineartime.training.masking import masked_rows
 from lineartime.weights.load import load_model
 
-Item = TypeVar("Item")
-
-MOST_CONTEXT = 1 << 26
-"""The longest row that is scored: beyond any use, and small enough for its sums."""
+MOST_CONTEXT = 1 << 26  # beyond any use, and small enough for the sums of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood of a split's tokens; logarithms are natural but for bits."""
+    """The negative log-likelihood `nll`, the sum of -ln p, of a split's scored tokens, among them
+    the end-of-document tokens."""
 
     n_tokens: int
-    """Scored tokens, including end-of-document tokens."""
     nll: float
-    """Sum of -ln p over the scored tokens."""
     n_words: int
     n_bytes: int
     """A whole split's are in its manifest (for a published split of PG-19 the published number of
@@ -81,8 +77,7 @@ class Evaluation:
 def load_with_split(run: Path, data: Name,
                     split: str = "validation") -> tuple[LanguageModel, TokenStream, dict[str, Any]]:
     """A run's model, the split to score it on, and the facts of `load_model`. Raises UsageError for
-    a model that answers questions and data of another tokenizer; and as `load_model`,
-    `open_split`."""
+    a model that answers questions and data of another tokenizer; and as `load_model` does."""
     model, tokenizer, facts = load_model(run)
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
@@ -147,10 +142,7 @@ def evaluate_data(model: LanguageModel, held_out: TokenStream | Mixture, *, max_
     each: list[Evaluation] = []
     n_before, most = 0, None if max_tokens is None else -(-max_tokens // len(held_out.streams))
     for stream in held_out.streams:
-        def counted(n_read: int, before: int = n_before) -> None:
-            if progress is not None:
-                progress(before + n_read)
-
+        counted = None if progress is None else lambda n_read, before=n_before: progress(before + n_read)
         each.append(evaluate(model, stream, max_tokens=most, progress=counted, **options))
         n_before += each[-1].n_read or each[-1].n_tokens
     names = [stream.name for stream in held_out.streams]
@@ -183,9 +175,9 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
                  batch_rows: int | None) -> tuple[int, int]:
     """`evaluate`'s tokens in a row and rows scored at once. Raises UsageError as it does."""
     context = model.config.context if context is None else context
-    require(context >= 1 and (batch_rows is None or batch_rows >= 1), "wrong value",
-            f"batch_rows = {batch_rows}, context = {context}", "they take whole numbers from 1")
-    require(context <= MOST_CONTEXT, "the context is too long", f"context = {context}", f"at most {MOST_CONTEXT:,}")
+    require(1 <= context <= MOST_CONTEXT and (batch_rows is None or batch_rows >= 1), "wrong value",
+            f"batch_rows = {batch_rows}, context = {context}",
+            f"they take whole numbers from 1, a context up to {MOST_CONTEXT:,}")
     model.check_length(context)
     require(stream.vocab_size <= model.config.vocab_size, "the data have more tokens than the model",
             f"{stream.vocab_size:,} and {model.config.vocab_size:,}", "prepare them with the model's --tokenizer")
@@ -195,7 +187,7 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
 def stacked_rows(model: LanguageModel, stream: TokenStream, context: int,
                  batch_rows: int) -> Iterator[list[np.ndarray]]:
     """The rows of a split, or their inputs and targets if the model is not causal, `batch_rows` at
-    once. Only the last row may be shorter, and is alone then."""
+    once. A shorter last row is alone."""
     rows: Iterable[tuple[np.ndarray, ...]] = masked_rows(stream, context)
     if model.config.causal:
         rows = ((row,) for row in eval_rows(stream, context))
@@ -203,7 +195,7 @@ def stacked_rows(model: LanguageModel, stream: TokenStream, context: int,
         yield [np.stack(part) for part in zip(*batch, strict=True)]
 
 
-def batches(rows: Iterable[Item], length: Callable[[Item], int], n_most: Callable[[int], int]) -> Iterator[list[Item]]:
+def batches(rows: Iterable[Any], length: Callable[[Any], int], n_most: Callable[[int], int]) -> Iterator[list[Any]]:
     """Consecutive rows of equal `length`, at most `n_most(length)` together; the order is kept."""
     for n, group in itertools.groupby(rows, key=length):
         while batch := list(itertools.islice(group, n_most(n))):

@@ -29,10 +29,9 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
     batch: the tensors of `Objective.batch`; a micro-batch is `n_rows` of their rows. division: this
     rank's part of the step, by default all of it; `.grad` of what its parts update is set. between
-    is called with the number of each micro-batch before it, and may raise. The loss is in nats per
-    target. The norm is taken before clipping; it is the mean of the micro-batches' if these are
-    clipped one by one. Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is
-    not finite."""
+    is called with each micro-batch's number before it, and may raise. The loss is in nats per
+    target. The norm is before clipping, or the mean of micro-batches that are clipped one by one.
+    Raises NumericsError, and leaves `.grad` unusable, if the loss or norm is not finite."""
     division = division or Division(ordered.parameter_parts(model))
     parameters = [part.parameter for part in division.parts]
     clear_gradients(part.updated for part in division.parts)  # of the step before
@@ -52,12 +51,13 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         clear_gradients(parameters)
         loss = add_gradient(model, objective, micro_batch, count, config.precision, division.ranks.in_row)
         losses.append(share * loss)
-        gradient = division.add_row(gradients_of(parameters))
+        gradient = division.row_gradient()
         # By its own norm and before it is averaged: one bad micro-batch takes no other's share.
         if clips_each:
             norms.append(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient))))
             clip_to(config.clip, gradient, norms[-1])
-        division.scale(gradient, share)
+        if share != 1 and not division.is_sharded:  # there `OrderedReduceScatter` has done it
+            torch._foreach_mul_(gradient, share)
         ordered.add_in_order(sums, gradient)
     # From here on a rank has the gradient of the parts alone that it updates.
     gradient = division.add_ranks(ordered.merge_all(sums))
@@ -77,8 +77,8 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
 def add_gradient(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int, precision: str,
                  ranks: Ranks) -> Tensor:
-    """Add the gradient of a micro-batch's mean loss to `.grad`; returns the loss, `[]`. ranks:
-    those that share the rows; each has the loss of its part."""
+    """Add the gradient of a micro-batch's mean loss to `.grad`; returns the loss, `[]`, of this
+    rank's part of the rows, which `ranks` share."""
     with torch.autocast(micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         loss = objective.losses(model, *micro_batch, ranks=ranks).sum() / max(count, 1)
     loss.backward()
@@ -91,11 +91,6 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
         p.grad = None
 
 
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What this rank holds of the gradients: zeros where the loss does not depend on them."""
-    return [shard.local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
-
-
 def clip_to(largest: float | None, gradient: list[Tensor], norm: Tensor) -> None:
     """Scale a gradient of this norm in place so that its norm is at most `largest`."""
     if largest is not None:
@@ -104,33 +99,27 @@ def clip_to(largest: float | None, gradient: list[Tensor], norm: Tensor) -> None
 
 @dataclass(frozen=True)
 class Division:
-    """This rank's share of every step.
+    """This rank's share of every step: the parts of parameters that it updates.
 
     Ranks have whole copies of the model and exchange gradients at a step's end
-    (`training.ordered`); or the model is sharded, and every backward pass exchanges them
-    (`training.shard`). A process on its own has all parts, and exchanges nothing."""
+    (`training.ordered`); or the model is sharded, and every backward pass exchanges them by
+    `reduce_scatter` (`training.shard`). A process on its own has all, and exchanges nothing."""
 
     parts: list[ParameterPart]
-    """What this rank updates of each parameter."""
     ranks: Ranks = ALONE
     reduce_scatter: shard.OrderedReduceScatter | None = None
-    """Adds the gradients of a model for which `shard` is set; unused by a process on its own."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank has the whole model."""
         return self.reduce_scatter is not None and self.ranks.size > 1
 
-    def add_row(self, gradient: list[Tensor]) -> list[Tensor]:
-        """The gradient of a micro-batch's whole rows, from this rank's part of them."""
+    def row_gradient(self) -> list[Tensor]:
+        """What this rank holds of the gradient of a micro-batch's whole rows, from `.grad`."""
+        parameters = [part.parameter for part in self.parts]  # zeros where the loss does not depend on one
+        gradient = [shard.local(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
         if not self.is_sharded:
             ordered.sum_over_row(gradient, self.ranks.in_row)
         return gradient
-
-    def scale(self, gradient: list[Tensor], share: float) -> None:
-        """Multiply by the share in place; if sharded, `OrderedReduceScatter` has done it."""
-        if share != 1 and not self.is_sharded:
-            torch._foreach_mul_(gradient, share)
 
     def add_ranks(self, gradient: list[Tensor]) -> list[Tensor]:
         """The step's gradient of this rank's parts, from the sum over its own micro-batches."""
@@ -139,7 +128,6 @@ class Division:
         return ordered.exchange([part.uncut(g) for part, g in zip(self.parts, gradient, strict=True)], self.ranks)
 
     def total_loss(self, losses: Sequence[Tensor]) -> float:
-        """The sum over all ranks' micro-batches and parts of rows, in the order of the rows."""
         # By column, row, micro-batch. A rank of a sharded model has every W-th micro-batch.
         losses_CRM = gather(torch.stack(list(losses)).cpu(), self.ranks).unflatten(0, (-1, self.ranks.in_row.size))
         return losses_CRM.permute((2, 0, 1) if self.is_sharded else (0, 2, 1)).flatten().sum().item()

@@ -38,17 +38,16 @@ class TrainResult:
     """A completed run."""
 
     out: Path
-    """The run's folder, which `load_model` opens. `latest` is its newest checkpoint;
-    `metrics.jsonl` has a line per step and evaluation; `loss.png` shows the curves."""
+    """The run's folder, which `load_model` opens."""
     config: RunConfig
     scores: dict[str, Any]
-    """The content of `result.json`: "run" (the id in `run.json`), "steps", "held_out"
-    (`Evaluation.to_dict` of the held-out split, or of the first `TrainConfig.last_eval_tokens` of
-    it), for several texts "by_source" (the same of each), and "peak_mib"."""
+    """The content of `result.json`: "run" (its id), "steps", "held_out" (`Evaluation.to_dict` of
+    the held-out split, or of its first `TrainConfig.last_eval_tokens`), for several texts
+    "by_source" (the same of each), and "peak_mib"."""
     sample: str
     """Generated text; empty if the model is sharded or does not decode."""
     already: bool
-    """Whether the run was complete before, so that nothing was trained."""
+    """Whether the run was complete before."""
 
 
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
@@ -58,8 +57,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     """Train a model on prepared text, or continue an unfinished run; then score the held-out split,
     and write a sample, the result file and a plot into the run's folder `config.out`.
 
-    config: a run, or a flat table of settings, see `config_for_data`. A run with `from` begins with
-    those weights at step 0, and does not need them when it is continued. device: by default cuda if
+    config: a run, or a flat table of settings, see `config_for_data`. device: by default cuda if
     available. stop: requests a save and an end, see `StopSignal.listening`. on_step and
     on_micro_batch: see `Callbacks`. progress counts the tokens of the final evaluation. Under
     `torchrun` every rank calls `train` with the same arguments; one that is silent for
@@ -95,7 +93,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
 def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:
     """What a run stores of the weights that it begins with, and a function that reads them, which a
-    run that is continued does not need. Raises UsageError, CheckpointError and DataError."""
+    run that is continued does not need."""
     source, there = config.source, saved_run(Path(config.out))
     if source is None:
         return {}, None
@@ -111,8 +109,8 @@ def new_model(config: RunConfig) -> LanguageModel:
     Raises ResourceError if its training cannot fit into memory."""
     # Refused before memory is asked for: some systems kill a process without a word.
     on_cpu = 12 if config.train.optimizer == "muon" else 16  # the weight, its gradient, and one moment or two
-    per_parameter = 4 if torch.cuda.is_available() else on_cpu
-    needed, available = per_parameter * number_of_parameters(config.model), available_bytes()
+    needed = number_of_parameters(config.model) * (4 if torch.cuda.is_available() else on_cpu)
+    available = available_bytes()
     if config.train.shard:
         needed //= launched().size  # one rank's part: this machine needs at least that
     if available is not None and needed > available:
@@ -125,10 +123,9 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 def score_and_sample(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
                      progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split (at most `TrainConfig.last_eval_tokens` of it), and write a sample
-    if the model decodes and is not sharded; returns the result file's content. Its "peak_mib" is
-    the largest peak memory of a process in training since the last resume."""
-    # The peak is read before the scores, which need other memory than training.
+    """Score the held-out split, and write a sample if the model decodes and is not sharded; returns
+    the result file's content."""
+    # The peak of this process since it began, before the scores, which need other memory.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(config.data, "validation")
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)

@@ -37,14 +37,12 @@ First = Callable[[Wanted], dict[str, Tensor]]
 
 
 class Setup(NamedTuple):
-    """What a run trains."""
+    """What a run trains. For `extra_files` and `first` see `Run.save` and `Run.resume`."""
 
     model: LanguageModel
     objective: Objective
     extra_files: dict[str, str]
-    """Texts that are saved with every checkpoint, by file name."""
     first: First | None = None
-    """See `Run.resume`; None: the run begins with the model's own weights."""
     score_last: bool = True
     """Whether the last step is scored too, if it is a multiple of `eval_every`."""
 

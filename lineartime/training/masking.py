@@ -10,7 +10,6 @@ import numpy as np
 from lineartime.data.tokens import Mixture, TokenStream, require_mask, rows_of_step
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
-"""15% of the tokens are targets. 80% of these become [MASK], 10% a random token, and 10% stay."""
 NO_TARGET = -1
 
 
@@ -18,10 +17,10 @@ def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int
                 row: int) -> tuple[np.ndarray, np.ndarray]:
     """The inputs and the targets of a row, int64 `[T]` each. A row may have no target.
 
-    Each token that is not special is chosen with probability 0.15, independently of the others. A
-    chosen token's target is its id; every other target is -1. A chosen token becomes [MASK] with
-    probability 0.8, a token drawn uniformly from those that are not special with 0.1, and stays
-    otherwise. The masks of a row's first tokens do not depend on its length."""
+    Each token that is not special is chosen with probability 0.15. Its target is its id; every
+    other target is -1. It becomes [MASK] with probability 0.8, a token drawn uniformly from those
+    that are not special with 0.1, and stays otherwise. The masks of a row's first tokens do not
+    depend on its length."""
     # numpy promises the same raw numbers for ever. The order of rows has this key, but counter 0.
     philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64),
                               counter=np.array([0, 0, row, 1], np.uint64))
@@ -37,7 +36,7 @@ def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int
 
 
 def cutoff(probability: float) -> np.uint64:
-    """The threshold that a uniform 64-bit number is below with this probability."""
+    """What a uniform 64-bit number is below with this probability."""
     return np.uint64(round(probability * 2**64))
 
 

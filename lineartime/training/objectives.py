@@ -14,8 +14,6 @@ from lineartime.training.masking import NO_TARGET, masked_batch
 from lineartime.training.ordered import own_rows
 from lineartime.training.run_config import RunConfig
 
-Data = TokenStream | Mixture
-
 
 class Objective(Protocol):
     """The four methods that `loop.fit` calls. A batch is a tuple of arrays, by row first."""
@@ -27,8 +25,7 @@ class Objective(Protocol):
         """The targets in these rows, each of which has a loss: the weight of a micro-batch."""
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
-        """A loss in nats for each target, of any shape, at least float32; `ranks` share the
-        rows."""
+        """A loss in nats for each target, of any shape, float32 or more; `ranks` share the rows."""
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """The held-out scores by name, among them "loss". progress is called with the number of
@@ -40,7 +37,8 @@ class NextToken:
 
     scores: tuple[str, ...] = ("loss", "bits_per_byte")
 
-    def __init__(self, config: RunConfig, train_stream: Data, held_out: Data, ranks: Ranks = ALONE):
+    def __init__(self, config: RunConfig, train_stream: TokenStream | Mixture, held_out: TokenStream | Mixture,
+                 ranks: Ranks = ALONE):
         self.config, self.train_stream, self.held_out, self.ranks = config, train_stream, held_out, ranks
 
     def batch_arguments(self, step: int) -> dict[str, Any]:
@@ -62,7 +60,6 @@ class NextToken:
         return token_losses(model, rows_BT, ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The held-out `scores`; for a mixture each text's too, "by_source"."""
         config = self.config
         whole, by_source = evaluate_data(
             model, self.held_out, context=config.model.context, max_tokens=config.train.eval_tokens,

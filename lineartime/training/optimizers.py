@@ -27,11 +27,11 @@ class Muon(torch.optim.Muon):
     """PyTorch's Muon for the matrices of layers that this process updates.
 
     An update is as large as AdamW's, so that rates and decay fit both. Each matrix is updated by
-    itself, also those that share a parameter for one matmul (`LanguageModel.in_sizes`)."""
+    itself, also those that share a parameter for one matmul (`LanguageModel.in_sizes`). Momenta are
+    in AdamW's `state`, so that one state is saved."""
 
     def __init__(self, model: LanguageModel, parts: Sequence[ParameterPart], config: TrainConfig,
                  state: MutableMapping[Tensor, Any]):
-        """state: AdamW's, in which each "momentum_buffer" is kept too: one state is saved."""
         sizes = model.in_sizes()
         own = [part for part in parts if part.by_muon and part.start < part.stop]
         self.kept = state

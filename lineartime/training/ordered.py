@@ -9,8 +9,8 @@ The gradients of micro-batches are added as a complete binary tree: ((g0 + g1) +
 3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one
    all-gather brings the new parameters to all (`gather_parts`).
 
-This sends as many bytes as a reduce-scatter and an all-gather. Ranks that share each row
-(`Ranks.in_row`) first add the gradients of their parts of it (`sum_over_row`)."""
+Ranks that share each row (`Ranks.in_row`) first add the gradients of their parts of it
+(`sum_over_row`)."""
 
 import math
 from collections.abc import Iterable
@@ -44,7 +44,6 @@ class ParameterPart(NamedTuple):
 
     @property
     def place(self) -> tuple[torch.Size, int, int]:
-        """The parameter's shape, start and stop."""
         return self.parameter.shape, self.start, self.stop
 
     @property

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from lineartime.base.words import millions
 from lineartime.config import ModelConfig
 from lineartime.folders import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PLOT_FILE = "loss.png"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
@@ -34,9 +31,8 @@ class Curves(NamedTuple):
     unit: str
     """The unit of the losses, such as nats per token."""
     tokens: np.ndarray
-    """Millions of tokens that were trained on at each step in the metrics."""
+    """Millions of tokens until each step in the metrics, at which `loss` is the training loss."""
     loss: np.ndarray
-    """The training loss there."""
     learning_rate: np.ndarray
     held_out: list[tuple[float, float]]
     """Millions of tokens, and the held-out loss."""
@@ -72,8 +68,7 @@ def plot_run(run_dir: Path) -> Path:
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     """Draw the losses and the learning rates of runs, by label, over tokens; returns the picture's
-    path. Losses compare where the tokenizer is the same. Raises as `read_curves`, and
-    ResourceError."""
+    path. Losses compare if the tokenizer is the same. Raises as `read_curves`; ResourceError."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -87,27 +82,19 @@ def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
         rates.set(xlabel="million tokens of training", ylabel="learning rate")
         for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
             # A label that begins with "_" would be left out, and "$" would begin a formula.
-            draw_losses(losses, curves, (" " * label.startswith("_") + label).replace("$", r"\$"), colour)
-            rates.plot(curves.tokens, curves.learning_rate, color=colour, marker=marker_of(curves.tokens))
+            label = (" " * label.startswith("_") + label).replace("$", r"\$")
+            marker = "o" if len(curves.tokens) == 1 else ""  # nobody would see a line of one point
+            start = len(curves.loss) // 30  # the loss falls so fast there that the rest would be pressed flat
+            points = curves.held_out
+            losses.plot(curves.tokens[start:], smoothed(curves.loss)[start:], color=colour, marker=marker,
+                        linewidth=1.2, label=None if points else label, alpha=0.45 if points else 1)
+            if points:
+                losses.plot(*zip(*points, strict=True), color=colour, marker="o", label=label)
+            rates.plot(curves.tokens, curves.learning_rate, color=colour, marker=marker)
         figure.legend(loc="outside lower center", ncols=2)
         with replaced(out_png) as file:
             figure.savefig(file, format="png", facecolor="white")
     return out_png
-
-
-def draw_losses(axes: "Axes", curves: Curves, label: str, colour: str) -> None:
-    """The held-out losses as points, and the training loss as a line, paler beside points."""
-    start = len(curves.loss) // 30  # the loss falls so fast there that the rest would be pressed flat
-    tokens = curves.tokens[start:]
-    axes.plot(tokens, smoothed(curves.loss)[start:], color=colour, marker=marker_of(tokens), linewidth=1.2,
-              label=None if curves.held_out else label, alpha=0.45 if curves.held_out else 1)
-    if curves.held_out:
-        axes.plot(*zip(*curves.held_out, strict=True), color=colour, marker="o", label=label)
-
-
-def marker_of(values: np.ndarray) -> str:
-    """The marker of a line: a single point is a dot, or nobody would see it."""
-    return "o" if len(values) == 1 else ""
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -33,9 +33,8 @@ class Run:
     (`run.json`) and the metrics, every rank a part of a checkpoint."""
 
     def __init__(self, out: Path, config: RunConfig, facts: dict[str, Any], ranks: Ranks = ALONE):
-        """Open or create the folder. facts: what the numbers depend on, such as the data's hash.
-
-        A run without a checkpoint is overwritten. Raises UsageError, with the differences, if the
+        """Open or create the folder; a run without a checkpoint is overwritten. facts: what the
+        numbers depend on, such as the data's hash. Raises UsageError, with the differences, if the
         folder holds another run; CheckpointError if the run there has lost its description."""
         self.out, self.config, self.ranks = out, config, ranks
         self.id: str = gather_json(self.describe(facts) if ranks.is_first else None, ranks)[0]
@@ -72,9 +71,8 @@ class Run:
         return stored["id"]
 
     def lengthen(self, train: TrainConfig, steps: int) -> None:
-        """Give the run more steps, if a run of that length would have made the same steps so far,
-        and remove its old result. Raises UsageError if the rate has fallen already, and without a
-        checkpoint."""
+        """Give the run more steps, and remove its old result. Raises UsageError without a
+        checkpoint, and if a run of that length would have made other steps so far."""
         done = max(checkpoint.saved_steps(self.out), default=0)
         why = None if done else "no checkpoint is there to go on from. Give another --out"
         last_at_peak = {"wsd": train.decay_from + 1, "constant": steps}.get(train.schedule, train.warmup_steps)
@@ -93,8 +91,8 @@ class Run:
                first: Callable[[Wanted], dict[str, Tensor]] | None = None) -> int:
         """Load the newest valid checkpoint, with a warning if a newer one is damaged; returns the
         number of steps done. Without a checkpoint `first` gives the weights to begin with, or the
-        model keeps its own. parts: what the rank updates; it reads no other moments, whatever
-        number of ranks wrote them. Raises CheckpointError, and DataError for damaged metrics."""
+        model keeps its own. The rank reads the moments of its `parts`, whatever number of ranks
+        wrote them. Raises CheckpointError, and DataError for damaged metrics."""
         # The weights that this rank holds: all of them, or its parts of a sharded model.
         newest = checkpoint.newest(self.out, self.ranks)
         held = parts if self.config.train.shard else parameter_parts(model)
@@ -153,8 +151,7 @@ class Run:
                         keep=self.config.train.keep, ranks=ranks)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a line to the metrics. If a full disk cuts it off, a resume drops it. Raises
-        ResourceError."""
+        """Append a line to the metrics, or raise ResourceError; a resume drops half a line."""
         path = self.out / folders.METRICS_FILE
         if not self.ranks.is_first:
             return
@@ -194,8 +191,8 @@ def file_of(stem: str, rank: int, n_ranks: int) -> str:
 
 
 def index_of(stem: str, parts: Sequence[ParameterPart], places: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
-    """The index of a checkpoint in several files: each tensor's shape, and which elements each file
-    has. places: where each rank's part of each parameter begins and ends, by name."""
+    """The index of tensors in several files: their shapes, and which elements each file has.
+    places: where each rank's part of each parameter begins and ends, by name."""
     index = {}
     for part in parts:
         files = [[file_of(stem, rank, len(places)) + checkpoint.TENSORS, *at[part.name]]

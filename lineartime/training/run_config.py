@@ -1,6 +1,5 @@
-"""One training run: settings, resolved to a model, its hyperparameters and its folders; and what
-the data, the weights and the run in its folder already give to it. Nothing here imports torch, so
-that wrong settings are refused at once."""
+"""The settings of a training run, with what its data, its weights and the run in its folder give.
+Nothing here imports torch, so that wrong settings are refused at once."""
 
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
 @dataclass(frozen=True)
 class RunConfig:
     """What `lineartime train` makes of its arguments, and stores. Raises UsageError unless
-    micro-batches hold whole rows, and ranks can share a row."""
+    micro-batches hold whole rows and ranks can share a row."""
 
     model: ModelConfig
     train: TrainConfig
@@ -38,7 +37,6 @@ class RunConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows per batch."""
         return self.train.tokens_per_step // self.model.context
 
     @property
@@ -69,8 +67,7 @@ DEFAULT_SIZE = "tiny"
 
 def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a size sets for a preset beside the settings `given`; "paper" sets nothing. A pair of
-    attention and FFN is two GAUs and has the values of `PAIRS`. Raises UsageError for an unknown
-    name."""
+    attention and FFN is two GAUs and has the values of `PAIRS`."""
     require_name("size", size, SIZES)
     require_name("model", model, PRESETS)
     preset, own = PRESETS[model], dict(SIZES[size])
@@ -87,16 +84,11 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         del own["chunk_size"]
     both = own | given
     if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:
-        own["muon_learning_rate"] = both["learning_rate"] * muon_factor(preset)
+        # In units of AdamW's, the best of "Muon" in docs/results.md.
+        factor = 1.25 if preset.ffn != "gau" else 2.5 if preset.chunk_size else 5
+        own["muon_learning_rate"] = both["learning_rate"] * factor
     own |= fitted_settings(preset, both, given)
     return {name: value for name, value in own.items() if name not in given}
-
-
-def muon_factor(preset: ModelConfig) -> float:
-    """Muon's learning rate in units of AdamW's: the best of "Muon" in docs/results.md."""
-    if preset.ffn != "gau":
-        return 1.25
-    return 2.5 if preset.chunk_size else 5
 
 
 def fitted_settings(preset: ModelConfig, settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -157,8 +149,8 @@ def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
 
 
 def check_names(settings: dict[str, Any]) -> None:
-    """Raise UsageError for an unknown setting (with the nearest valid name), for settings without
-    model, data or folder, and for `from` together with `model` or `task`."""
+    """Raise UsageError for an unknown setting, for settings without model, data or folder, and for
+    `from` together with `model` or `task`."""
     for name in config.without_removed(settings):
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
@@ -179,10 +171,8 @@ def check_names(settings: dict[str, Any]) -> None:
 
 def nearest_preset(model: ModelConfig) -> str:
     """The preset that a model differs from in the fewest fields."""
-    def n_different(preset: str) -> int:
-        return sum(getattr(model, name) != getattr(PRESETS[preset], name) for name in MODEL_FIELDS)
-
-    return min(PRESETS, key=n_different)
+    return min(PRESETS, key=lambda preset: sum(
+        getattr(model, name) != getattr(PRESETS[preset], name) for name in MODEL_FIELDS))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -205,9 +195,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     """The run of a flat table of settings, see `run_config`; without a `size` it is "tiny". The
     prepared data give the vocabulary's size and the end-of-document token if the settings do not.
-    With `from` the weights give the model; their tokenizer must be the data's. A run that is saved
-    in the folder keeps its warm-up if the settings name none, and knows the model of its weights,
-    which need not be there.
+    With `from` the weights give the model. A run that is saved in the folder keeps its warm-up if
+    the settings name none, and knows the model of its weights, which need not be there.
 
     Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of
     several tokenizers or of another than the weights', and for data without [MASK] if the model is

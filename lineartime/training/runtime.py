@@ -18,14 +18,13 @@ from lineartime.base.ranks import ALONE, Ranks, gather, launched
 from lineartime.base.settings import require
 from lineartime.base.words import Progress
 
-LARGEST_KEPT = 32 * 2**20
-"""A freed block of so many bytes or more goes back to the system, see `choose_allocator`."""
+LARGEST_KEPT = 32 * 2**20  # bytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
 
 
 def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[str, str]:
-    """Set float32 precision and, on a CPU, the allocator (see `choose_allocator`); returns both
-    settings in words. float32 matmuls stay float32: "high" would allow TF32 or sums of bfloat16."""
+    """Set float32 precision and, on a CPU, the allocator; returns both settings in words. float32
+    matmuls stay float32: "high" would allow TF32 or sums of bfloat16."""
     torch.set_float32_matmul_precision("highest")
     chosen = {"float32_matmul": "highest"}
     if device.type == "cpu":
@@ -35,8 +34,8 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
 
 def pick_device(device: torch.device | str | None = None, *, give_back: bool = False) -> torch.device:
     """The device `device` ("cpu" or "cuda"), by default cuda if available, with `choose_settings`
-    done. Each process that `torchrun` starts on a machine has its own GPU. Raises UsageError for an
-    unknown or missing device, and for more processes than GPUs."""
+    done; each of several processes on a machine has its own GPU. Raises UsageError for an unknown
+    or missing device, and for more processes than GPUs."""
     name = device.type if isinstance(device, torch.device) else device
     require(name in (None, "cpu", "cuda"), "unknown device", str(name), "one of cpu, cuda")
     require(name != "cuda" or torch.cuda.is_available(), "no such device here", "cuda", "use --device cpu")
@@ -52,14 +51,12 @@ def pick_device(device: torch.device | str | None = None, *, give_back: bool = F
 
 
 def choose_allocator(give_back: bool = False) -> str:
-    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum; returns the choice in
-    words.
+    """Make glibc's malloc keep freed tensors of up to 32 MiB, its maximum; returns what is chosen.
 
-    By default malloc returns them to the system, which then clears and maps their pages anew at
-    every step. Larger tensors always go back: holes between them would waste more of the heap. With
-    `give_back` every tensor from 1 MiB on goes back, and all threads share one heap: steps take
-    longer, and holes waste nothing. This is also chosen under `ulimit -v`, where holes and the 64
-    MiB of addresses per thread heap count against the limit."""
+    By default malloc returns them to the system, which clears and maps their pages anew at every
+    step. Larger tensors always go back: holes between them would waste more. With `give_back`, and
+    under `ulimit -v`, every tensor from 1 MiB on goes back and all threads share one heap: steps
+    take longer, but holes and the 64 MiB of addresses per thread heap are saved."""
     libc = ctypes.CDLL(None)
     if not sys.platform.startswith("linux") or not hasattr(libc, "gnu_get_libc_version"):
         return "as it is"
@@ -71,8 +68,8 @@ def choose_allocator(give_back: bool = False) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory that processes can have without swapping, at most the limit of this process and of its
-    container (cgroup v2). None on other systems than Linux."""
+    """Memory that processes can have without swapping, at most the limits of this process and of
+    its container (cgroup v2); None on other systems than Linux."""
     free = system_bytes("/proc/meminfo", "MemAvailable")
     if free is None:
         return None
@@ -113,8 +110,8 @@ class StopSignal:
             raise Stopped(f"stopped by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}", note, self.number)
 
     def agree(self, ranks: Ranks) -> bool:
-        """Whether a stop was requested of any rank: one answer for all, so that they stop at the
-        same place. A signal that comes while they ask counts the next time."""
+        """Whether a stop was requested of any rank: all get one answer, and stop at the same place.
+        A signal that comes while they ask counts the next time."""
         # The largest number of a signal is the same on all ranks, and 0 if no rank was asked.
         number = int(gather(torch.tensor(self.number or 0), ranks).max())
         self.number = number or self.number

@@ -1,16 +1,15 @@
 """Models that one process cannot hold: FSDP2 shards weights, gradients and moments over the ranks.
 
-Each layer is a unit: its parameters are gathered before it is computed, forward and backward, and
-then freed; the embedding, the last norm and the head are one unit more. Parameters stay in float32
-and autocast is inside, because a policy of bfloat16 would round the angles of positions too. Every
-rank takes every W-th micro-batch, and the gradients of W consecutive ones are the lower levels of
-the tree in `ordered`: any number of ranks ends in the same bits."""
+Each layer is a unit, whose parameters are gathered for forward and for backward; the embedding, the
+last norm and the head are one unit more. Parameters stay in float32 and autocast is inside, because
+a policy of bfloat16 would round the angles of positions too. Rank r takes every W-th micro-batch,
+and the gradients of W consecutive ones are the lower levels of the tree in `ordered`: any number of
+ranks ends in the same bits."""
 
 import gc
 import hashlib
 import math
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,27 +20,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lineartime.base.ranks import Ranks
+from lineartime.model.language_model import LanguageModel
 from lineartime.training.ordered import VECTOR, ParameterPart, tree_sum
-
-if TYPE_CHECKING:
-    from lineartime.model.language_model import LanguageModel
 
 
 class OrderedReduceScatter:
-    """What FSDP2 calls with a unit's gradients: this rank's part of their sum, each times its
-    rank's `share`, as a tree in rank order."""
+    """What FSDP2 calls with a unit's gradients: this rank's part of their sum, as a tree in rank
+    order, each times `share`: the share of the step's targets in its rank's micro-batch."""
 
     share = 1.0
-    """The share of the step's targets that this rank's micro-batch has."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object,
                  async_op: bool = False) -> None:
-        """input_tensor: `[W N]`, gradients by the rank they go to; output_tensor: `[N]`. op is a
-        sum."""
+        """input_tensor: `[W N]`, gradients by the rank they go to; output_tensor: `[N]`."""
         # Not PyTorch's reduce-scatter, which adds in an order that depends on the number of ranks.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor * self.share, group=group)
@@ -49,7 +43,7 @@ class OrderedReduceScatter:
         output_tensor.copy_(total)
 
 
-def shard_model(model: "LanguageModel", seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
+def shard_model(model: LanguageModel, seed: int, ranks: Ranks, device: torch.device) -> OrderedReduceScatter:
     """Give a model on the meta device its initial values and shard it in place, a layer at a time;
     returns what adds its gradients. A process on its own shards nothing.
 
@@ -102,8 +96,8 @@ def sharded_parts(model: nn.Module, ranks: Ranks) -> list[ParameterPart]:
 
 
 def forget_shards() -> None:
-    """Drop what PyTorch keeps of sharded models. It has their process group, whose threads would go
-    on while Python ends; now and then that aborted a process whose work was done."""
+    """Drop what PyTorch keeps of sharded models and their process group, whose threads would go on
+    while Python ends; now and then that aborted a process whose work was done."""
     _clear_sharding_prop_cache()
     gc.collect()  # FSDP2 and the model refer to each other
 

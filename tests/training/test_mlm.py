@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel, masked_token_losses
 from lineartime.training.evaluation import evaluate
 from lineartime.training.gradient import compute_gradient
-from lineartime.training.masking import NO_TARGET, mask_tokens, masked_batch, masked_rows
+from lineartime.training.masking import NO_TARGET, mask_tokens, masked_batch
 from lineartime.training.objectives import MaskedTokens
 from lineartime.training.run_config import run_config
 from lineartime.weights.load import load_model
@@ -119,8 +120,6 @@ def test_masks_are_a_function_of_seed_epoch_and_row(stream):
     places = [(seed, epoch, row) for seed in (0, 1) for epoch in (0, 1) for row in (0, 1, 2**40)]
     first = {place: mask_tokens(ids, stream, seed=place[0], epoch=place[1], row=place[2]) for place in places}
     for seed, epoch, row in reversed(places):
-        again = mask_tokens(ids, stream, seed=seed, epoch=epoch, row=row)
-        assert np.array_equal(again, first[seed, epoch, row])
         shorter = mask_tokens(ids[:70], stream, seed=seed, epoch=epoch, row=row)
         assert np.array_equal(shorter, np.array(first[seed, epoch, row])[:, :70])
     assert len({targets.tobytes() for _, targets in first.values()}) == len(places)
@@ -152,43 +151,19 @@ def test_a_step_is_rows_of_the_stream_under_their_masks(stream):
     assert seen[:n_rows] != seen[n_rows : 2 * n_rows]
 
 
-def test_held_out_rows_are_the_stream_and_their_masks_are_fixed(stream):
-    context = 61
-    rows = list(masked_rows(stream, context))
-    original = [np.where(targets == NO_TARGET, inputs, targets) for inputs, targets in rows]
-    assert np.array_equal(np.concatenate(original), stream.read(0, len(stream)))
-    assert [len(row) for row in original] == [context] * (len(stream) // context) + [len(stream) % context]
-    assert 0 < len(stream) % context
-    for number, (masked, ids) in enumerate(zip(rows, original, strict=True)):
-        assert np.array_equal(masked, mask_tokens(ids, stream, seed=0, epoch=0, row=number))
-
-
-@pytest.mark.parametrize("how, special", [({"tokenizer": "bytes"}, [256, 257, 258]), ({"vocab_size": 300}, [0, 1, 2])])
-def test_mask_and_separator_in_a_document_are_text(how, special, tmp_path):
-    """And the manifest says which ids are special."""
-    text = "Reader, I [MASK] him.[SEP] <|endoftext|>[MASK]\n" * 40
-    (tmp_path / "a.txt").write_text(text)
-    manifest = prepare([tmp_path / "a.txt"], tmp_path / "data", mlm=True, **how)
-    assert [manifest.tokenizer[name] for name in ("end_of_document", "mask", "separator")] == special
-    stream = open_split(tmp_path / "data", "train")
-    assert (stream.mask, stream.special) == (special[1], special)
-    assert sorted([*stream.ordinary, *special]) == list(range(stream.vocab_size))
-    ids = stream.read(0, len(stream))
-    assert np.isin(ids, special).sum() == 2 and ids[0] == ids[-1] == special[0]
+def test_a_stream_knows_its_special_tokens(stream):
+    assert (stream.mask, stream.special) == (1, [0, 1, 2])
+    assert sorted([*stream.ordinary, *stream.special]) == list(range(stream.vocab_size))
 
 
 @pytest.mark.parametrize("token", ["[MASK]", "[SEP]"])
 def test_a_tokenizer_that_reads_a_mask_out_of_text_is_refused(token, tmp_path):
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-
-    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, token: 2}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, token: 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text(f"a {token} a")
     with pytest.raises(DataError, match=r"reads \[MASK\] or \[SEP\] out of text"):
         prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer=tmp_path / "tokenizer.json", mlm=True)
-    assert not (tmp_path / "data").exists()
 
 
 # The loss
@@ -223,16 +198,13 @@ def test_micro_batches_with_different_numbers_of_targets_add_up_to_the_batch(cou
     expected = masked_token_losses(model, IDS[:6], targets).mean()
     expected.backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    whole = gradient_of(model, targets, 6, clip=None)[2]
     for n_rows in (1, 2, 3, 6):
-        plain = gradient_of(model, targets, n_rows, clip=None)
-        assert plain[0] == pytest.approx(expected.item(), rel=1e-12) and plain[1] == pytest.approx(norm.item())
-        clipped = gradient_of(model, targets, n_rows)
-        for g, c in zip(plain[2], clipped[2], strict=True):
-            assert (g * min(1, 0.5 / norm) - c).abs().max() < 1e-13
-        if n_rows == 6:
-            continue
-        whole = gradient_of(model, targets, 6, clip=None)
-        assert all((a - b).abs().max() < 1e-12 * norm for a, b in zip(plain[2], whole[2], strict=True))
+        loss, plain_norm, plain = gradient_of(model, targets, n_rows, clip=None)
+        assert loss == pytest.approx(expected.item(), rel=1e-12) and plain_norm == pytest.approx(norm.item())
+        clipped = gradient_of(model, targets, n_rows)[2]
+        for g, c, w in zip(plain, clipped, whole, strict=True):
+            assert (g * min(1, 0.5 / norm) - c).abs().max() < 1e-13 and (g - w).abs().max() < 1e-12 * norm
 
 
 @pytest.mark.parametrize("scope", ["local", "global"])
@@ -284,21 +256,18 @@ def test_evaluate_from_the_command_line_is_the_same_for_any_batch_rows(whole, da
 
 
 def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
-    """Against readers who share the rows out between them and know nothing of batches."""
-    model, n_rows = tiny(stream, 32), -(-len(stream) // 32)
-    nll, count, of_rows = 0.0, 0, []
-    for reader in range(3):
-        for row in range(reader, n_rows, 3):
-            ids = stream.read(row * 32, min((row + 1) * 32, len(stream)))
-            inputs, targets = mask_tokens(ids, stream, seed=0, epoch=0, row=row)
-            log_p = model(torch.from_numpy(inputs)[None])[0].log_softmax(-1).detach().numpy()
-            costs = [-log_p[place, targets[place]] for place in np.flatnonzero(targets != NO_TARGET)]
-            nll, count = nll + sum(costs), count + len(costs)
-            of_rows += [np.mean(costs)] if costs else []
+    """Against a loop over rows, of which the last is shorter, that knows nothing of batches."""
+    model, nll, count = tiny(stream, 32), 0.0, 0
+    assert len(stream) % 32
+    for row, start in enumerate(range(0, len(stream), 32)):
+        ids = stream.read(start, min(start + 32, len(stream)))
+        inputs, targets = mask_tokens(ids, stream, seed=0, epoch=0, row=row)
+        log_p = model(torch.from_numpy(inputs)[None])[0].log_softmax(-1).detach().numpy()
+        costs = [-log_p[place, targets[place]] for place in np.flatnonzero(targets != NO_TARGET)]
+        nll, count = nll + sum(costs), count + len(costs)
     result = evaluate(model, stream, context=32)
     assert result.n_tokens == count and result.nll == pytest.approx(nll, rel=1e-12)
     assert result.perplexity == pytest.approx(math.exp(nll / count))
-    assert abs(np.mean(of_rows) - result.loss) > 1e-6
 
 
 def test_the_score_in_training_reads_as_many_tokens_as_asked(data, stream, tmp_path):
@@ -313,18 +282,14 @@ def test_the_score_in_training_reads_as_many_tokens_as_asked(data, stream, tmp_p
 
 def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
     plain = prepare_text(tmp_path)
-    for code, words, arguments in [
-        (2, ["the tokenizer has no [MASK]", str(plain), "prepare with --mlm"],
-         command(plain, tmp_path / "run", task="c4")),
-        (2, ["only a causal language model"], ["generate", whole[0], "Reader, I"]),
-        (2, ["vocab_size = 258"],
-         ["prepare", tmp_path / "text.txt", "--mlm", "--vocab-size", 258, "--out", tmp_path / "x"]),
-        (2, ["mlm None -> True"], ["prepare", tmp_path / "text.txt", "--mlm", "--held-out", 0.2, "--tokenizer", "bytes",
-                                   "--out", plain]),
-        (2, ["different tokenizers"], ["evaluate", whole[0], "--data", plain]),
-    ]:
-        got, printed, err = call(*arguments)
-        assert_refused(got, err, code, *words)
+    for words, arguments in [
+        (["no [MASK]", str(plain), "prepare with --mlm"], command(plain, tmp_path / "run", task="c4")),
+        (["only a causal language model"], ["generate", whole[0], "Reader, I"]),
+        (["mlm None -> True"], ["prepare", tmp_path / "text.txt", "--mlm", "--held-out", 0.2, "--tokenizer", "bytes",
+                                "--out", plain]),
+        (["different tokenizers"], ["evaluate", whole[0], "--data", plain])]:
+        code, printed, err = call(*arguments)
+        assert_refused(code, err, 2, *words)
         assert printed == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "text.txt"]
     with pytest.raises(UsageError, match=r"no \[MASK\]"):

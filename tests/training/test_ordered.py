@@ -19,8 +19,7 @@ def terms(n, seed=0):
 
 
 def by_levels(values):
-    """The complete binary tree over a list of numbers, a level at a time; one without a partner
-    goes up alone."""
+    """The complete binary tree over a list of numbers, a level at a time."""
     while len(values) > 1:
         values = [sum(values[i + 1 : i + 2], values[i]) for i in range(0, len(values), 2)]
     return values[0]

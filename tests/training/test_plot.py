@@ -40,8 +40,7 @@ def coloured(path, colour, part=np.s_[:]):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_curves_are_those_of_the_run(last, tmp_path):
-    """A last step that was scored has one point, one that was not reached none; a line that was cut
-    off is none."""
+    """A last step that was scored has one point; a line that was cut off has none."""
     run = make_run(tmp_path / "run", last=last)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 61, "lo')
@@ -87,7 +86,6 @@ def test_nothing_to_draw_is_a_usage_error(tmp_path):
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
     run = make_run(tmp_path / "run")
     (tmp_path / "taken.png").mkdir()
-    for path in ("taken.png", "missing/out.png"):
-        with pytest.raises(ResourceError, match="cannot write"):
-            plot_side_by_side({"run": run}, tmp_path / path)
+    with pytest.raises(ResourceError, match="cannot write"):
+        plot_side_by_side({"run": run}, tmp_path / "taken.png")
     assert not list(tmp_path.glob(".tmp*"))

@@ -156,8 +156,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(number, code, data, rank
 
 
 def test_a_store_that_never_answers_is_left_and_said(monkeypatch):
-    """PyTorch would wait for it without end. And no group is destroyed that was never made, whose
-    error would hide this one."""
+    """PyTorch would wait without end. A group that was never made is not destroyed, an error."""
     left = threading.Event()
 
     def silent():
@@ -214,6 +213,7 @@ def test_one_error_is_said_once(data, ranks, tmp_path):
     with checkpoint.lock(tmp_path / "run"):
         codes = ranks.run(2, command(data, tmp_path / "run", **SIZES))
         assert 6 in codes and len(ranks.errors()) == 1 and "the run is in use" in ranks.errors()[0], ranks.printed()
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
     assert ranks.run(2, ["info", "flash"]) == [2, 2] and len(ranks.errors()) == 1
     assert ranks.run(2, ["--help"]) == [0, 0] and ranks.printed().count("Usage:") == 1
 
