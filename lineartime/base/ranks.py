@@ -1,7 +1,7 @@
 """The processes that `torchrun` starts for one task. A process on its own is rank 0 of 1.
 
-A rank that ends with an error says so in one line, and is the only one that speaks: the others lose
-their connection to it, and end without a word. The store of `torchrun` counts who has spoken."""
+A rank that ends with an error says so in one line; the others lose their connection to it, and end
+without a word. The store of `torchrun` counts who has spoken."""
 
 import datetime
 import json
@@ -101,7 +101,6 @@ def with_groups(ranks: Ranks, timeout: datetime.timedelta) -> Ranks:
 def connected(device_type: str = "cpu", timeout_s: float = TIMEOUT_S, n_in_row: int = 1,
               between: Callable[[], None] = lambda: None) -> Iterator[Ranks]:
     """Connect the ranks that `torchrun` launched, by gloo and on CUDA by nccl too; yields this one.
-
     n_in_row: ranks that share each row. between is called often until all are connected, and may
     raise. A process on its own, and a block inside another, connects nothing. Raises UsageError for
     a wrong timeout and as `in_rows` does, RankError when another rank ends or does not answer for
@@ -190,8 +189,7 @@ def speaks_first(ranks: Ranks, error: BaseException) -> bool:
     is_shared = isinstance(error, RankError | Stopped)
     if open_store.cache_info().currsize or not is_shared:
         with suppress(RuntimeError, LineartimeError):
-            is_first: bool = within(10, lambda: open_store().add("spoken", 1) == 1)
-            return is_first
+            return bool(within(10, lambda: open_store().add("spoken", 1) == 1))
     return not is_shared or ranks.rank < 2 or os.environ.get("LOCAL_RANK") == "0"
 
 

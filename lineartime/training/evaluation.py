@@ -26,8 +26,7 @@ MOST_CONTEXT = 1 << 26  # beyond any use, and small enough for the sums of a row
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood `nll`, the sum of -ln p, of a split's scored tokens, among them
-    the end-of-document tokens."""
+    """The negative log-likelihood `nll`, sum of -ln p, of tokens, among them the ends of documents."""
 
     n_tokens: int
     nll: float
@@ -82,10 +81,9 @@ def load_with_split(run: Path, data: Name,
     if isinstance(model, SpanModel):
         raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
     stream = open_split(data, split)
-    if stream.tokenizer_sha256 != tokenizer.sha256:
-        raise UsageError("the run and the data have different tokenizers",
-                         f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
-                         f"prepare the data with --tokenizer {facts['checkpoint']}/{TOKENIZER_FILE}")
+    require(stream.tokenizer_sha256 == tokenizer.sha256, "the run and the data have different tokenizers",
+            f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
+            f"prepare the data with --tokenizer {facts['checkpoint']}/{TOKENIZER_FILE}")
     return model, stream, facts
 
 
@@ -186,8 +184,7 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
 
 def stacked_rows(model: LanguageModel, stream: TokenStream, context: int,
                  batch_rows: int) -> Iterator[list[np.ndarray]]:
-    """The rows of a split, or their inputs and targets if the model is not causal, `batch_rows` at
-    once. A shorter last row is alone."""
+    """`batch_rows` rows at once, or their inputs and targets; a shorter last row is alone."""
     rows: Iterable[tuple[np.ndarray, ...]] = masked_rows(stream, context)
     if model.config.causal:
         rows = ((row,) for row in eval_rows(stream, context))

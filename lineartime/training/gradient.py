@@ -77,8 +77,7 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
 
 def add_gradient(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int, precision: str,
                  ranks: Ranks) -> Tensor:
-    """Add the gradient of a micro-batch's mean loss to `.grad`; returns the loss, `[]`, of this
-    rank's part of the rows, which `ranks` share."""
+    """Add the gradient of a micro-batch's mean loss to `.grad`; returns this rank's loss."""
     with torch.autocast(micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
         loss = objective.losses(model, *micro_batch, ranks=ranks).sum() / max(count, 1)
     loss.backward()

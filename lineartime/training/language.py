@@ -65,8 +65,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     Raises UsageError for wrong settings or another run in the folder, DataError for the data,
     CheckpointError for damage, NumericsError for a loss or gradient that is not finite,
-    ResourceError for memory, disk and a run in use, RankError for a lost rank, Stopped after
-    saving."""
+    ResourceError for memory, disk and a run in use, RankError for a lost rank, Stopped if asked."""
     settings, stop = config if isinstance(config, RunConfig) else config_for_data(config), stop or StopSignal()
     # What decides the numbers is stored with the run: hashes of the text, tokenizer and weights.
     data, out = settings.data, Path(settings.out)
@@ -92,8 +91,7 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
 
 def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:
-    """What a run stores of the weights that it begins with, and a function that reads them, which a
-    run that is continued does not need."""
+    """What a run stores of its first weights, and what reads them; a continued run needs none."""
     source, there = config.source, saved_run(Path(config.out))
     if source is None:
         return {}, None
@@ -123,8 +121,7 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 def score_and_sample(run: Run, model: LanguageModel, ranks: Ranks, *, stop: StopSignal,
                      progress: Progress | None) -> dict[str, Any]:
-    """Score the held-out split, and write a sample if the model decodes and is not sharded; returns
-    the result file's content."""
+    """Score the held-out split, and write a sample; returns the result file's content."""
     # The peak of this process since it began, before the scores, which need other memory.
     config, peak_mib = run.config, peak_bytes(model.embed.weight.device) / 2**20
     held_out = open_data(config.data, "validation")

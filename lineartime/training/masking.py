@@ -18,17 +18,15 @@ def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int
     """The inputs and the targets of a row, int64 `[T]` each. A row may have no target.
 
     Each token that is not special is chosen with probability 0.15. Its target is its id; every
-    other target is -1. It becomes [MASK] with probability 0.8, a token drawn uniformly from those
-    that are not special with 0.1, and stays otherwise. The masks of a row's first tokens do not
-    depend on its length."""
+    other target is -1. With probability 0.8 it becomes [MASK], with 0.1 a random token that is not
+    special, else it stays. The masks of a row's first tokens do not depend on its length."""
     # numpy promises the same raw numbers for ever. The order of rows has this key, but counter 0.
     philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64),
                               counter=np.array([0, 0, row, 1], np.uint64))
     assert stream.mask is not None
     # Two numbers of 64 bits for each token: what becomes of it, and which token it may become.
     choice_T, other_T = philox.random_raw(2 * len(ids_T)).reshape(-1, 2).T
-    asked_T = choice_T < cutoff(CHOSEN)
-    asked_T &= ~np.isin(ids_T, stream.special)
+    asked_T = (choice_T < cutoff(CHOSEN)) & ~np.isin(ids_T, stream.special)
     inputs_T = np.where(asked_T & (choice_T < cutoff(CHOSEN * MASKED)), stream.mask, ids_T)
     replaced_T = asked_T & (choice_T >= cutoff(CHOSEN * MASKED)) & (choice_T < cutoff(CHOSEN * (MASKED + REPLACED)))
     inputs_T[replaced_T] = stream.ordinary[other_T[replaced_T] % np.uint64(len(stream.ordinary))]
@@ -44,7 +42,6 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
                  chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The inputs and targets of one training step, int64 `[rows_per_step, context]` each, or of the
     rows `chosen`. An epoch takes every full row once, in its own order and with its own masks.
-
     Raises UsageError for data without [MASK], DataError for data that does not fill one row."""
     rows = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=0)
     require_mask(rows[0][0].mask, rows[0][0].name)
@@ -55,8 +52,7 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 
 
 def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The inputs and targets of all rows in order, with the masks of evaluation: seed 0, epoch 0.
-    Raises UsageError for data without [MASK]."""
+    """`mask_tokens` of all rows, seed 0 and epoch 0. Raises UsageError for data without [MASK]."""
     require_mask(stream.mask, stream.name)
     for row, start in enumerate(range(0, len(stream), context)):
         ids_T = stream.read(start, min(start + context, len(stream)))

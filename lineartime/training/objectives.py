@@ -28,8 +28,7 @@ class Objective(Protocol):
         """A loss in nats for each target, of any shape, float32 or more; `ranks` share the rows."""
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """The held-out scores by name, among them "loss". progress is called with the number of
-        tokens or questions scored so far, and may raise."""
+        """The held-out scores, among them "loss". progress takes what is scored, and may raise."""
 
 
 class NextToken:

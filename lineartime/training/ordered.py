@@ -110,8 +110,7 @@ def merge_all(sums: Sums) -> list[Tensor]:
 
 
 def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
-    """What this rank updates of each of the model's parameters; a process on its own updates all.
-    muon: whether the matrices of layers are Muon's."""
+    """What this rank updates of each parameter. muon: whether Muon has the matrices of layers."""
     wholes = []
     for name, p in model.named_parameters():
         by_muon = muon and "layers." in name and is_matrix(name, p) and p.dim() < 3

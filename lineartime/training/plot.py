@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lineartime.base.errors import UsageError
 from lineartime.base.files import damaged, replaced
+from lineartime.base.settings import require
 from lineartime.base.words import millions
 from lineartime.config import ModelConfig
 from lineartime.folders import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
@@ -43,8 +43,7 @@ def read_curves(run_dir: Path) -> Curves:
     trained, CheckpointError where what the run wrote is damaged."""
     run, lines = read_run(run_dir), read_metrics(run_dir)
     training = [line for line in lines if "held_out" not in line]
-    if not training:
-        raise UsageError("nothing to plot yet", run_dir, "let the training make a step")
+    require(bool(training), "nothing to plot yet", str(run_dir), "let the training make a step")
     scores = [(line["step"], line["held_out"]["loss"]) for line in lines if "held_out" in line]
     if (run_dir / RESULT_FILE).exists():
         result = read_result(run_dir)

@@ -149,8 +149,7 @@ def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
 
 
 def check_names(settings: dict[str, Any]) -> None:
-    """Raise UsageError for an unknown setting, for settings without model, data or folder, and for
-    `from` together with `model` or `task`."""
+    """Raise UsageError for an unknown or wrong name, and for `from` with `model` or `task`."""
     for name in config.without_removed(settings):
         require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
     require("model" in settings or "from" in settings, "training needs a model", "none is named",
@@ -198,9 +197,9 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     With `from` the weights give the model. A run that is saved in the folder keeps its warm-up if
     the settings name none, and knows the model of its weights, which need not be there.
 
-    Raises UsageError as `run_config` does, for a vocabulary smaller than the data's, for data of
-    several tokenizers or of another than the weights', and for data without [MASK] if the model is
-    not causal; and as `read_source` and `read_manifest` do."""
+    Raises UsageError for a vocabulary smaller than the data's, for data of several tokenizers or
+    not the weights', and for data without [MASK] if the model is not causal; and as `run_config`,
+    `read_source` and `read_manifest` do."""
     from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
 
     paths_as_text = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
@@ -243,8 +242,7 @@ def require_same_tokens(weights: str, data: str) -> None:
     from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
     from lineartime.data.tokens import tokenizer_of
 
-    old = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE)
-    new = tokenizer_of(data)
+    old, new = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE), tokenizer_of(data)
     require(same_tokens(old, new), "the weights and the data have different tokenizers",
             f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
             f"prepare the data with --tokenizer {weights}")

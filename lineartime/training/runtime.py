@@ -110,8 +110,7 @@ class StopSignal:
             raise Stopped(f"stopped by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}", note, self.number)
 
     def agree(self, ranks: Ranks) -> bool:
-        """Whether a stop was requested of any rank: all get one answer, and stop at the same place.
-        A signal that comes while they ask counts the next time."""
+        """Whether any rank was asked to stop: all get one answer. A signal meanwhile counts next time."""
         # The largest number of a signal is the same on all ranks, and 0 if no rank was asked.
         number = int(gather(torch.tensor(self.number or 0), ranks).max())
         self.number = number or self.number
@@ -119,8 +118,7 @@ class StopSignal:
 
     def watch(self, note: str, progress: Progress | None, what: str, total: int | None,
               ranks: Ranks = ALONE) -> Callable[[int], None]:
-        """A callback that takes a count, reports it to `progress`, and raises Stopped if a stop was
-        requested. All ranks call it equally often."""
+        """A callback that reports a count to `progress`, or raises Stopped. All ranks call it."""
         def counted(done: int) -> None:
             if progress is not None:
                 progress(what, done, total)
