@@ -138,6 +138,20 @@ def test_a_stopped_command_goes_on(call: Call, tmp_path: Path, warm_command: lis
         assert ours == theirs | near
 
 
+def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a process that is killed; and what came before a wrong byte is kept."""
+    write_model(model := tmp_path / "model")
+    line = [model, "-", "--state", tmp_path / "state", "--json"]
+    assert call("score", *line, stdin="one\ntwo\n\udcff\n")[0] == 3
+    assert json.loads(call("score", *line, stdin="three\n")[1])["number"] == 3
+    saved: list[int] = []
+    monkeypatch.setattr("lineartime.cli.evaluate.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(ScoringState, "save", lambda self, path: saved.append(self.n_read))
+    (book := tmp_path / "book").write_bytes(b"a line\n" * 10_000)
+    assert call("score", model, book, "--state", tmp_path / "new")[0] == 0
+    assert saved == [1 << 16, 70_000, 70_000]
+
+
 def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
     """With a tokenizer whose tokens are no bytes."""
     (text := tmp_path / "text").write_text("It was a dark and stormy night.\n")
@@ -148,24 +162,6 @@ def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
     assert found is not None and n_bytes == 32 > 2 * len(rows)
     assert [*map(float, found.groups())] == pytest.approx([bits / 32, 2 ** (bits / len(rows))], abs=0.06)
     assert all(row["bits_per_byte"] == pytest.approx(row["bits"] / row["bytes"], abs=1e-3) for row in rows)
-
-
-def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a process that is killed."""
-    saved: list[int] = []
-    monkeypatch.setattr("lineartime.cli.evaluate.SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(ScoringState, "save", lambda self, path: saved.append(self.n_read))
-    write_model(model := tmp_path / "model")
-    (book := tmp_path / "book").write_bytes(b"a line\n" * 10_000)
-    assert call("score", model, book, "--state", tmp_path / "state")[0] == 0
-    assert saved == [1 << 16, 70_000, 70_000]
-
-
-def test_what_came_before_a_wrong_byte_is_kept(call: Call, tmp_path: Path) -> None:
-    write_model(model := tmp_path / "model")
-    line = [model, "-", "--state", tmp_path / "state", "--json"]
-    assert call("score", *line, stdin="one\ntwo\n\udcff\n")[0] == 3
-    assert json.loads(call("score", *line, stdin="three\n")[1])["number"] == 3
 
 
 def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
