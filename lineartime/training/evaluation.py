@@ -26,7 +26,7 @@ MOST_CONTEXT = 1 << 26  # beyond any use, and small enough for the sums of a row
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The negative log-likelihood `nll`, sum of -ln p, of tokens, among them the ends of documents."""
+    """The negative log-likelihood `nll`, sum of -ln p, of tokens, also of ends of documents."""
 
     n_tokens: int
     nll: float

@@ -110,7 +110,7 @@ class StopSignal:
             raise Stopped(f"stopped by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}", note, self.number)
 
     def agree(self, ranks: Ranks) -> bool:
-        """Whether any rank was asked to stop: all get one answer. A signal meanwhile counts next time."""
+        """Whether any rank was asked to stop: one answer for all. Later signals count next time."""
         # The largest number of a signal is the same on all ranks, and 0 if no rank was asked.
         number = int(gather(torch.tensor(self.number or 0), ranks).max())
         self.number = number or self.number

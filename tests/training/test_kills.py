@@ -69,11 +69,10 @@ def test_a_stop_saves_and_the_same_command_resumes(share, number, twice, process
     assert_same(out, expected)
 
 
-def test_a_stop_while_it_starts(processes, data, tmp_path, reference):
+def test_a_stop_while_it_starts(data, tmp_path):
     """A whole process, while Python reads the modules: there is nothing to save."""
-    out, printed, maps = tmp_path / "run", tmp_path / "printed", ""
-    with subprocess.Popen([sys.executable, "-m", "lineartime", *command(data, out)], stderr=subprocess.PIPE,
-                          text=True) as process:
+    arguments, maps = [sys.executable, "-m", "lineartime", *command(data, tmp_path / "run")], ""
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
         while "libtorch" not in maps and process.poll() is None:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         process.send_signal(signal.SIGTERM)
@@ -83,6 +82,4 @@ def test_a_stop_while_it_starts(processes, data, tmp_path, reference):
             process.kill()
         # Before it listens, SIGTERM ends a process at once; a shell says 143 for both.
         assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), said
-    assert "Traceback" not in said
-    assert processes.run(command(data, out), printed) == 0, printed.read_text()
-    assert_same(out, reference[0])
+    assert "Traceback" not in said and not list((tmp_path / "run").glob("step-*"))

@@ -27,16 +27,12 @@ def by_levels(values):
 
 @pytest.mark.parametrize("n", range(1, 18))
 def test_the_sum_is_the_complete_binary_tree(n):
+    """Also if ranks have first added blocks of 2^k terms, which are its subtrees."""
     expected = [by_levels([term[i] for term in terms(n)]) for i in range(2)]
-    found = tree_sum(iter(terms(n)))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(("n", "n_ranks"), [(8, 2), (8, 4), (8, 8), (12, 3), (12, 6), (7, 7), (20, 5)])
-def test_blocks_of_ranks_are_subtrees(n, n_ranks):
-    whole, size = tree_sum(iter(terms(n))), n // n_ranks
-    blocks = [tree_sum(iter(terms(n)[rank * size : (rank + 1) * size])) for rank in range(n_ranks)]
-    assert all(torch.equal(a, b) for a, b in zip(whole, tree_sum(iter(blocks)), strict=True))
+    assert all(map(torch.equal, tree_sum(iter(terms(n))), expected))
+    for size in (1, 2, 4, 8):
+        blocks = [tree_sum(iter(terms(n)[first : first + size])) for first in range(0, n, size)]
+        assert all(map(torch.equal, tree_sum(iter(blocks)), expected))
 
 
 @pytest.mark.parametrize(("shard", "fitting"), [(False, [1, 3, 6, 12]), (True, [1, 2, 4, 12])])
