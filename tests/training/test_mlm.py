@@ -78,7 +78,7 @@ def a_stream(vocab_size=50, special=(0, 1, 2), mask=1):
 
 
 def assert_binomial(count, n, p):
-    """Within five standard deviations: and the masks are always the same."""
+    """Within five standard deviations; the masks are always the same."""
     assert abs(count - n * p) < 5 * math.sqrt(n * p * (1 - p)), f"{count} of {n}, {n * p:.0f} expected"
 
 
