@@ -19,7 +19,7 @@ from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm, unfold_heads
-from lineartime.ops.dispatch import unsupported_step, unsupported_variant, use_kernels
+from lineartime.ops.dispatch import unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
 
 Convolve = Callable[[Tensor], Tensor] | None
@@ -38,7 +38,7 @@ class GatedAttentionUnit(ResidualLayer):
     `model.init_weights` lists the initial values.
 
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md,
-    section 8). Kernels have no second derivatives; `layer.impl = "reference"` has.
+    section 8). For second derivatives set `layer.impl = "reference"`.
 
     Raises UsageError for a wrong field, and for the configuration of a model without GAUs."""
 
@@ -110,7 +110,9 @@ class GatedAttentionUnit(ResidualLayer):
     def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
                          convolve: Convolve) -> Tensor:
         """What W_o takes where a layer attends neither as FLASH nor as FLASH-Quad."""
-        use_kernels(self.impl, uvz_BTF.device, unsupported_variant)  # raises for impl "triton", or notes the reason
+        # For impl "triton" this raises, on CUDA it notes the reason.
+        use_kernels(self.impl, uvz_BTF.device, lambda: "kernels do not run the paper's ablations; without chunks they "
+                                                       "need one head and no key_conv")
         u_BTE, v_BTE, z_BTS = gau_options.split_activated(self.config, uvz_BTF)
         heads, gate_BT = self.make_heads(z_BTS, info, convolve)
         a_BGG = None

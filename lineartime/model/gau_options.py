@@ -17,16 +17,10 @@ from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ScaleOffset, fold_heads, unfold_heads
-from lineartime.ops.ablations import (
-    ablated_quadratic_attention,
-    first_to_all_attention,
-    learned_chunk_weights,
-    paper_linear_attention,
-    weighted_linear_attention,
-)
+from lineartime.ops import ablations, reference
 from lineartime.ops.context import with_neighbours
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import Exchange, chunk_ids, from_chunks, ids_or_zeros, linear_attention, rope, to_chunks
+from lineartime.ops.reference import Exchange, ids_or_zeros, to_chunks
 
 CONV_NOISE = 0.3
 """Standard deviation of a new convolution's noise: keys differ by their neighbours at once."""
@@ -104,7 +98,7 @@ def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor]
 
 
 class WriteGate(nn.Module):
-    """The parameters of `write_gate`, by which the linear half's key is multiplied."""
+    """sigmoid(w z + b) of each token and head, by which the linear half's key is multiplied."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -116,11 +110,10 @@ class WriteGate(nn.Module):
         nn.init.normal_(self.weight, std=GATE_STD)
         nn.init.zeros_(self.bias)
 
-
-def write_gate(conv_BTS: Tensor, gate_S: Tensor, gate_bias_H: Tensor) -> Tensor:
-    """sigmoid(w z + b) of each token and head: gate_BTH, in float32 at least."""
-    product_BTS = at_least_float32(conv_BTS) * gate_S
-    return torch.sigmoid(product_BTS.unflatten(-1, (len(gate_bias_H), -1)).sum(-1) + gate_bias_H)
+    def forward(self, conv_BTS: Tensor) -> Tensor:
+        """gate_BTH, in float32 at least. conv_BTS: what the keys are made from."""
+        product_BTS = at_least_float32(conv_BTS) * self.weight
+        return torch.sigmoid(product_BTS.unflatten(-1, (len(self.bias), -1)).sum(-1) + self.bias)
 
 
 def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
@@ -130,7 +123,7 @@ def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
     from."""
     if gate is None:
         return k_BTHK, None
-    gate_BTH = write_gate(conv_BTS, gate.weight, gate.bias)
+    gate_BTH = gate(conv_BTS)
     gate_BT = gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
     return (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype), gate_BT
 
@@ -149,7 +142,7 @@ def heads_of_z(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offse
     for n in range(len(scale_offset.gamma)):
         made_BTS = (wide_conv_BTS if n in from_conv else wide_BTS) * scale_offset.gamma[n] + scale_offset.beta[n]
         head_BTHS = made_BTS.unflatten(-1, (config.n_heads, -1))
-        heads.append(rope(head_BTHS, sin, cos) if config.linear_rope or n not in (2, 3) else head_BTHS)
+        heads.append(reference.rope(head_BTHS, sin, cos) if config.linear_rope or n not in (2, 3) else head_BTHS)
     if config.chunk_size is not None:
         heads[3], gate_BT = gated_keys(config, heads[3], conv_BTS, gate)
     return [fold_heads(head.to(z_BTS.dtype).flatten(-2), config.n_heads) for head in heads], gate_BT
@@ -178,7 +171,8 @@ def gated(config: ModelConfig, u_BTE: Tensor, out_BTE: Tensor) -> Tensor:
 
 def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | None, scale_offset: ScaleOffset,
                   bias: RelPosBias) -> Tensor:
-    """The learned weight of chunk h for chunk g (Appendix A), `[B, G, G]`, from mean z.
+    """a_gh = relu(q_g k_h^T / n + b)^2, the learned weight of chunk h for chunk g (Appendix A):
+    `[B, G, G]`, float32 at least. q and k are made from mean z; n is the chunks of a training row.
 
     When causal, the query of chunk g is the mean of chunk g - 1: its own has tokens that queries
     must not see."""
@@ -194,8 +188,8 @@ def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | N
     # Query and key of a summary are two more cheap transforms of z.
     gamma_2S, beta_2S = scale_offset.gamma, scale_offset.beta
     q_BGS, k_BGS = asking_BGS * gamma_2S[0] + beta_2S[0], z_BGS * gamma_2S[1] + beta_2S[1]
-    a_BGG = learned_chunk_weights(q_BGS, k_BGS, bias.at(distance_GG[None]), scale_len=config.n_chunks)
-    return a_BGG.masked_fill(hidden_BGG, 0.0)
+    score_BGG = at_least_float32(reference.product("bgs,bhs->bgh", q_BGS / config.n_chunks, k_BGS))
+    return reference.attention_weights(score_BGG + bias.at(distance_GG[None]), None).masked_fill(hidden_BGG, 0.0)
 
 
 def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tensor, rel_pos_bias: RelPosBias | None,
@@ -209,7 +203,7 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
     if config.chunk_size is None:
         q_BTS, k_BTS = heads
         w = None if rel_pos_bias is None else rel_pos_bias(v_BTE.shape[1])
-        return ablated_quadratic_attention(
+        return ablations.ablated_quadratic_attention(
             q_BTS[:, None], k_BTS[:, None], v_BTE[:, None], w, scale_len=config.scale_len, causal=config.causal,
             segment_ids_BGC=None if segment_ids_BT is None else segment_ids_BT[:, None], kernel=config.attn_kernel,
             cls_softmax=config.cls_softmax)[:, 0]
@@ -217,7 +211,7 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
     q_quad, k_quad, *others = (to_chunks(head_BTS, c) for head_BTS in heads)
     v_BGCE = to_chunks(v_BTE, c)
     # Where rows end inside a chunk, ids of -1 mark what is missing.
-    ids_BGC = chunk_ids(segment_ids_BT, v_BTE, c, config.causal and a_BGG is None)
+    ids_BGC = reference.chunk_ids(segment_ids_BT, v_BTE, c, config.causal and a_BGG is None)
     if config.document_mask == "paper":
         ids_BGC = ids_or_zeros(ids_BGC, v_BGCE)
     # The quadratic half. The paper's mask keeps out padding alone.
@@ -225,7 +219,7 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
     if config.chunk_parts != "global":
         within = ids_BGC if ids_BGC is None or config.document_mask == "exact" else (ids_BGC >= 0).long() - 1
         w = None if rel_pos_bias is None else rel_pos_bias(rel_pos_bias.n)
-        out_BGCE = ablated_quadratic_attention(
+        out_BGCE = ablations.ablated_quadratic_attention(
             q_quad, k_quad, v_BGCE, w, scale_len=config.scale_len, causal=config.causal, segment_ids_BGC=within,
             kernel=config.attn_kernel, overlap=config.overlap, cls_softmax=config.cls_softmax)
     if config.has_linear_half:
@@ -234,17 +228,18 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
         out_BGCE = lin_BGCE if out_BGCE is None else out_BGCE + lin_BGCE
     assert out_BGCE is not None
     if config.first_to_all:  # each chunk's first token also attends to its whole document
-        first_BGE = first_to_all_attention(others[2][:, :, 0], others[3], v_BGCE, ids_or_zeros(ids_BGC, v_BGCE))
+        ids_BGC = ids_or_zeros(ids_BGC, v_BGCE)
+        first_BGE = ablations.first_to_all_attention(others[2][:, :, 0], others[3], v_BGCE, ids_BGC)
         out_BGCE = torch.cat([out_BGCE[:, :, :1] + first_BGE[:, :, None], out_BGCE[:, :, 1:]], dim=2)
-    return from_chunks(out_BGCE, v_BTE.shape[1])
+    return reference.from_chunks(out_BGCE, v_BTE.shape[1])
 
 
 def attend_linearly(config: ModelConfig, q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, ids_BGC: Tensor | None,
                     a_BGG: Tensor | None, gate_BGC: Tensor | None, exchange: Exchange | None) -> Tensor:
     """The linear half: by learned weights, as the listing has it, or with the exact mask."""
     if a_BGG is not None and ids_BGC is not None:
-        return weighted_linear_attention(q_BGCS, k_BGCS, v_BGCE, a_BGG, segment_ids_BGC=ids_BGC)
+        return ablations.weighted_linear_attention(q_BGCS, k_BGCS, v_BGCE, a_BGG, segment_ids_BGC=ids_BGC)
     if config.document_mask == "paper" and ids_BGC is not None:
-        return paper_linear_attention(q_BGCS, k_BGCS, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC)
-    return linear_attention(q_BGCS, k_BGCS, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC,
+        return ablations.paper_linear_attention(q_BGCS, k_BGCS, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC)
+    return reference.linear_attention(q_BGCS, k_BGCS, v_BGCE, causal=config.causal, segment_ids_BGC=ids_BGC,
                             pooling=config.chunk_pooling, gate_BGC=gate_BGC, exchange=exchange)

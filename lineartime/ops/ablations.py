@@ -8,7 +8,7 @@ leaks (Code 7)."""
 import torch
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32, float16_as_float32
+from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import (
     attention_weights,
     ids_or_zeros,
@@ -69,15 +69,6 @@ def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segmen
     visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
     score_BGT = at_least_float32(product("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
     return weigh_values(attention_weights(score_BGT, visible_BGT, "softmax"), v_BTE)
-
-
-def learned_chunk_weights(q_BGS: Tensor, k_BGS: Tensor, bias_1GG: Tensor, *, scale_len: int) -> Tensor:
-    """a_gh = relu(q_g k_h^T / n + b)^2, chunk h's weight for g (Appendix A): `[B, G, G]`, float32
-    at least.
-
-    scale_len: n, the chunks of a training row. The caller masks chunks that are not visible."""
-    score_BGG = at_least_float32(product("bgs,bhs->bgh", float16_as_float32(q_BGS) / scale_len, k_BGS))
-    return attention_weights(score_BGG + bias_1GG, None)
 
 
 def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,

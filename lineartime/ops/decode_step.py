@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.reference import Heads, HeadsFromZ
-from lineartime.ops.tiles import HALF, load_angles, load_base, load_rows, make_head, silu
+from lineartime.ops.tiles import HALF, load_angles, load_base, load_tile, make_head, silu
 
 SLOTS = 32
 """Slots of the open chunk read at a time."""
@@ -84,8 +84,8 @@ def decode_columns(uvz, heads, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv
     if weight > 0:  # kv is undefined if the document has no closed chunk
         l1, l2 = head_of_token(heads, 2, z1, z2, gamma, beta, sin, cos, b, dtype)
         kv_row = kv + b * 2 * HALF * E
-        made += weight * tl.sum(tl.trans(l1).to(tl.float32) * load_rows(kv_row, half, column, HALF, E, E), 0)
-        made += weight * tl.sum(tl.trans(l2).to(tl.float32) * load_rows(kv_row + HALF * E, half, column, HALF, E, E), 0)
+        made += weight * tl.sum(tl.trans(l1).to(tl.float32) * load_tile(kv_row, half, column, HALF, E, E), 0)
+        made += weight * tl.sum(tl.trans(l2).to(tl.float32) * load_tile(kv_row + HALF * E, half, column, HALF, E, E), 0)
     u = silu(tl.load(uvz_row + column, mask=mask, other=0.0).to(tl.float32))
     tl.store(out + b * E + column, (u * made).to(dtype), mask=mask)
 
@@ -131,7 +131,12 @@ def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS:
     Raises RuntimeError if an input requires a gradient or has a forward-mode tangent, ValueError
     for heads or buffers of another dtype, or gaps in buffers."""
     buffers = k_quad_BCS, k_lin_BCS, v_BCE
-    check_step((uvz_B1F, *heads, bias_C, kv_BSE, weight_B), buffers)
+    inputs = (uvz_B1F, *heads, bias_C, kv_BSE, weight_B, *buffers)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
+    refuse_forward_mode(*inputs)
+    if any(buffer.dtype != uvz_B1F.dtype or not buffer.is_contiguous() for buffer in buffers):
+        raise ValueError("buffers must be contiguous and have the dtype of uvz")
     if isinstance(heads, HeadsFromZ):
         gamma_4S, beta_4S, *angles = heads
         made_or_by = None, gamma_4S, beta_4S, *(x.expand(len(uvz_B1F), -1, -1)[:, 0] for x in angles)
@@ -141,12 +146,3 @@ def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS:
         made_or_by = torch.stack(list(heads))[:, :, 0], None, None, None, None
     given = (uvz_B1F[:, 0], *made_or_by, bias_C, *buffers, kv_BSE, offset_B, first_B, weight_B)
     return decode_op(*(None if x is None else x.contiguous() for x in given))[:, None]
-
-
-def check_step(inputs: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> None:
-    """Raise as `chunk_decode_step` does. The first input is uvz."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *buffers)):
-        raise RuntimeError("a decode step in a kernel has no gradient: call it under torch.no_grad()")
-    refuse_forward_mode(*inputs, *buffers)
-    if any(buffer.dtype != inputs[0].dtype or not buffer.is_contiguous() for buffer in buffers):
-        raise ValueError("buffers must be contiguous and have the dtype of uvz")

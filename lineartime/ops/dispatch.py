@@ -50,39 +50,32 @@ def unsupported_device(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def unsupported_rows(uvz: Tensor, heads: HeadsFromZ) -> str | None:
     """Why no kernel attends over whole rows of a projection `[B, T, 2 E + S]`; None if one does."""
-    if reason := unsupported_device(uvz.device, uvz.dtype):
-        return reason
     s = heads.gamma_NS.shape[-1]
-    if s != QUERY_KEY_DIM:
-        return f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
-    return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, None)
+    width = None if s == QUERY_KEY_DIM else f"query_key_dim {s}, kernels have {QUERY_KEY_DIM}"
+    return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, None, width)
 
 
 def unsupported_chunks(uvz: Tensor, heads: Heads, chunk_size: int, pooling: str) -> str | None:
     """Why no kernel runs mixed chunk attention; None if one does. PyTorch makes narrow heads."""
-    if reason := unsupported_device(uvz.device, uvz.dtype):
-        return reason
-    from_z = isinstance(heads, HeadsFromZ)
-    s = heads[0].shape[-1]
+    s, other = heads[0].shape[-1], None
     if s > QUERY_KEY_DIM:
-        return f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
-    if pooling == "written" and uvz.dtype == torch.float16:
-        return 'sums of chunk_pooling "written" do not fit float16'
-    return unsupported_sizes(uvz, (uvz.shape[-1] - s * from_z) // 2, chunk_size)
+        other = f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
+    elif pooling == "written" and uvz.dtype == torch.float16:
+        other = 'sums of chunk_pooling "written" do not fit float16'
+    return unsupported_sizes(uvz, (uvz.shape[-1] - s * isinstance(heads, HeadsFromZ)) // 2, chunk_size, other)
 
 
 def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
     """Why no kernel makes a step with these keys and values of open chunks; None if one does."""
-    if reason := unsupported_device(v_BCE.device, v_BCE.dtype):
-        return reason
     s, (_, chunk_size, e) = k_BCS.shape[-1], v_BCE.shape
-    if s != QUERY_KEY_DIM:
-        return f"keys of width {s}, a decode step in a kernel has {QUERY_KEY_DIM}"
-    return unsupported_sizes(v_BCE, e, chunk_size)
+    width = None if s == QUERY_KEY_DIM else f"keys of width {s}, a decode step in a kernel has {QUERY_KEY_DIM}"
+    return unsupported_sizes(v_BCE, e, chunk_size, width)
 
 
-def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None:
-    """Why the attention kernels do not support the sizes of a projection; None if they do."""
+def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None, other: str | None) -> str | None:
+    """The first reason of the device, the `other` one, and the sizes of a projection; or None."""
+    if reason := unsupported_device(uvz.device, uvz.dtype) or other:
+        return reason
     if e % COLUMNS:
         return f"d_inner {e}, kernels have multiples of {COLUMNS}"
     if chunk_size not in (None, *CHUNK_SIZES):
@@ -93,11 +86,6 @@ def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None) -> str | None
         if count > limit:
             return f"{count:,} {what}, kernels have {limit:,}"
     return None
-
-
-def unsupported_variant() -> str:
-    """The reason why no kernel runs a GAU that attends neither as FLASH nor as FLASH-Quad does."""
-    return "kernels do not run the paper's ablations; without chunks they need one head and no key_conv"
 
 
 def interpreted() -> bool:
@@ -156,6 +144,13 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
     would drop the tangent, and the derivative would be zero."""
     if not torch.compiler.is_compiling() and have_tangent(*inputs):
         raise RuntimeError('a kernel has no forward-mode derivative: take impl = "reference"')
+
+
+def refuse_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass with `create_graph=True`: what computes gradients in
+    place cannot be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError('no second derivative: take torch.func, or impl = "reference" and the loss of logits')
 
 
 def tile_class(device: torch.device) -> TileClass:

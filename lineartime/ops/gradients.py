@@ -11,21 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineartime.ops.tiles import (
-    HALF,
-    SIZE,
-    dot,
-    head_product,
-    load_angles,
-    load_base,
-    load_rows,
-    make_head,
-    rotate_back,
-    silu,
-    silu_slope,
-    store_rows,
-    visible_tile,
-)
+from lineartime.ops import tiles
+from lineartime.ops.tiles import HALF, SIZE, dot, head_product, load_tile, silu, store_tile
 
 BASE_TILE = 16
 """Tokens per program for heads or dz. A multiprocessor holds one program of 32, three of 16."""
@@ -52,13 +39,13 @@ def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride,
     start, batch = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
     angles = batch * angles_stride + start * HALF
-    z1, z2 = load_base(uvz + (batch * T + start) * F + 2 * E, token, left, F)
-    sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, left)
+    z1, z2 = tiles.load_base(uvz + (batch * T + start) * F + 2 * E, token, left, F)
+    sin_tile, cos_tile = tiles.load_angles(sin + angles, cos + angles, token, left)
     for head in tl.static_range(N):
-        made1, made2 = make_head(z1, z2, gamma, beta, head, sin_tile, cos_tile, heads.dtype.element_ty)
-        row = heads + ((head * tl.num_programs(1) + batch) * T + start) * 2 * HALF
-        store_rows(row, token, column, left, HALF, 2 * HALF, made1)
-        store_rows(row + HALF, token, column, left, HALF, 2 * HALF, made2)
+        made1, made2 = tiles.make_head(z1, z2, gamma, beta, head, sin_tile, cos_tile, heads.dtype.element_ty)
+        row = heads + ((head * tl.num_programs(1) + batch) * T + start) * SIZE
+        store_tile(row, token, column, left, SIZE, made1)
+        store_tile(row + HALF, token, column, left, SIZE, made2)
 
 
 @triton.jit
@@ -82,11 +69,7 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
     i, j = tl.arange(0, BM), tl.arange(0, BN)
     query, key = (m + i)[:, None], (n + j)[None, :]
     # The score as in the forward pass, on top of the bias.
-    query_document, key_document = query, key
-    if DOCUMENTS:
-        query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
-        key_document = tl.load(documents + first + key, mask=key < n_tokens, other=-1)
-    visible = visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL, DOCUMENTS)
+    visible = tiles.visible_tile(query, key, documents, first, n_tokens, CAUSAL, DOCUMENTS)
     score = head_product(q + (first + m) * SIZE, i, n_tokens - m, k + (first + n) * SIZE, j, n_tokens - n,
                          tl.load(w + (key - query)), BE)
     # The derivative of relu(s)^2 is 2 relu(s), times the derivative of the scaled score.
@@ -96,8 +79,8 @@ def differentiate_scores(q, k, v, do, w, documents, each, dscores, dlinear, sums
     dweight = tl.zeros([BM, BN], tl.float32)
     for e in range(0, E, BE):
         column = e + tl.arange(0, BE)
-        x = load_rows(do + (first + m) * E, i, column, n_tokens - m, E, E)
-        y = load_rows(v + (first + n) * E, j, column, n_tokens - n, E, E)
+        x = load_tile(do + (first + m) * E, i, column, n_tokens - m, E, E)
+        y = load_tile(v + (first + n) * E, j, column, n_tokens - n, E, E)
         dweight = dot(x, tl.trans(y), dweight)
     # The gradient of the score, of the linear term if not causal; diagonals are the bias's.
     into = m_tile.to(tl.int64) * BM * n_key_tiles * BN + n
@@ -149,22 +132,21 @@ def differentiate_head(dscores, other_heads, dhead, T, row_len, first_row, first
     if own >= n_tokens:
         return
     # dscores, for keys transposed, times the other head; then the scale, and earlier parts.
-    i, j, column = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, 2 * HALF)
+    i, j, column = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, SIZE)
     dscores += row.to(tl.int64) * n_queries * stride
-    total = tl.zeros([BM, 2 * HALF], tl.float32)
+    total = tl.zeros([BM, SIZE], tl.float32)
     for other in range(begin, end, BK):
         if OF_QUERIES:
             x = tl.load(dscores + (own - first_query).to(tl.int64) * stride + other + i[:, None] * stride + j[None, :])
         else:
             x = tl.trans(tl.load(dscores + (other - first_query).to(tl.int64) * stride + own
                                  + j[:, None] * stride + i[None, :]))
-        head = load_rows(other_heads + (first + other) * 2 * HALF, j, column, n_tokens - other, 2 * HALF, 2 * HALF)
-        total = dot(x, head, total)
+        total = dot(x, load_tile(other_heads + (first + other) * SIZE, j, column, n_tokens - other, SIZE), total)
     total *= scale
-    into = dhead + (first + own) * 2 * HALF
+    into = dhead + (first + own) * SIZE
     if ADD:
-        total += load_rows(into, i, column, n_tokens - own, 2 * HALF, 2 * HALF).to(tl.float32)
-    store_rows(into, i, column, n_tokens - own, 2 * HALF, 2 * HALF, total)
+        total += load_tile(into, i, column, n_tokens - own, SIZE).to(tl.float32)
+    store_tile(into, i, column, n_tokens - own, SIZE, total)
 
 
 def launch_make_heads(uvz_BTF: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -299,17 +281,17 @@ def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angl
     token, column, left = tl.arange(0, BT), tl.arange(0, HALF), T - start
     first, angles = batch * T + start, batch * angles_stride + start * HALF
     z_row = uvz + first * F + 2 * E
-    z1 = load_rows(z_row, token, column, left, HALF, F).to(tl.float32)
-    z2 = load_rows(z_row + HALF, token, column, left, HALF, F).to(tl.float32)
-    sin_tile, cos_tile = load_angles(sin + angles, cos + angles, token, left)
+    z1 = load_tile(z_row, token, column, left, F).to(tl.float32)
+    z2 = load_tile(z_row + HALF, token, column, left, F).to(tl.float32)
+    sin_tile, cos_tile = tiles.load_angles(sin + angles, cos + angles, token, left)
     dz1, dz2 = tl.zeros([BT, HALF], tl.float32), tl.zeros([BT, HALF], tl.float32)
     sums_row = sums + (batch * tl.num_programs(0) + tl.program_id(0)) * N * 4 * HALF
     # Back through RoPE. dz is a sum over heads, dgamma and dbeta are sums over tokens.
     for head in tl.static_range(N):
-        dhead = dheads + (head * tl.num_programs(1).to(tl.int64) * T + first) * 2 * HALF
-        turned1 = load_rows(dhead, token, column, left, HALF, 2 * HALF).to(tl.float32)
-        turned2 = load_rows(dhead + HALF, token, column, left, HALF, 2 * HALF).to(tl.float32)
-        d1, d2 = rotate_back(turned1, turned2, sin_tile, cos_tile)
+        dhead = dheads + (head * tl.num_programs(1).to(tl.int64) * T + first) * SIZE
+        turned1 = load_tile(dhead, token, column, left, SIZE).to(tl.float32)
+        turned2 = load_tile(dhead + HALF, token, column, left, SIZE).to(tl.float32)
+        d1, d2 = tiles.rotate_back(turned1, turned2, sin_tile, cos_tile)
         at = head * 2 * HALF + column
         dz1 += d1 * tl.load(gamma + at).to(tl.float32)[None, :]
         dz2 += d2 * tl.load(gamma + at + HALF).to(tl.float32)[None, :]
@@ -318,8 +300,8 @@ def base_gradient_kernel(uvz, dheads, gamma, sin, cos, duvz, sums, T, E, F, angl
         tl.store(sums_row + N * 2 * HALF + at, tl.sum(d1, 0))
         tl.store(sums_row + N * 2 * HALF + at + HALF, tl.sum(d2, 0))
     dz_row = duvz + first * F + 2 * E
-    store_rows(dz_row, token, column, left, HALF, F, dz1 * silu_slope(z1))
-    store_rows(dz_row + HALF, token, column, left, HALF, F, dz2 * silu_slope(z2))
+    store_tile(dz_row, token, column, left, F, dz1 * tiles.silu_slope(z1))
+    store_tile(dz_row + HALF, token, column, left, F, dz2 * tiles.silu_slope(z2))
 
 
 def base_gradient(uvz_BTF: Tensor, dheads_NBTS: Tensor, gamma_NS: Tensor, sin: Tensor, cos: Tensor,

@@ -25,7 +25,7 @@ from lineartime.ops.dispatch import (
 )
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
-from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, relu_scores, silu, silu_slope, store_tile
+from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile
 
 
 @triton.jit
@@ -67,39 +67,6 @@ def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.con
 
 
 @triton.jit
-def chunk_of_step(step, place, n_chunks, R: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr):
-    """The chunk that a step of a walk visits. The gradient walks the other way."""
-    if not WHOLE:
-        g = place % n_chunks
-    elif R == BACKWARD:
-        g = step
-    else:
-        g = n_chunks - 1 - step
-    return g
-
-
-@triton.jit
-def load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD: tl.constexpr):
-    """silu(v), or backward dout times the gate: what the tokens of a tile add to a state."""
-    x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
-    if BACKWARD:
-        x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
-    else:
-        x_tile = silu(x_tile)
-    return x_tile
-
-
-@triton.jit
-def enter_chunk(running, scale, state, size, column, begins, ends, here, start, E, C: tl.constexpr,
-                BACKWARD: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Store the state that enters a chunk, and return what of its sum goes on behind the chunk."""
-    store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
-    if DOCUMENTS:
-        running = tl.where(crosses_chunk(begins, ends, here, start, C), running, 0.0)
-    return running
-
-
-@triton.jit
 def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
                 DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
@@ -122,17 +89,23 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
     if WHOLE and first is not None:
         running = load_tile(first + b.to(tl.int64) * SIZE * E, size, column, SIZE, E)
     for step in range(n_chunks if WHOLE else 1):
-        g = chunk_of_step(step, place, n_chunks, R, BACKWARD, WHOLE)
+        # The gradient walks the other way.
+        g = (step if R == BACKWARD else n_chunks - 1 - step) if WHOLE else place % n_chunks
         here, n_here = b.to(tl.int64) * n_tokens + g * C, tl.minimum(n_tokens - g * C, C)
         scale = tl.load(scales + b * n_chunks + g)
         if WHOLE:  # the chunk reads the state as it is before its own tokens are added
             state = states + (b.to(tl.int64) * n_chunks + g) * SIZE * E
-            running = enter_chunk(running, scale, state, size, column, begins, ends, here, g * C, E, C, BACKWARD,
-                                  DOCUMENTS)
+            store_tile(state, size, column, SIZE, E, running if BACKWARD else running * scale)
+            if DOCUMENTS:
+                running = tl.where(crosses_chunk(begins, ends, here, g * C, C), running, 0.0)
         own = tl.zeros([SIZE, BE], tl.float32)
         for start in range(0, C, BC):  # add k v of the tokens whose document leaves the chunk
             token = start + tl.arange(0, BC)
-            x_tile = load_values(x, x_stride, uvz, here, token, column, n_here, F, BACKWARD)
+            x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
+            if BACKWARD:  # dout times the gate
+                x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
+            else:
+                x_tile = silu(x_tile)
             if R == 0:
                 store_tile(x_out + here * E, token, column, n_here, E, x_tile)
             head_tile = load_tile(head + here * SIZE, token, size, n_here, SIZE)
@@ -195,7 +168,10 @@ def weigh_tile(own_rows, own, n_here, other_rows, other, at, first, last, w, eac
     index = at + other[None, :]
     visible = (index >= first) & (index <= last)
     distance = index - own[:, None] if OF_QUERIES else own[:, None] - index  # key minus query
-    weight = relu_scores(own_rows, own, n_here, other_rows, other, n_here - at, w + C - 1, distance, visible, 1 / C, BS)
+    bias = tl.load(w + C - 1 + distance).to(tl.float32)
+    # q k^T is added onto the bias, which is multiplied by n = C for that.
+    score = head_product(own_rows, own, n_here, other_rows, other, n_here - at, bias * C, BS) * (1 / C)
+    weight = tl.where(visible, tl.maximum(score, 0.0), 0.0)
     weight *= weight
     if not CAUSAL:
         if OF_QUERIES:
@@ -279,8 +255,8 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         if DIRECTED:
             state_tile = load_tile(state, size, column, SIZE, E)
             if BACKWARD:  # the gradient of q_lin is that of what attention returns, times the state
-                u = load_tile(uvz + here * F, query, column, n_here, F, True).to(tl.float32)
-                do = load_tile(dout + here * E, query, column, n_here, E, True).to(tl.float32) * silu(u)
+                u = load_tile(uvz + here * F, query, column, n_here, F, AGAIN=True).to(tl.float32)
+                do = load_tile(dout + here * E, query, column, n_here, E, AGAIN=True).to(tl.float32) * silu(u)
                 dq = dot(do.to(dtype), tl.trans(state_tile), dq)
             acc = read_state(q_lin, state_tile, head + 2 * per_head, query, n_here, state, column, E, acc, BS)
             acc = tl.where(read, acc, 0.0)
@@ -503,36 +479,22 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     return x_out_BTE, states_RBGSE
 
 
-def run_queries(uvz: Tensor, heads: Tensor, v: Tensor, states: Tensor, w: Tensor, documents: DocumentTables,
-                out: Tensor | None, dout: Tensor | None, duvz: Tensor | None, dq_lin: Tensor | None, chunk_size: int,
-                causal: bool) -> None:
-    """Run `attend_queries` into `out`, or with `dout` backward into `duvz` and `dq_lin`."""
-    tiles = attention_tiles(uvz.dtype, causal, "out" if dout is None else "queries", tile_class(uvz.device))
-    n_chunks = states.shape[2]
-    for number in range(n_rounds(tiles, chunk_size, causal)):
-        attend_queries[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
-            uvz, heads, v, states, w, documents.begins_BT, documents.ends_BT, documents.each_BT, out, dout, duvz,
-            dq_lin, uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
-            BE=tiles.columns, BS=tiles.inner, KEPT=tiles.kept, ROUND=number, CAUSAL=causal,
-            DOCUMENTS=documents.ends_BT is not None, BACKWARD=dout is not None, num_warps=tiles.n_warps,
-            num_stages=tiles.n_stages)
+def run_rounds(kernel: triton.JITFunction, of: Literal["out", "queries", "keys"], given: Sequence[Tensor],
+               documents: DocumentTables, made: Sequence[Tensor | None], chunk_size: int, causal: bool,
+               **flags: bool) -> None:
+    """Launch `attend_queries` or `differentiate_keys`, once for each round.
 
-
-def run_keys(uvz: Tensor, heads: Tensor, v: Tensor, do: Tensor, dstates: Tensor, w: Tensor, documents: DocumentTables,
-             duvz: Tensor, dk_lin: Tensor, chunk_size: int, causal: bool) -> None:
-    """Run `differentiate_keys` into `duvz` and `dk_lin`."""
-    tiles, n_chunks = attention_tiles(uvz.dtype, causal, "keys", tile_class(uvz.device)), dstates.shape[2]
-    for number in range(n_rounds(tiles, chunk_size, causal)):
-        differentiate_keys[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
-            uvz, heads, v, do, dstates, w, documents.begins_BT, documents.ends_BT, documents.each_BT, duvz, dk_lin,
-            uvz.shape[1], n_chunks, v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys,
-            BE=tiles.columns, BS=tiles.inner, KEPT=tiles.kept, ROUND=number, CAUSAL=causal,
-            DOCUMENTS=documents.ends_BT is not None, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
-
-
-def n_rounds(tiles: Tiles, chunk_size: int, causal: bool) -> int:
-    """Rounds of a kernel: enough for the weights of all tiles, and at least one per direction."""
-    return max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)
+    given, made: their arguments before and behind the tables of documents; `given` begins with uvz,
+    heads and v."""
+    uvz, _, v, *_ = given
+    tiles, n_chunks = attention_tiles(uvz.dtype, causal, of, tile_class(uvz.device)), documents.scales_RBG.shape[-1]
+    # Enough rounds for the weights of all tiles, and at least one per direction.
+    for number in range(max(triton.cdiv(chunk_size // tiles.keys, tiles.kept), 1 if causal else 2)):
+        kernel[n_chunks * (chunk_size // tiles.rows), uvz.shape[0]](
+            *given, documents.begins_BT, documents.ends_BT, documents.each_BT, *made, uvz.shape[1], n_chunks,
+            v.shape[-1], uvz.shape[-1], C=chunk_size, BM=tiles.rows, BN=tiles.keys, BE=tiles.columns, BS=tiles.inner,
+            KEPT=tiles.kept, ROUND=number, CAUSAL=causal, DOCUMENTS=documents.ends_BT is not None,
+            num_warps=tiles.n_warps, num_stages=tiles.n_stages, **flags)
 
 
 class FlashInputs(NamedTuple):
@@ -591,7 +553,8 @@ def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, given.chunk_size, backward=False,
                             first_RBSE=given.past, last_RBSE=left)
     out = uvz.new_empty(*uvz.shape[:2], e)
-    run_queries(uvz, heads, v, states, given.w, documents, out, None, None, None, given.chunk_size, given.causal)
+    run_rounds(attend_queries, "out", (uvz, heads, v, states, given.w), documents, (out, None, None, None),
+               given.chunk_size, given.causal, BACKWARD=False)
     return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
 
 
@@ -617,8 +580,10 @@ def flash_backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor,
     dpast = None if given.past is None else torch.empty_like(given.past)
     do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), given.scales.new_empty(0)
-    run_queries(uvz, heads, v, states, w, documents, None, dout, duvz, dheads[2], chunk_size, causal)
-    run_keys(uvz, heads, v, do, dstates, w, documents, duvz, dheads[3], chunk_size, causal)
+    run_rounds(attend_queries, "queries", (uvz, heads, v, states, w), documents, (None, dout, duvz, dheads[2]),
+               chunk_size, causal, BACKWARD=True)
+    run_rounds(differentiate_keys, "keys", (uvz, heads, v, do, dstates, w), documents, (duvz, dheads[3]), chunk_size,
+               causal)
     dw = score_gradients(heads, v, do, w, given.ids, given.each, dheads, row_len=chunk_size, scale_len=chunk_size,
                          causal=causal)
     dpast = none.clone() if dpast is None else dpast

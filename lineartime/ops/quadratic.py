@@ -15,7 +15,7 @@ from torch import Tensor
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode, schema_of
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients, score_parts
 from lineartime.ops.reference import HeadsFromZ
-from lineartime.ops.tiles import SIZE, dot, head_product, load_rows, silu, silu_slope, store_rows, visible_tile
+from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile, visible_tile
 
 
 def weight_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -50,11 +50,7 @@ def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, 
     score = head_product(own_head + (first + own) * SIZE, i, T - own, other_head + (first + other) * SIZE, j, T - other,
                          tl.load(w + (key - query)), BS)
     # Hidden pairs get weight 0.
-    query_document, key_document = query, key
-    if DOCUMENTS:
-        query_document = tl.load(documents + first + query, mask=query < T, other=-1)
-        key_document = tl.load(documents + first + key, mask=key < T, other=-1)
-    visible = visible_tile(query, key, query_document, key_document, T, CAUSAL, DOCUMENTS)
+    visible = visible_tile(query, key, documents, first, T, CAUSAL, DOCUMENTS)
     relu = tl.where(visible, tl.maximum(score * scale, 0.0), 0.0)
     at = tl.program_id(1).to(tl.int64) * row_stride + into.to(tl.int64) * stride + other
     tl.store(weights + at + i[:, None] * stride + j[None, :], (relu * relu).to(weights.dtype.element_ty))
@@ -87,34 +83,26 @@ def add_up(weights, values, gate, dout, out, first_row, first_own, T, E, row_str
     total = tl.zeros([BM, BE], tl.float32)
     for other in range(begin, end, BK):
         x = tl.load(x_row + other + i[:, None] * stride + j[None, :])
-        total = dot(x, load_rows(values + (first + other) * E, j, column, T - other, E, E), total)
+        total = dot(x, load_tile(values + (first + other) * E, j, column, T - other, E, E), total)
 
     gate_row, out_row = gate + (first + own) * gate_stride, out + (first + own) * out_stride
-    dout_row = dout + (first + own) * E if OF_QUERIES and BACKWARD else dout
     # By quarters: registers do not hold a whole tile of gates besides the tile of sums.
     left, right = split_columns(total)
     parts = split_columns(left) + split_columns(right)
     for n in tl.static_range(4):
         column = first_column + n * (BE // 4) + tl.arange(0, BE // 4)
-        store_sum(parts[n], gate_row, gate_stride, dout_row, out_row, out_stride, i, column, T - own, E, OF_QUERIES,
-               BACKWARD)
+        by = load_tile(gate_row, i, column, T - own, gate_stride, E).to(tl.float32)
+        by = silu_slope(by) if BACKWARD else silu(by)
+        part = parts[n]
+        if BACKWARD and OF_QUERIES:
+            part *= load_tile(dout + (first + own) * E, i, column, T - own, E, E).to(tl.float32)
+        store_tile(out_row, i, column, T - own, out_stride, part * by, E)
 
 
 @triton.jit
 def split_columns(tile):
     """The left and the right half of a tile."""
     return tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2]), [0, 2, 1]))
-
-
-@triton.jit
-def store_sum(total, gate_row, gate_stride, dout_row, out_row, out_stride, i, column, n_tokens, E,
-           OF_QUERIES: tl.constexpr, BACKWARD: tl.constexpr):
-    """The factors that `add_up` applies to a sum of values, and the store of the result."""
-    if BACKWARD and OF_QUERIES:
-        total *= load_rows(dout_row, i, column, n_tokens, E, E).to(tl.float32)
-    gate = load_rows(gate_row, i, column, n_tokens, E, gate_stride).to(tl.float32)
-    total *= silu_slope(gate) if BACKWARD else silu(gate)
-    store_rows(out_row, i, column, n_tokens, E, out_stride, total)
 
 
 def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,

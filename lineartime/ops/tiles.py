@@ -35,20 +35,17 @@ def silu_slope(x):
 @triton.jit
 def load_base(z_row, token, n_tokens, F):
     """silu of z's two halves of tokens, 0 past `n_tokens`. z_row: pointer to z of token 0."""
-    at = z_row + token[:, None] * F + tl.arange(0, HALF)[None, :]
-    mask = token[:, None] < n_tokens
-    z1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    z2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    return silu(z1), silu(z2)
+    column = tl.arange(0, HALF)
+    z1 = load_tile(z_row, token, column, n_tokens, F).to(tl.float32)
+    return silu(z1), silu(load_tile(z_row + HALF, token, column, n_tokens, F).to(tl.float32))
 
 
 @triton.jit
 def load_angles(sin_row, cos_row, token, n_tokens):
     """sin and cos of the positions of the tokens `token`, 0 past `n_tokens`."""
-    at = token[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    mask = token[:, None] < n_tokens
-    sin = tl.load(sin_row + at, mask=mask, other=0.0).to(tl.float32)
-    return sin, tl.load(cos_row + at, mask=mask, other=0.0).to(tl.float32)
+    column = tl.arange(0, HALF)
+    sin = load_tile(sin_row, token, column, n_tokens, HALF).to(tl.float32)
+    return sin, load_tile(cos_row, token, column, n_tokens, HALF).to(tl.float32)
 
 
 @triton.jit
@@ -74,54 +71,47 @@ def make_head(z1, z2, gamma, beta, head, sin, cos, dtype: tl.constexpr):
 
 
 @triton.jit
-def visible_tile(query, key, query_document, key_document, n_tokens, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+def visible_tile(query, key, documents, first, n_tokens, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """True where a query sees a key: in the row, of one document, when causal not later.
 
-    query, key: indices in the row, a column and a row. query_document, key_document: as these, -1
-    for padding."""
+    query, key: indices in the row, a column and a row. documents: pointer to the documents of
+    tokens, -1 for padding, those of the row from `first` on."""
     visible = (query < n_tokens) & (key < n_tokens)
     if CAUSAL:
         visible = visible & (key <= query)
     if DOCUMENTS:
+        query_document = tl.load(documents + first + query, mask=query < n_tokens, other=-1)
+        key_document = tl.load(documents + first + key, mask=key < n_tokens, other=-1)
         visible = visible & (query_document == key_document) & (key_document >= 0)
     return visible
 
 
 @triton.jit
-def load_rows(x_row, token, column, n_tokens, width, stride):
-    """Load the rows `token` and columns `column`, 0 past `n_tokens` and `width`.
+def mask_of(row, column, n_rows, width):
+    """The rows before `n_rows` and, unless `width` is None, the columns before `width`."""
+    mask = row[:, None] < n_rows
+    if width is not None:
+        mask = mask & (column[None, :] < width)
+    return mask
 
-    Offsets are 32 bits, which take half the registers; x_row is a 64-bit pointer close to the
-    tile."""
-    mask = (token[:, None] < n_tokens) & (column[None, :] < width)
-    at = x_row + token[:, None] * stride + column[None, :]
+
+@triton.jit
+def load_tile(first, row, column, n_rows, stride, width=None, AGAIN: tl.constexpr = False):
+    """Load the rows `row` and columns `column` of `mask_of`, else 0. first: pointer to row 0.
+
+    Offsets are 32 bits, which take half the registers. Tiles that differ only in `first` share
+    them."""
+    at, mask = first + row[:, None] * stride + column[None, :], mask_of(row, column, n_rows, width)
+    if AGAIN:  # another instruction than the second load, so that the compiler does not keep the tile in registers
+        return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_last")
     return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(x_row, token, column, n_tokens, width, stride, tile):
-    """Store the tile that `load_rows` would load."""
-    mask = (token[:, None] < n_tokens) & (column[None, :] < width)
-    at = x_row + token[:, None] * stride + column[None, :]
-    tl.store(at, tile.to(x_row.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_tile(first, row, column, n_rows, stride, AGAIN: tl.constexpr = False):
-    """Load the rows `row` and columns `column`, 0 from row `n_rows` on. first: pointer to row 0.
-
-    Offsets are 32 bits. Tiles that differ only in `first` share them."""
-    at = first + row[:, None] * stride + column[None, :]
-    if AGAIN:  # another instruction than the second load, so that the compiler does not keep the tile in registers
-        return tl.load(at, mask=row[:, None] < n_rows, other=0.0, eviction_policy="evict_last")
-    return tl.load(at, mask=row[:, None] < n_rows, other=0.0)
-
-
-@triton.jit
-def store_tile(first, row, column, n_rows, stride, tile):
+def store_tile(first, row, column, n_rows, stride, tile, width=None):
     """Store the tile that `load_tile` would load."""
-    at = first + row[:, None] * stride + column[None, :]
-    tl.store(at, tile.to(first.dtype.element_ty), mask=row[:, None] < n_rows)
+    at, mask = first + row[:, None] * stride + column[None, :], mask_of(row, column, n_rows, width)
+    tl.store(at, tile.to(first.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -133,14 +123,3 @@ def head_product(a_rows, a, n_a, b_rows, b, n_b, acc, BS: tl.constexpr):
         x, y = load_tile(a_rows, a, column, n_a, SIZE), load_tile(b_rows, b, column, n_b, SIZE)
         acc = dot(x, tl.trans(y), acc)
     return acc
-
-
-@triton.jit
-def relu_scores(a_rows, a, n_a, b_rows, b, n_b, w, distance, visible, scale, BS: tl.constexpr):
-    """relu(x y^T * scale + bias) where visible, else 0. Its square is the attention weight.
-
-    x, y: see `head_product`; queries and keys, or keys and queries. w: pointer to the bias of
-    distance 0. distance: key minus query. The matmul adds onto the bias."""
-    bias = tl.load(w + distance).to(tl.float32)
-    score = head_product(a_rows, a, n_a, b_rows, b, n_b, bias / scale, BS) * scale
-    return tl.where(visible, tl.maximum(score, 0.0), 0.0)

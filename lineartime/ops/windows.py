@@ -5,7 +5,7 @@ three times what the layer itself needs. Here a row is read in windows of chunks
 projection, what attention returns before the gate, the states that each chunk reads, and heads
 where the caller gives them. The backward pass goes through the windows from the last to the first,
 makes activations, heads and scores of one window again, and lets them go. Where the causal mask
-hides whole blocks of scores, these are not computed. A second derivative is taken by the reference.
+hides whole blocks of scores, these are not computed. First derivatives only.
 
 The states of causal rows are carried from window to window. Those of other rows come from both
 sides, so all states of a row are made before its first window is read."""
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops import reference
+from lineartime.ops.dispatch import refuse_second_derivative
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Heads, HeadsFromZ
-from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
@@ -356,41 +356,36 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
 
 
 class GatedChunkAttention(torch.autograd.Function):
-    """`attend_rows`, and the gradients of uvz, w and the heads, or of gamma and beta.
-
-    a, b, c, d: four heads, or with `from_z` a `HeadsFromZ`."""
-
-    @staticmethod
-    def forward(uvz_BTF: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, w: Tensor, from_z: bool,
-                documents: DocumentWeights, chunk_size: int,
-                definition: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        uv_BTF = uvz_BTF[..., : -a.shape[-1]] if from_z else uvz_BTF
-        return attend_rows(uv_BTF, a.shape[-1], heads_in_parts(uvz_BTF, (a, b, c, d), from_z), w, documents, chunk_size)
+    """`attend_rows`, and the gradients of uvz, w and heads: four, or with `from_z` a `HeadsFromZ`,
+    whose angles have none."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        *tensors, ctx.from_z, ctx.documents, ctx.chunk_size, ctx.definition = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*tensors, *output[1:])
+    def forward(ctx: Any, uvz_BTF: Tensor, w: Tensor, from_z: bool, documents: DocumentWeights, chunk_size: int,
+                *heads: Tensor) -> Tensor:
+        s = heads[0].shape[-1]
+        uv_BTF = uvz_BTF[..., :-s] if from_z else uvz_BTF
+        out_BTE, *kept = attend_rows(uv_BTF, s, heads_in_parts(uvz_BTF, heads, from_z), w, documents, chunk_size)
+        ctx.how = from_z, documents, chunk_size
+        ctx.save_for_backward(uvz_BTF, w, *kept, *heads)
+        return out_BTE
 
     @staticmethod
-    def backward(ctx: Any, dout_BTE: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, attended_BTE, kv_BGFE = ctx.saved_tensors
-        if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
-            return *reference_gradients(ctx.definition, inputs, dout_BTE, ctx.needs_input_grad[:6]), *[None] * 4
-        uvz_BTF, *heads, w = inputs
+    def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        uvz_BTF, w, attended_BTE, kv_BGFE, *heads = ctx.saved_tensors
+        from_z, documents, chunk_size = ctx.how
         uv_BTF, duv_BTF = uvz_BTF, (duvz_BTF := torch.empty_like(uvz_BTF))
-        if ctx.from_z:
+        if from_z:
             uv_BTF, duv_BTF = (x[..., : -heads[0].shape[-1]] for x in (uvz_BTF, duvz_BTF))
             dheads = [torch.zeros_like(at_least_float32(x)) for x in heads[:2]]  # of gamma and beta
             take_gradient = partial(differentiate_z, uvz_BTF, heads, duvz_BTF, dheads)
         else:
             dheads = [torch.empty_like(x) for x in heads]
             take_gradient = partial(write_gradients, dheads)
-        dw = differentiate_rows(dout_BTE, uv_BTF, heads_in_parts(uvz_BTF, heads, ctx.from_z), w, attended_BTE, kv_BGFE,
-                                ctx.documents, ctx.chunk_size, duv_BTF, take_gradient)
+        dw = differentiate_rows(dout_BTE, uv_BTF, heads_in_parts(uvz_BTF, heads, from_z), w, attended_BTE, kv_BGFE,
+                                documents, chunk_size, duv_BTF, take_gradient)
         made = [dx.to(x.dtype) for dx, x in zip(dheads, heads, strict=False)]
-        return duvz_BTF, *made, *[None] * (4 - len(made)), dw, *[None] * 4
+        return duvz_BTF, dw, None, None, None, *made, *[None] * (4 - len(made))
 
 
 def heads_in_parts(uvz_BTF: Tensor, heads: Sequence[Tensor], from_z: bool) -> HeadsOf:
@@ -460,14 +455,7 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
     """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows."""
     assert exchange is None
     from_z = isinstance(heads, HeadsFromZ)
+    # Heads with their divisor already, so that "written" is a sum below.
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
     documents = weigh_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling, causal)
-
-    def definition(uvz_BTF: Tensor, *heads_and_w: Tensor) -> Tensor:
-        # The heads have their divisor already, so "written" is a sum here.
-        *heads, w = heads_and_w
-        return reference.gated_chunk_attention(uvz_BTF, HeadsFromZ(*heads) if from_z else heads, w,
-                                               chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
-                                               pooling="mean" if pooling == "mean" else "sum")
-
-    return GatedChunkAttention.apply(uvz_BTF, *heads, w, from_z, documents, chunk_size, definition)[0]
+    return GatedChunkAttention.apply(uvz_BTF, w, from_z, documents, chunk_size, *heads)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.model.gau_options import write_gate
+from lineartime.model.gau_options import WriteGate
 from lineartime.model.language_model import LanguageModel
 from tiny_models import BIDIRECTIONAL, CONFIGS, FLASH, UNPACKED, difference, random_ids, random_model
 from token_by_token import layer_output
@@ -85,8 +85,11 @@ def test_a_layer_is_its_definition(name: str, causal: bool, data: st.DataObject,
 
 def test_gates_of_short_types_are_made_in_float32() -> None:
     """The sums of thousands of them divide what is read."""
-    made = torch.randn(1026, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    gate_BTH, exact_BTH = (write_gate(x[None, :1024], x[1024], x[1025, :2]) for x in (made, made.double()))
+    gate, generator = WriteGate(CONFIGS["flash+ heads"]), torch.Generator().manual_seed(0)
+    x_BTS, *values = (torch.randn(shape, generator=generator).bfloat16()
+                      for shape in ((1, 1024, len(gate.weight)), gate.weight.shape, gate.bias.shape))
+    gate.weight.data, gate.bias.data = values
+    gate_BTH, exact_BTH = gate(x_BTS), gate.double()(x_BTS.double())
     assert gate_BTH.dtype == torch.float32 and (gate_BTH - exact_BTH).abs().max() < 1e-6
 
 
