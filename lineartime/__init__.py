@@ -33,19 +33,14 @@ __all__ = [
     "ModelConfig", "MultiHeadAttention", "TrainConfig", "embed", "evaluate", "evaluate_questions", "finetune",
     "generate", "load_model", "load_span_model", "model_config", "model_folder", "open_split", "prepare", "read",
     "read_questions", "score", "train"]
-_HOME = {
-    "PRESETS": "config", "ModelConfig": "config", "TrainConfig": "config", "model_config": "config",
-    "LineartimeError": "base.errors", "model_folder": "folders",
+_HOME = dict.fromkeys(("PRESETS", "ModelConfig", "TrainConfig", "model_config"), "config") | {
+    "LineartimeError": "base.errors", "model_folder": "folders", "prepare": "data.prepare", "open_split": "data.tokens",
     "GatedAttentionUnit": "model.gau", "MultiHeadAttention": "model.mhsa", "FeedForward": "model.mhsa",
-    "LanguageModel": "model.language_model",
-    "prepare": "data.prepare", "open_split": "data.tokens",
-    "load_model": "weights.load", "load_span_model": "weights.load",
+    "LanguageModel": "model.language_model", "load_model": "weights.load", "load_span_model": "weights.load",
     "generate": "weights.generation.generate", "read": "weights.generation.generate",
-    "DecodeStep": "weights.generation.step",
-    "train": "training.language", "evaluate": "training.evaluation",
+    "DecodeStep": "weights.generation.step", "train": "training.language", "evaluate": "training.evaluation",
     "FineTuning": "tasks.qa.finetune_config", "finetune": "tasks.qa.finetune", "embed": "tasks.pooling",
-    "read_questions": "tasks.qa.questions", "evaluate_questions": "tasks.qa.spans",
-    "score": "use.scoring"}
+    "read_questions": "tasks.qa.questions", "evaluate_questions": "tasks.qa.spans", "score": "use.scoring"}
 """Where each public name is defined."""
 
 

@@ -1,9 +1,9 @@
-"""The paper's specification tables as two dataclasses and a dictionary of presets.
+"""The paper's tables as two dataclasses and a dictionary of presets. Nothing here imports torch, so
+that the command line refuses a wrong configuration at once.
 
-The first fields of `ModelConfig` are rows of Tables 8-10 (model specifications for C4, Wiki-40B and
-PG-19), those of `TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are options. A
-preset is a column. This module does not import torch, so that the command line refuses a wrong
-configuration at once."""
+The first fields of `ModelConfig` are rows of Tables 8-10 (models for C4, Wiki-40B and PG-19), those
+of `TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are options. A preset is a
+column."""
 
 import dataclasses
 import typing
@@ -207,8 +207,7 @@ class ModelConfig:
     @property
     def d_inner(self) -> int:
         """The paper's e: the inner width of the FFN or GAU. A GLU has three matrices where an MLP
-        has two, so its width is two thirds, rounded to a multiple of 8. The paper's 110 M and 486 M
-        parameters follow from this."""
+        has two, so its width is two thirds, rounded to a multiple of 8."""
         if self.ffn == "glu":
             return round(self.d_model * self.expansion_factor * 2 / 3 / 8) * 8 or 8
         return round(self.d_model * self.expansion_factor)
@@ -246,8 +245,7 @@ class ModelConfig:
 
     @property
     def grid_size(self) -> int:
-        """Tokens per chunk of the grid on which layers put a row; 1 for models without one, and for
-        Combiner, which cuts each document by itself."""
+        """Tokens per chunk of the grid on which layers put a row; 1: none, or Combiner's."""
         return (self.chunk_size or 1) if self.attn_type == "mixed_chunk" else 1
 
     @property
@@ -295,7 +293,7 @@ class ModelConfig:
     @property
     def max_len(self) -> int | None:
         """Longest row that the position tables allow, in tokens; None: no limit. A learned table
-        ends at `context`, a Toeplitz bias (n < 512) without chunks at n."""
+        ends at `context`, a Toeplitz bias without chunks at n."""
         n = self.kept_scale.get("attn_scale_len", TOEPLITZ_BELOW)
         end = n if n < TOEPLITZ_BELOW else None
         return min(self.context, end or self.context) if self.abs_pos == "learned" else end
@@ -440,8 +438,8 @@ class TrainConfig:
 
     @property
     def last_eval_tokens(self) -> int:
-        """Most held-out tokens of the final evaluation: three times those of the training, which
-        take as long, and at least `eval_tokens`."""
+        """Most held-out tokens of the last evaluation: three times those of training, which take as
+        long, and at least `eval_tokens`."""
         return max(3 * self.steps * self.tokens_per_step, self.eval_tokens)
 
 
@@ -465,32 +463,27 @@ def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
-    """`config` with the fields that a file holds, which an earlier version may have written. Raises
-    UsageError for an unknown or wrong field, CheckpointError for a removed one that had an
-    effect."""
+    """`config` with the fields in a file, which may be older. Raises UsageError for an unknown or
+    wrong field, CheckpointError for a removed one that had an effect."""
     return replace_fields(config, without_removed(fields))
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
     """Raise UsageError unless `n_ranks` ranks can share a row of the model's context: each has
-    whole chunks, and needs from the others a state, and with `key_conv` the positions next to its
-    part."""
+    whole chunks, and needs a state of the others, and with `key_conv` what is next to its part."""
     if n_ranks == 1:
         return
     off = "set context_parallel = 1"
     require(config.attn_type in ("mixed_chunk", "linear"),
             "context_parallel is for mixed chunk attention and Performer", f"attn_type = {config.attn_type}",
             f"take flash, mc-tfm++ or performer, or {off}")
-    for field, wrong, todo in (
-            ("chunk_pooling", config.chunk_pooling == "attention", "leave it out"),
-            ("overlap", config.overlap, "leave it out"),
-            ("document_mask", config.document_mask == "paper", "leave it out"),
-            ("first_to_all", config.first_to_all, "leave it out"),
-            ("cls_softmax", config.cls_softmax, "leave it out"),
-            ("full_attention_interval", config.full_attention_interval > 0, "leave it out"),
-            ("document_grid", config.document_grid == "own" and config.grid_size > 1, "set document_grid = row")):
-        require(not wrong, f"context_parallel does not go with {field}", f"{field} = {getattr(config, field)}",
-                f"{todo}, or {off}")
+    for field, is_wrong in {
+            "chunk_pooling": config.chunk_pooling == "attention", "overlap": config.overlap,
+            "document_mask": config.document_mask == "paper", "first_to_all": config.first_to_all,
+            "cls_softmax": config.cls_softmax, "full_attention_interval": config.full_attention_interval > 0,
+            "document_grid": config.document_grid == "own" and config.grid_size > 1}.items():
+        require(not is_wrong, f"context_parallel does not go with {field}", f"{field} = {getattr(config, field)}",
+                f"leave it out, or {off}")
     whole = n_ranks * (config.chunk_size or 1)
     require(config.context % whole == 0, "every rank of context_parallel must hold equally many whole chunks",
             f"context = {config.context}, {n_ranks} parts, chunk_size = {config.chunk_size}",
@@ -524,8 +517,7 @@ def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StartingWeights:
-    """The weights that a run begins with: a run, a checkpoint, an exported folder or a shipped
-    model, by the name that was given, and the specification of their own model."""
+    """The weights that a run begins with: the name that was given, and their own model."""
 
     name: str
     model: ModelConfig

@@ -13,15 +13,7 @@ from lineartime.base.errors import CheckpointError, LineartimeError, UsageError,
 from lineartime.base.files import damaged, read_json, read_json_lines, read_text
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import Name, cached, is_address, reading, store_of
-from lineartime.config import (
-    MODEL_FIELDS,
-    REMOVED,
-    REMOVED_AT_START,
-    ModelConfig,
-    TrainConfig,
-    stored_config,
-    to_dict,
-)
+from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, TrainConfig, stored_config, to_dict
 
 RUN_FILE, METRICS_FILE, RESULT_FILE = "run.json", "metrics.jsonl", "result.json"
 """What a run is, the numbers of its steps, and its scores at the end."""
@@ -57,8 +49,8 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def saved_run(out: Path) -> dict[str, Any]:
-    """The description of the run that a folder holds; empty if there is none, or if it has saved
-    nothing yet or is damaged, which `Run` reports."""
+    """The description of the run that a folder holds; empty if it has saved nothing yet, or is
+    damaged, which `Run` reports."""
     if (out / RESULT_FILE).exists() or any(out.glob("step-*")):
         with suppress(CheckpointError, UsageError):
             return read_run(out)
@@ -66,8 +58,8 @@ def saved_run(out: Path) -> dict[str, Any]:
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without a last line that was cut off; none if it has not written any.
-    Raises DataError for any other line that is damaged."""
+    """The metrics of a run, if there are any, without a last line that was cut off. Raises
+    DataError for any other line that is damaged."""
     def parse(record: Any) -> dict[str, Any]:
         loss = record["held_out"]["loss"] if "held_out" in record else record["loss"]
         require_numbers(record["step"], record["clock"]["time"], loss)
@@ -78,8 +70,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def read_result(out: Path) -> dict[str, Any]:
-    """A completed run's result. Raises CheckpointError if it is missing, damaged or another run's;
-    and as `read_run`."""
+    """A completed run's result. Raises CheckpointError if it is missing, wrong or another run's."""
     run, result = read_run(out), read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
         require_numbers(result.get("held_out", result)["loss"])
@@ -99,8 +90,8 @@ def read_fine_tuning(out: Path) -> dict[str, Any]:
 
 
 def best_run(out: Path) -> Path:
-    """The best run in a completed folder of `lineartime finetune`. Any other folder is returned as
-    it is. Raises CheckpointError for a damaged folder."""
+    """The best run in a completed folder of `lineartime finetune`; any other folder as it is.
+    Raises CheckpointError for a damaged folder."""
     if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
     best = out / read_fine_tuning(out)["best"]
@@ -119,20 +110,20 @@ def require_numbers(*values: Any) -> None:
 # A model's config.json: its specification, in fields that `transformers` reads too
 
 
-def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
+def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
     """The text of a model's `config.json`. kind: the class that `transformers` loads, by default
-    the language model's. more: its further fields."""
+    the language model's."""
     special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document,
                "pad_token_id": config.vocab_size if config.causal else config.end_of_document}
     kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
     return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
-                       "tie_word_embeddings": True, **special, **to_dict(config), **more}, indent=1) + "\n"
+                       "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
-    """The model of a folder of weights, and the class that `transformers` loads ("" if none is
-    named). Raises UsageError for invalid JSON, another library's model, or wrong fields;
-    CheckpointError for a file that cannot be read, and as `stored_config`. All name the file."""
+    """The model of a folder of weights, and the class that `transformers` loads, or "". Raises
+    UsageError for invalid JSON and another library's model, CheckpointError for a file that cannot
+    be read, and as `stored_config` does. All name the file."""
     path = folder / CONFIG_FILE
     text = read_text(path)
     with raised_as(UsageError, "not valid JSON", path, ValueError, RecursionError):
@@ -170,10 +161,11 @@ def named_folder(name: Name) -> Path:
     folder of its name, with a warning. Raises UsageError if there is none."""
     if is_address(name):
         return copied(str(name), (".json", ".safetensors"))
-    is_shipped = name in shipped_models()
-    folder = MODELS / name if is_shipped else Path(name)
-    if is_shipped and Path(name).is_dir():
-        logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
+    if name in shipped_models():
+        if Path(name).is_dir():
+            logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
+        return MODELS / name
+    folder = Path(name)
     if not folder.is_dir():
         raise UsageError("no weights here", name, "give a run, a checkpoint, an exported folder, or a shipped model: "
                          f"{', '.join(shipped_models())}")
@@ -181,9 +173,9 @@ def named_folder(name: Name) -> Path:
 
 
 def weights_folder(name: str) -> Path:
-    """The folder with the configuration, the tokenizer and the weights of `named_folder`: itself,
-    or a run's newest checkpoint that has a configuration. The weights at an address are not copied.
-    Raises UsageError if there is none."""
+    """The folder with the configuration and the tokenizer of `named_folder`: itself, or a run's
+    newest checkpoint that has them. Weights at an address are not copied. Raises UsageError if
+    there is none."""
     folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
     saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for each in (folder, *saved):

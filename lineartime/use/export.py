@@ -88,14 +88,13 @@ def write_folder(out: Name, model: LanguageModel, tokenizer: Tokenizer, card: st
     and the card. `out` is there when all of it is. Returns the bytes of the weights."""
     texts = {CONFIG_FILE: config_with_code(model_config_json(model.config)), CODE_FILE: CODE,
              **tokenizer_files(tokenizer)}
-    files = {name: text.encode() for name, text in texts.items()}
     weights = {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
-    with system_errors(str(out)), (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:
-        entry = write_file(aside / WEIGHTS_FILE, weights)
-        files |= {MANIFEST: manifest_of(files, {WEIGHTS_FILE: entry}), "README.md": card.encode()}
-        for name, content in files.items():
-            (aside / name).write_bytes(content)
-    return int(entry["bytes"])
+    with system_errors(out), (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:
+        entries = {name: write_file(aside / name, text.encode()) for name, text in texts.items()}
+        entries[WEIGHTS_FILE] = write_file(aside / WEIGHTS_FILE, weights)
+        write_file(aside / MANIFEST, manifest_of(entries))
+        write_file(aside / "README.md", card.encode())
+    return int(entries[WEIGHTS_FILE]["bytes"])
 
 
 def card_head(about: str, run: dict[str, Any], config: ModelConfig) -> str:

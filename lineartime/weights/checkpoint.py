@@ -34,26 +34,24 @@ FORMAT = 1
 MANIFEST = "MANIFEST.json"
 TENSORS = ".safetensors"
 STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
-"""The name of a checkpoint's folder: its step, of eight digits at least."""
+"""The name of a checkpoint's folder."""
 LEFTOVERS = (".tmp-step-", ".trash-step-")
-"""The beginnings of the names of what a killed save or removal leaves."""
+"""How the names of what a killed save or removal leaves begin."""
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint. After `newest` every byte of it has matched its manifest, after `check` every
-    byte of this rank's share."""
+    """A checkpoint. After `newest` every byte of it has matched its manifest, after `check` this
+    rank's share. damaged: what is wrong with newer ones by step, which only `newest` says."""
 
     path: Path
     step: int
     run: str
     damaged: dict[int, str]
-    """What is wrong with each newer, damaged checkpoint of the run, by step, newest first; only
-    `newest` fills it."""
 
     def reasons(self) -> str:
-        """The newer, damaged checkpoints and what is wrong with each, in one line."""
+        """What is wrong with newer checkpoints, in one line."""
         return "; ".join(f"step {step}: {reason}" for step, reason in self.damaged.items())
 
 
@@ -67,13 +65,12 @@ Content = bytes | Mapping[str, Tensor]
 def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, Tensor]],
          files: Mapping[str, str], keep: int, ranks: Ranks = ALONE) -> Path:
     """Write the checkpoint of `step`, then remove those older than the `keep` newest valid ones.
-    The caller must hold `lock`. A valid checkpoint of this run and step that is there already is
-    kept.
+    The caller must hold `lock`. A valid checkpoint of this run and step that is there is kept.
 
     run: an id of the run. tensors: named tensors on any device by file stem (a shared tensor once).
     files: texts by file name. Each of several ranks writes its own files into one folder, which
-    rank 0 makes and renames. Raises ResourceError if the disk is full or fails; CheckpointError if
-    a checkpoint of another run has this step; ValueError for a dtype that cannot be stored."""
+    rank 0 makes and renames. Raises ResourceError if the disk fails; CheckpointError if another
+    run's checkpoint has this step; ValueError for a dtype that cannot be stored."""
     target = run_dir / f"step-{step:08d}"
     contents: dict[str, Content] = {name: text.encode() for name, text in files.items()}
     contents |= {stem + TENSORS: named for stem, named in tensors.items()}
@@ -107,8 +104,8 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
 
 def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], contents: Mapping[str, Content],
                       ranks: Ranks) -> None:
-    """Write every rank's files and the manifest, of `facts` and the files, into a new folder, flush
-    them to the disk, and give the folder its name. After an error nothing is left of it."""
+    """Write every rank's files and the manifest into a new folder, flush them to the disk, and give
+    the folder its name. After an error nothing is left of it."""
     try:
         if ranks.is_first:
             os.mkdir(folder)
@@ -130,8 +127,8 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
 
 
 def write_file(path: Path, content: Content) -> dict[str, Any]:
-    """Write and flush a new file, a text or named tensors in the format of safetensors; returns its
-    manifest entry. Raises OSError, and ValueError for a dtype that cannot be stored."""
+    """Write and flush a new file, a text or named tensors in the format of safetensors: its entry
+    of the manifest. Raises OSError, and ValueError for a dtype that cannot be stored."""
     head, tensors = (content, []) if isinstance(content, bytes) else _layout(content)
     entries: dict[str, Any] = {}
     with hashed_stream(path, entries) as write:
@@ -145,21 +142,19 @@ def _layout(named: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     """A safetensors file's header, and its tensors in file order: by falling width, which aligns
     them, then by name.
 
-    The library's writer neither hashes nor flushes the file, which only its owner can read, and
-    some versions of it copy the whole state in memory."""
+    The library's `save` copies the whole state in memory. Its `save_file` neither hashes nor
+    flushes a file, which only its owner can read, and the tests of a failing disk do not see it."""
     # The header's length, the header, and the tensors' bytes; data_offsets count from its end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    names = sorted(named, key=lambda name: (-named[name].element_size(), name))
-    end = 0
-    for name in names:
-        tensor = named[name]
-        if tensor.dtype not in DTYPES or name in header:
+    end, ordered = 0, dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    for name, tensor in ordered.items():
+        if tensor.dtype not in DTYPES:
             raise ValueError(f"cannot be stored: {name!r} of {tensor.dtype}")
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, [named[name] for name in names]
+    return len(text).to_bytes(8, "little") + text, [*ordered.values()]
 
 
 # Loading
@@ -169,7 +164,7 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
     """The newest checkpoint of a run whose every byte matches its manifest; None without any.
     Raises CheckpointError, with each reason, if all checkpoints are damaged."""
     damaged: dict[int, str] = {}
-    # From the newest to the oldest, until every rank finds its share of the files whole.
+    # Until every rank finds its share of the files whole.
     for step in saved_steps(run_dir) if run_dir.is_dir() else []:
         path = run_dir / f"step-{step:08d}"
         run, reason = "", None
@@ -188,8 +183,8 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
 
 
 def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """A checkpoint, after every byte of this rank's share of its files has matched its manifest.
-    Raises CheckpointError for damage, and for a folder that is not named like a checkpoint."""
+    """A checkpoint, whose bytes have matched its manifest, or this rank's share of them. Raises
+    CheckpointError for damage, and for a folder that is not named like a checkpoint."""
     step = _step_of(path.name)
     if step is None:
         raise CheckpointError("a checkpoint under another name", path,
@@ -201,9 +196,8 @@ def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def check_files(folder: Path, names: Iterable[str] | None = None, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """The manifest of a folder, after these files have matched it; by default all that it lists, of
-    which each of several ranks takes a share. Raises CheckpointError, with the file, for a
-    difference and for a file that the manifest does not list."""
+    """The manifest of a folder, after these files have matched it; by default this rank's share of
+    all. Raises CheckpointError for a difference and for a file that the manifest does not list."""
     manifest = _read_manifest(folder)
     listed = manifest["files"]
     for name in list(listed)[ranks.rank :: ranks.size] if names is None else names:
@@ -230,10 +224,9 @@ def index_name(stem: str) -> str:
 def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int], int, int]]) -> dict[str, Tensor]:
     """Elements [start, stop) of flattened tensors of a checkpoint, on the CPU, float32 at least.
 
-    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in one
-    file, `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: the file that
-    holds each, flattened, start and stop. Raises CheckpointError for tensors that cannot be read,
-    are not as expected, or not finite."""
+    wanted: the shape of the whole tensor, start and stop by name. stem: the tensors are in
+    `STEM.safetensors`, or `STEM.json` says for each its shape and its parts: file, start and stop.
+    Raises CheckpointError for tensors that cannot be read, are not as expected, or not finite."""
     found = {}
     index = _index(folder, stem)
     wrong = [name for name, (shape, _, _) in wanted.items() if name not in index or index[name]["shape"] != list(shape)]
@@ -270,8 +263,8 @@ def _index(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError, with the file `path` and the first five differences, unless the names,
-    shapes and dtypes of tensors are as expected, and every number is finite."""
+    """Raise CheckpointError, with the first five differences, unless the names, shapes and dtypes
+    of tensors are as expected, and every number is finite. path: their file."""
     def kinds(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in tensors.items()}
 
@@ -285,7 +278,7 @@ def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path | str) -> None:
-    """Raise CheckpointError, with the file and the first five names, for NaN and infinity."""
+    """Raise CheckpointError, with the first five names, for NaN and infinity."""
     wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if wrong:
         raise CheckpointError("weights that are not finite", f"{path}: {first_five(wrong)}", "use another checkpoint")
@@ -299,11 +292,9 @@ def first_five(wrong: list[str]) -> str:
 # Manifests
 
 
-def manifest_of(files: Mapping[str, bytes], written: Mapping[str, Any]) -> bytes:
-    """The manifest of a folder for sharing: from the contents of files by name, and from the
-    entries of those that `write_file` has written."""
-    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    return _manifest({"format": FORMAT, "files": {**entries, **written}})
+def manifest_of(entries: Mapping[str, Any]) -> bytes:
+    """The manifest of a folder for sharing, from the entries of its files by name."""
+    return _manifest({"format": FORMAT, "files": entries})
 
 
 def _manifest(content: dict[str, Any]) -> bytes:
@@ -353,8 +344,8 @@ def _step_of(name: str) -> int | None:
 
 
 def point(link: Path, target: Path | str) -> None:
-    """Point a link at `target`, unless another kind of file has its name, and remove what killed
-    processes have left beside it. Links are for users alone: errors of the system are ignored."""
+    """Point a link at `target`, unless a file has its name, and remove what killed processes have
+    left beside it. Links are for users alone: errors of the system are ignored."""
     with contextlib.suppress(OSError):
         if link.is_symlink() or not link.exists():
             aside = link.with_name(f".tmp-step-link-{secrets.token_hex(8)}")
@@ -367,8 +358,7 @@ def point(link: Path, target: Path | str) -> None:
 def _retain(run_dir: Path, saved: int, keep: int) -> None:
     """Remove checkpoints older than the `keep` newest valid ones up to `saved`, which is valid."""
     valid = 1
-    # A damaged checkpoint does not count, but is not removed before it is old: it may be all that
-    # somebody has.
+    # A damaged one does not count, but stays until it is old: it may be all that somebody has.
     for step in saved_steps(run_dir):
         path = run_dir / f"step-{step:08d}"
         if step < saved and valid < keep:
@@ -379,8 +369,7 @@ def _retain(run_dir: Path, saved: int, keep: int) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Give a checkpoint a name under which it does not count: a kill while it is removed then
-    leaves no half of one. `_remove_leftovers` removes it."""
+    """Rename a checkpoint for `_remove_leftovers`, so that a kill leaves no half of one."""
     os.rename(path, path.with_name(f".trash-{path.name}-{secrets.token_hex(8)}"))
 
 
@@ -407,9 +396,8 @@ def _make_dirs(path: Path) -> None:
 
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
-    """Lock a run's folder, which is created if necessary. The kernel frees the lock when the
-    process ends. Raises ResourceError, with the process that holds the lock, if the run is in
-    use."""
+    """Make a run's folder if it is missing, and lock it; the kernel frees the lock when the process
+    ends. Raises ResourceError, with the process that holds the lock, if the run is in use."""
     path = run_dir / "run.lock"
     with raised_as(ResourceError, "the run cannot be locked", path, OSError):
         _make_dirs(path.parent)

@@ -30,8 +30,8 @@ class LineartimeCache(Cache):
         self.state: DecodingState | None = None
         """Without its model: an exporter takes all that is in a cache for tensors of the graph."""
         self.n_columns = torch.zeros((), dtype=torch.long)
-        """Tokens given to each row, padding included, which transformers calls the sequence length;
-        a tensor, as all that a graph takes in and gives back."""
+        """transformers' sequence length: tokens given to each row, padding included; a tensor, as
+        all that a graph takes in."""
 
     @property
     def batch_size(self) -> int:
@@ -43,9 +43,9 @@ class LineartimeCache(Cache):
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
                embeds_BND: Tensor | None = None) -> Tensor:
-        """`LanguageModel.extend` by the next columns of a batch, without padding, for which
-        valid_BN is False; returns x_BND. An exported program of one column takes all its tokens for
-        valid. Raises UsageError for another number of rows."""
+        """`LanguageModel.extend` by the next columns of a batch, where valid_BN is True; returns
+        x_BND. An exported program of one column takes all its tokens for valid. Raises UsageError
+        for another number of rows."""
         n_rows = ids_BN.shape[0]  # `len` would fix it in a graph
         if self.state is None:
             self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)
@@ -57,8 +57,7 @@ class LineartimeCache(Cache):
             x_BD, new = step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)
             self.state.take(new)
             return x_BD[:, None]
-        # `LanguageModel.extend` wants a row's tokens first and its padding last; the states go back
-        # to their columns.
+        # It wants a row's padding last; then the states go back to their columns.
         order_BN = padding_last(valid_BN)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
                              None if embeds_BND is None else in_order(embeds_BND, order_BN))
@@ -86,22 +85,20 @@ class LineartimeCache(Cache):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises UsageError unless it is 0: a sum over tokens cannot forget some of them
-        exactly."""
+        """Raises UsageError unless it is 0: a sum cannot forget some of its tokens exactly."""
         require(tokens_to_remove == 0, "this cache cannot forget tokens", f"crop({tokens_to_remove})",
                 "generate without an assistant")
 
     def save_pretrained(self, path: Path | str, model: Any) -> None:
-        """Replace a file by this cache, which `model` has filled. Raises ResourceError; UsageError
-        if it is empty."""
+        """Write this cache of `model` to a file. Raises ResourceError; UsageError if it is empty.
+        """
         if self.state is None:
             raise UsageError("the cache is empty", path, "give it to a model first")
         save_state(Path(path), dataclasses.replace(self.state, model=model.model), {"n_columns": int(self.n_columns)})
 
     @classmethod
     def from_pretrained(cls, path: Path | str, model: Any) -> "LineartimeCache":
-        """The cache in a file of `save_pretrained`, for the model that made it. Raises as
-        `DecodingState.load` does."""
+        """The cache in a file of `save_pretrained`. Raises as `DecodingState.load` does."""
         made = cls()
         state, facts = load_state(Path(path), model.model, {"n_columns"})
         made.state = dataclasses.replace(state, model=None)

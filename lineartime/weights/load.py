@@ -1,39 +1,28 @@
 """Open a model from a run, a checkpoint, an export, or what `save_pretrained` wrote."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lineartime import folders
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import damaged, read_json, read_text
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, hash_of
 from lineartime.config import StartingWeights, to_dict
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
-from lineartime.folders import (
-    CONFIG_FILE,
-    OPTIMIZER,
-    QUESTION_ANSWERING,
-    RUN_FILE,
-    WEIGHTS,
-    WEIGHTS_FILE,
-    best_run,
-    named_folder,
-    read_config,
-    read_run,
-)
+from lineartime.folders import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, best_run, named_folder, read_config, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel, Undrawn
 from lineartime.weights import checkpoint
 from lineartime.weights.checkpoint import MANIFEST
 
 GENERATION_FILE = "generation_config.json"
-"""What `save_pretrained` writes beside the weights: how transformers generates."""
 SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
-"""What `save_pretrained` writes beside weights in several files: the file of each tensor."""
+"""What `save_pretrained` writes: how to generate, and which of several files has each tensor."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +38,11 @@ def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     run's newest checkpoint is damaged, a warning says so and an older one is read; `run/latest`
     names the newest alone. Raises UsageError for any other path, CheckpointError for a checkpoint
     that is damaged, of another run or not finite, DataError for a bad tokenizer."""
-    # Find the files and read the weights: in an exported folder, in a checkpoint, or in a run's
-    # newest checkpoint.
+    # The weights: of an exported folder, of a checkpoint, or of a run's newest checkpoint.
     path = best_run(named_folder(path))
     folder = path.resolve()  # `latest` is a link
     if is_exported(path):
-        names = weight_files(folder)
-        step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
-        weights = read_exported(folder, names)
+        step, weights = read_exported(folder)
     else:
         found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path)
         folder, step, weights = found.path, found.step, checkpoint.read_tensors(found.path, WEIGHTS)
@@ -68,7 +54,7 @@ def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     # Built without memory of its own; then the weights that were read become its parameters.
     with torch.device("meta"), Undrawn():
-        model = SpanModel(config) if kind == QUESTION_ANSWERING else LanguageModel(config)
+        model = SpanModel(config) if kind == folders.QUESTION_ANSWERING else LanguageModel(config)
     checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)
@@ -84,8 +70,8 @@ def load_span_model(run: Name) -> tuple[SpanModel, Tokenizer, dict[str, Any]]:
 
 
 def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
-    """The folder of the weights that a run begins with, which match its manifest if it has one, and
-    what `run.json` stores of them. Raises UsageError and CheckpointError as `load_model` does."""
+    """The folder of the weights that a run begins with, and what `run.json` stores of them. Raises
+    UsageError and CheckpointError as `load_model` does."""
     folder = named_folder(source.name).resolve()  # `latest` is a link
     require((folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists(), "weights in several files",
             str(folder), "save them in one: save_pretrained(..., max_shard_size='1TB')")
@@ -102,7 +88,7 @@ def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
 
 def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
     """A run's newest valid checkpoint, with a warning if a newer one is damaged. Raises UsageError
-    if there is no run or none, CheckpointError for damage and for a checkpoint of another run."""
+    if there is none, CheckpointError for damage and for a checkpoint of another run."""
     id_of_run, newest = read_run(run)["id"], checkpoint.newest(run)
     if newest is None:
         raise UsageError("no checkpoint yet", run, "let the training save one")
@@ -116,18 +102,18 @@ def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
 def is_exported(path: Path) -> bool:
     """Whether a folder holds weights, or only their manifest, but is no checkpoint and no run."""
     here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
-    return here and not has_optimizer(path) and not (path / RUN_FILE).exists()
+    return here and not has_optimizer(path) and not (path / folders.RUN_FILE).exists()
 
 
 def has_optimizer(folder: Path) -> bool:
     """Whether a folder holds an optimizer's state, as a checkpoint does."""
-    return any(folder.glob(f"{OPTIMIZER}*{checkpoint.TENSORS}"))
+    return any(folder.glob(f"{folders.OPTIMIZER}*{checkpoint.TENSORS}"))
 
 
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare files with the folder's manifest, which one of `save_pretrained` has not; returns the
-    step of a checkpoint. Raises CheckpointError for a difference, and for a checkpoint without its
-    manifest; UsageError for one whose weights are in parts."""
+    """Compare files with a folder's manifest, if it has one; returns the step of a checkpoint.
+    Raises CheckpointError for a difference and for a checkpoint without its manifest, UsageError
+    for weights in parts."""
     if (folder / checkpoint.index_name(WEIGHTS)).exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
@@ -139,28 +125,28 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of an exported folder's files of weights. Raises CheckpointError if the list of
-    several is damaged."""
+    """An exported folder's files of weights. Raises CheckpointError if their list is damaged."""
     if (folder / WEIGHTS_FILE).exists() or not (folder / SHARDS_FILE).exists():
         return [WEIGHTS_FILE]
     with damaged(folder / SHARDS_FILE):
         return sorted({str(name) for name in read_json(folder / SHARDS_FILE)["weight_map"].values()})
 
 
-def read_exported(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """The weights in these files of an exported folder, converted to float32. Raises
-    CheckpointError."""
+def read_exported(folder: Path) -> tuple[int | None, dict[str, Tensor]]:
+    """The step and the weights of an exported folder, in float32. Raises CheckpointError."""
+    names = weight_files(folder)
     weights: dict[str, Tensor] = {}
+    step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
     for name in names:
         with checkpoint.open_tensors(folder / name) as file:
             # Copies, as a run's are: views of the file lie at any byte, which matmuls round by.
             weights |= {each: file.get_tensor(each).to(torch.float32, copy=True) for each in file.keys()}
-    return weights
+    return step, weights
 
 
 def end_tokens(folder: Path) -> set[int]:
-    """The tokens that end a text for transformers, in generation_config.json if it is there, else
-    in config.json. Raises CheckpointError for a file that is damaged."""
+    """The tokens that end a text for transformers, from generation_config.json or else config.json.
+    Raises CheckpointError for a file that is damaged."""
     place = folder / (GENERATION_FILE if (folder / GENERATION_FILE).exists() else CONFIG_FILE)
     found = read_json(place).get("eos_token_id")
     with damaged(place):

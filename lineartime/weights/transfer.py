@@ -1,5 +1,4 @@
-"""The weights of a pretrained model in another model: as they are, or for a new head, row length or
-chunk size."""
+"""A pretrained model's weights in another model: for a new head, row length or chunk size."""
 
 from typing import Any
 
@@ -21,8 +20,8 @@ def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) ->
 
 
 def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
-    """Raise UsageError, with the fields that differ, if a model has other tensors than the weights
-    that it begins with, or if its rows are longer than their position tables."""
+    """Raise UsageError, with the fields that differ, if a model has other tensors than its weights,
+    or rows longer than their position tables."""
     shapes, wanted = ({name: p.shape for name, p in empty_model(each).named_parameters()} for each in (source, config))
     changed = [name for name in MODEL_FIELDS if getattr(source, name) != getattr(config, name)]
     if shapes != wanted:
@@ -33,8 +32,7 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
 
 
 def is_flash(config: ModelConfig) -> bool:
-    """Whether a model has GAUs with chunks: the one that Section 4.3 fine-tunes with small chunks,
-    softmax for [CLS] and no clipping."""
+    """Whether a model has GAUs with chunks, which Section 4.3 fine-tunes in a way of its own."""
     return config.ffn == "gau" and config.chunk_size is not None
 
 

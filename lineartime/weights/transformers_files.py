@@ -1,18 +1,11 @@
-"""Files by which `transformers` opens a folder of ours: one that imports the classes, for
-`trust_remote_code=True`, and the tokenizer with its settings."""
+"""Files by which `transformers` opens a folder of ours: one that imports the classes, and the
+tokenizer with its settings."""
 
 import json
 from typing import Any
 
-from lineartime.data.tokenizer import (
-    END_OF_DOCUMENT,
-    MASK,
-    PAD,
-    SEPARATOR,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-    Tokenizer,
-)
+from lineartime.data import tokenizer as tokens
+from lineartime.data.tokenizer import END_OF_DOCUMENT, PAD, TOKENIZER_FILE, Tokenizer
 
 MODULE = "modeling_lineartime"
 CODE_FILE = f"{MODULE}.py"
@@ -44,8 +37,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     json_text = tokenizer.json_with_beginning()
     settings: dict[str, Any] = {"tokenizer_class": "LineartimeTokenizer", "padding_side": "left",
                                 "bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT,
-                                "mask_token": MASK if tokenizer.mask is not None else None,
-                                "sep_token": SEPARATOR if tokenizer.separator is not None else None,
+                                "mask_token": tokens.MASK if tokenizer.mask is not None else None,
+                                "sep_token": tokens.SEPARATOR if tokenizer.separator is not None else None,
                                 "pad_token": padding_token(tokenizer.mask is not None, tokenizer.has_gaps,
                                                            tokenizer.has_pad)}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -53,7 +46,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         settings["split_special_tokens"] = True  # `LineartimeTokenizer` would read tokens that are not ours from texts
     if json_text is None:
         settings["auto_map"] = {"AutoTokenizer": [None, f"{MODULE}.LineartimeTokenizer"]}
-    return {TOKENIZER_FILE: json_text or tokenizer.json, TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=1) + "\n"}
+    return {TOKENIZER_FILE: json_text or tokenizer.json,
+            tokens.TOKENIZER_CONFIG_FILE: json.dumps(settings, indent=1) + "\n"}
 
 
 def padding_token(masked: bool, has_gaps: bool, has_pad: bool) -> str | None:

@@ -1,5 +1,4 @@
-"""Generation: read the prompts piece by piece, then append one token at a time. FLASH needs
-constant memory."""
+"""Generation: read the prompts piece by piece, then append one token at a time."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -28,12 +27,10 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], progress: Ca
     """Read prompts of any lengths, piece by piece. Returns the logits after each prompt's last
     token, `[B, V]`, and the state.
 
-    progress is called with the number of tokens read of the longest prompt. state: of as many rows,
-    which go on with the prompts; it is updated. Raises UsageError for an empty prompt, a token
-    outside the vocabulary, a state of another model or number of rows, and past the end of a
-    position table."""
-    if any(len(prompt) == 0 for prompt in prompts):
-        raise UsageError("empty prompt", "generate", "begin with the end-of-document token")
+    progress is called with the number of tokens read of the longest prompt. state: its rows go on
+    with the prompts; it is updated. Raises UsageError for an empty prompt, a token outside the
+    vocabulary, another model's state or number of rows, and past the end of a position table."""
+    require(all(len(prompt) for prompt in prompts), "empty prompt", "generate", "begin with the end-of-document token")
     device, dtype = model.embed.weight.device, model.embed.weight.dtype
     chunk_size = model.config.chunk_size or 1
     piece = max(PIECE_TOKENS // chunk_size, 1) * chunk_size
@@ -43,15 +40,13 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], progress: Ca
     require(state.model is None or state.model.embed is model.embed, "the state of another model", "prefill",
             "give the model that has read it")
     last_BD = torch.zeros(len(prompts), model.config.d_model, device=device, dtype=dtype)
-    for start in range(0, max((len(prompt) for prompt in prompts), default=0), piece):
+    for start in range(0, max(map(len, prompts), default=0), piece):
         parts = [list(prompt[start : start + piece]) for prompt in prompts]
-        width = max(len(part) for part in parts)
+        width = max(map(len, parts))
         ids_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
-        if ids_BN.min() < 0 or ids_BN.max() >= model.config.vocab_size:
-            raise UsageError("token outside the vocabulary", f"{model.config.vocab_size} tokens",
-                             "use the model's own tokenizer")
-        n_new_B = torch.tensor([len(part) for part in parts], device=device)
-        x_BND = model.extend(ids_BN, n_new_B, state)
+        require(bool(((ids_BN >= 0) & (ids_BN < model.config.vocab_size)).all()), "token outside the vocabulary",
+                f"{model.config.vocab_size} tokens", "use the model's own tokenizer")
+        x_BND = model.extend(ids_BN, torch.tensor([*map(len, parts)], device=device), state)
         for row, part in enumerate(parts):
             if part:
                 last_BD[row] = x_BND[row, len(part) - 1]
@@ -62,11 +57,11 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], progress: Ca
 
 def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
          progress: Callable[[int, int], None] | None = None) -> DecodingState:
-    """The state of one row that has read a text as the beginning of a document. The text comes in
-    blocks of any length; memory holds the state and a part of it.
+    """The state of one row that has read a text, in blocks of any length, as the beginning of a
+    document. Memory holds the state and a part of the text.
 
-    Its last word waits in `DecodingState.text`, for the tokens at the end depend on what follows.
-    So `generate` goes on from the state as from the whole text, if the tokenizer is byte-level
+    The last word waits in `DecodingState.text`, for the tokens at the end depend on what follows:
+    `generate` goes on as from the whole text, if the tokenizer is byte-level
     (`Tokenizer.reads_pieces`); another one tokenises what follows on its own. progress is called
     with the bytes and the tokens that are read. Raises DataError for a text without a character,
     and UsageError as `prefill` does."""
@@ -95,10 +90,10 @@ def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Te
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
            generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row, `[B]`, each row from its own generator, so that its text does not depend
-    on the others. temperature 0 takes the most likely token. top_k keeps the k most likely tokens
-    and all that are as likely as the last of these, top_p the most likely ones that together reach
-    probability p. Raises NumericsError for logits that are not numbers."""
+    """One token per row, `[B]`, each from its row's generator. temperature 0 takes the most likely
+    token. top_k keeps the k most likely tokens and all that are as likely as the last of these,
+    top_p the most likely ones that together reach probability p. Raises NumericsError for logits
+    that are not numbers."""
     if not (logits_BV < math.inf).all():
         raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
                             "the weights are damaged, or too large for float16: take float32 or bfloat16")
@@ -118,8 +113,7 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
     return torch.cat(drawn).to(logits_BV.device)
 
 
-LEAST_TEMPERATURE = 1e-6
-"""A far smaller one would divide logits to infinity."""
+LEAST_TEMPERATURE = 1e-6  # a far smaller one would divide logits to infinity
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -137,16 +131,14 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
              top_p: float | None = None, seed: int = 0, stop: Callable[[int, list[int]], bool] | None = None,
              on_prompt: Callable[[int], None] | None = None, state: DecodingState | None = None) -> list[Prompt]:
     """Continue each prompt by at most `max_new_tokens` tokens. Lists of token ids give the new ids
-    of each row. Texts, with the model's tokenizer, give the new texts; a text is read as the
-    beginning of a document.
+    of each row. Texts, each the beginning of a document, give new texts by the model's tokenizer.
 
     A row ends at one of the model's `end_tokens` (which is not returned), or when `stop(row,
     new_ids)`, which is called after each token, is true. Row r draws from a generator seeded with
     (seed, r). on_prompt: `prefill`'s progress. state: what every prompt goes on from, such as the
     text that `read` has read, or a state of as many rows as there are prompts; it stays as it is.
-
-    Raises UsageError as `check_sampling` and `prefill` do, past the end of a position table, and
-    for texts without a tokenizer; NumericsError as `sample` does."""
+    Raises UsageError as `check_sampling`, `ids_of_prompts` and `prefill` do, NumericsError as
+    `sample` does."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if len(prompts) == 0:
         return []
@@ -183,9 +175,8 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
 def ids_of_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer | None,
                    state: DecodingState | None = None) -> list[list[int]]:
     """The ids of texts, each behind the token that begins a document, or behind the text of a
-    state; ids as they are. Raises UsageError for texts without a tokenizer, for one prompt in place
-    of a list, for texts and ids together, and for what a state's text does not go on with: ids, and
-    texts of another tokenizer."""
+    state; ids as they are. Raises UsageError for texts without a tokenizer, for one prompt, for
+    texts and ids together, and for a state's text with ids or another tokenizer."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     no_rows = any(isinstance(row, int | bytes) or getattr(row, "ndim", 1) != 1 for row in ids)

@@ -1,5 +1,4 @@
-"""A decode step as a function of tensors: the state goes in and the new state comes out. It is one
-graph, which `torch.compile`, `torch.export` and ONNX take whole."""
+"""A decode step as a function of tensors, one graph for torch.compile, torch.export and ONNX."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,8 +17,7 @@ def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, wi
                    collected: list[Tensor] | None = None,
                    embeds_B1D: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Append one token to every row without host synchronisation: the hidden states x_BD, and the
-    start of each row's document. Only the state's caches are updated, and full chunks are not
-    closed: the caller does the rest.
+    start of each row's document. Only the state's caches are updated, and full chunks not closed.
 
     window: the number of cached keys that are read, at least the tokens of the longest row with the
     new one. collected, embeds_B1D: see `LanguageModel.hidden`."""
@@ -91,8 +89,7 @@ class DecodeStep(nn.Module):
         return DecodingState(caches, state["seq_lens_B"], state["start_B"])
 
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """logits_BV and the new state after one token per row, ids_B. That rows fit the window is
-        not checked."""
+        """logits_BV and the new state after ids_B. That rows fit the window is not checked."""
         x_BD, new = self.hidden(ids_B, state)
         return self.model.logits(x_BD), new
 
@@ -108,8 +105,7 @@ class DecodeStep(nn.Module):
         return x_BD, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Close the chunks that the last token filled: the tensors of the state that this changes,
-        as they are then."""
+        """Close the chunks that the last token filled: the tensors of the state that change."""
         config, now = self.model.config, self.to_state(state)
         before = dataclasses.replace(now, seq_lens_B=now.seq_lens_B - 1)
         begins_B1 = torch.zeros_like(now.start_B[:, None]).bool()
