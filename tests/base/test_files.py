@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineartime.base.errors import DataError, ResourceError, UsageError
-from lineartime.base.files import (
-    _hidden,
-    check_place,
-    locked,
-    new_folder,
-    read_json_lines,
-    replaced,
-    write_atomically,
-)
+from lineartime.base.files import _hidden, check_place, locked, new_folder, read_json_lines, replaced, write_atomically
 
 
 def values(path):
