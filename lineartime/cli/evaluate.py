@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime.base.errors import DataError, UsageError
-from lineartime.base.files import check_place, write_atomically, write_json
+from lineartime.base.files import check_place, write_json
 from lineartime.base.ranks import connected, launched
 from lineartime.base.settings import require
 from lineartime.base.stores import file_blocks, joined, require_there, stdin_blocks
@@ -20,10 +20,8 @@ from lineartime.folders import named_folder, require_run
 from lineartime.tasks.qa.finetune_config import Evidence, MaxAnswerTokens, Stride
 
 if TYPE_CHECKING:
-    from lineartime.use.scoring import Score, ScoringState
+    from lineartime.use import scoring
 
-FOR_QUESTIONS = ("evidence", "stride", "max_answer_tokens", "predictions")
-"""Options that need --questions."""
 SAVE_SECONDS = 30.0
 """Between two saves of the state."""
 
@@ -36,7 +34,6 @@ class EvaluateOptions:
     data: Annotated[str | None, "Folder made by `lineartime prepare`, or its address."] = None
     split: Annotated[str, "Which part of the text: train, validation or test."] = "validation"
     context: Annotated[int | None, "Tokens in a row; by default as in training."] = None
-    out: Annotated[Path | None, "JSON file for the scores."] = None
     batch_rows: Annotated[int | None, "Rows scored at once, by default up to 8; changes only rounding."] = None
     precision: Precision = "float32"
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False
@@ -50,16 +47,11 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         require(self.batch_rows is None or self.batch_rows >= 1, "wrong value", f"batch_rows = {self.batch_rows}",
                 "it takes whole numbers from 1")
-        for name in FOR_QUESTIONS:
-            require(bool(self.questions) or getattr(self, name) == getattr(EvaluateOptions, name),
-                    "options that do not go together", "evaluate", f"--{name.replace('_', '-')} goes with --questions")
-        for name in ("data", "split"):
-            require(not self.questions or getattr(self, name) == getattr(EvaluateOptions, name),
-                    "options that do not go together", f"--questions and --{name}", "leave one out")
-        require(self.out is None or self.out != self.predictions, "one file for scores and answers", str(self.out),
-                "name two")
-        for path in filter(None, (self.out, self.predictions)):
-            check_place(path)
+        for name in ("data", "split") if self.questions else ("evidence", "stride", "max_answer_tokens", "predictions"):
+            require(getattr(self, name) == getattr(EvaluateOptions, name), "options that do not go together",
+                    f"--{name.replace('_', '-')}", f"it goes {'without' if self.questions else 'with'} --questions")
+        if self.predictions is not None:
+            check_place(self.predictions)
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -74,15 +66,12 @@ def evaluate(options: EvaluateOptions) -> None:
     else:
         raise UsageError("evaluate needs prepared text", "evaluate",
                          "give --data DATA, or for a fine-tuned run --questions FILE")
-    text = json.dumps(scores)
-    if options.out is not None and launched().is_first:
-        write_atomically(options.out, text + "\n")
-    for line in [text] if options.as_json else lines:
+    for line in [json.dumps(scores)] if options.as_json else lines:
         say(line)
 
 
 def scored_text(run: Path, data: str, options: EvaluateOptions) -> tuple[dict[str, Any], list[str]]:
-    """The scores of a split of prepared text, and how a person is told of them."""
+    """The scores of a split of prepared text, and lines that tell a person."""
     from lineartime.data.mixture import read_mixture
     from lineartime.data.tokens import read_manifest
 
@@ -106,8 +95,7 @@ def scored_text(run: Path, data: str, options: EvaluateOptions) -> tuple[dict[st
 
 
 def scored_answers(run: Path, options: EvaluateOptions) -> tuple[dict[str, Any], list[str]]:
-    """The scores of a fine-tuned run's answers by the official rules, and how a person is told of
-    them. The answers go into the file of predictions."""
+    """The same of a fine-tuned run's answers, by the official rules of TriviaQA."""
     predictions = options.predictions
     require_there(options.questions)
     require(launched().size == 1, "questions are answered in one process", "evaluate --questions", "leave out torchrun")
@@ -155,19 +143,17 @@ def score(
     require_there([file])
     folder = named_folder(model)
     from lineartime.training.runtime import StopSignal, pick_device
-    from lineartime.use.scoring import open_state
-    from lineartime.use.scoring import score as rows_of
+    from lineartime.use import scoring
     from lineartime.weights.load import load_model
 
     loaded, tokenizer, _ = load_model(folder)
     loaded.to(pick_device(device))
-    now = open_state(loaded, tokenizer, state)
+    now = scoring.open_state(loaded, tokenizer, state)
     begun = saved = time.monotonic()
     n_before = now.n_tokens
 
     def blocks() -> Iterator[bytes]:
-        """The next text; it is asked for when all rows before it are printed, and the state is
-        whole."""
+        """The text. The next block is asked for when all rows before it are printed."""
         nonlocal saved
         for block in stdin_blocks(PIECE, ticks=True) if file == "-" else file_blocks(file, now.n_read):
             yield block
@@ -179,8 +165,8 @@ def score(
                 return
 
     with StopSignal().listening(say_stopping) as stop:
-        rows = rows_of(loaded, tokenizer, blocks(), per=per, precision=precision, state=now, keep=state is not None,
-                       name="stdin" if file == "-" else file)
+        rows = scoring.score(loaded, tokenizer, blocks(), per=per, precision=precision, state=now,
+                             keep=state is not None, name="stdin" if file == "-" else file)
         try:
             for row in rows:
                 print(line_of(row, per, as_json))
@@ -195,7 +181,7 @@ def score(
         stop.check("nothing is kept" if state is None else f"the same command goes on with {state}")
 
 
-def line_of(row: "Score", per: str, as_json: bool) -> str:
+def line_of(row: "scoring.Score", per: str, as_json: bool) -> str:
     """What is printed of a row."""
     per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
     if as_json:
@@ -204,7 +190,7 @@ def line_of(row: "Score", per: str, as_json: bool) -> str:
     return f"{row.number:>9} {row.bits:>10.2f} {row.n_bytes:>7} {per_byte:>8.3f}  {text}"
 
 
-def note_scored(now: "ScoringState", n_new: int, seconds: float, state: Path | None) -> None:
+def note_scored(now: "scoring.ScoringState", n_new: int, seconds: float, state: Path | None) -> None:
     """Print what is scored so far, and how fast, to stderr. n_new: tokens of this call."""
     per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / max(now.n_tokens, 1))
     note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "

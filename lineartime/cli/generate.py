@@ -1,5 +1,4 @@
-"""`lineartime generate`, text from a model, and `read`, a text into a state that it goes on
-from."""
+"""`lineartime generate`, text from a model, and `read`, a text that it goes on from."""
 
 import os
 import time
@@ -7,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import UsageError, raised_as
 from lineartime.base.files import check_new
 from lineartime.base.settings import require
 from lineartime.base.stores import packing_of, require_there, size_of
@@ -75,8 +74,7 @@ def generate(
 
 
 def load_writer(folder: Path, device: str | None, precision: str) -> tuple["LanguageModel", "Tokenizer"]:
-    """A model that continues text, on its device, and its tokenizer. Raises UsageError for
-    another."""
+    """A model that continues text, on its device, and its tokenizer. Others are refused."""
     import torch
 
     from lineartime.model.language_model import LanguageModel
@@ -141,11 +139,8 @@ def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:
 
 
 def read_prompt(given: str) -> str:
-    """A prompt of the command line: a text, or `-` for stdin. Raises UsageError for a text that is
-    not UTF-8, and as `read_small` does."""
+    """A prompt of the command line: a text, or `-` for stdin."""
     if given == "-":
         return read_small(given)
-    try:
+    with raised_as(UsageError, "the prompt is not UTF-8", "the command line", UnicodeDecodeError):
         return os.fsencode(given).decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise UsageError("the prompt is not UTF-8", f"the command line, byte {e.start}") from None

@@ -6,9 +6,8 @@ Annotated[type, "help"] = default`. Behind the help may stand how the option is 
 `--name`: "--other-name METAVAR", or "METAVAR" for a positional argument; and the names that the
 shell completes. A field that is not annotated so has no option.
 
-Why typer, and neither tyro nor jsonargparse, which read dataclasses by themselves: a mistake there
-prints a box or a page of usage of many lines, and we promise one line; and typer completes names in
-the shell."""
+Why typer: tyro and jsonargparse read dataclasses by themselves, but a mistake prints a page there,
+and we promise one line; and typer completes names in the shell."""
 
 import dataclasses
 import inspect
@@ -21,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import UsageError, raised_as
 from lineartime.config import PRESETS, TASKS
 from lineartime.training.run_config import SIZES, parse_setting
 
@@ -37,11 +36,9 @@ RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it 
 
 def numbers(kind: type, text: str | None) -> tuple[Any, ...]:
     """Numbers such as `1e-4,7e-5`, or if `kind` is int whole numbers. Raises UsageError."""
-    try:
+    what = "whole numbers" if kind is int else "numbers"
+    with raised_as(UsageError, "wrong value", text, ValueError, todo=f"it takes {what}, with commas"):
         return tuple(map(kind, text.split(","))) if text else ()
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise UsageError("wrong value", text, f"it takes {what}, with commas") from None
 
 
 AGAIN = list[str] | None
@@ -67,7 +64,10 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     def call(**given: Any) -> None:  # by typer, with the values of all options
         arguments = {}
         for parameter in parameters:
-            values = {option.name: our_value(option, given[option.name]) for option in options[parameter.name]}
+            values = {option.name: given[option.name] for option in options[parameter.name]}
+            for option in options[parameter.name]:
+                if (kind := option.annotation.__origin__) in FORMS:
+                    values[option.name] = FORMS[kind][1](values[option.name])
             takes_many = dataclasses.is_dataclass(parameter.annotation)
             arguments[parameter.name] = parameter.annotation(**values) if takes_many else values[parameter.name]
         verb(**arguments)
@@ -79,8 +79,8 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(parameter: Parameter) -> list[Parameter]:
-    """A parameter that is an option; or the fields of a dataclass that are. A field that may be
-    given again can be left out: the dataclass checks if it is needed."""
+    """The parameter, or the fields of a dataclass that are options. None of those that may be given
+    again is required here: the dataclass says what it lacks."""
     if not dataclasses.is_dataclass(parameter.annotation):
         return [parameter]
     fields = inspect.signature(typing.cast("type", parameter.annotation), eval_str=True).parameters.values()
@@ -104,9 +104,3 @@ def typer_parameter(option: Parameter) -> Parameter:
     elif isinstance(default, tuple):  # of numbers
         default = ",".join(map(str, default)) or None
     return Parameter(option.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[form, shown])
-
-
-def our_value(option: Parameter, value: Any) -> Any:
-    """The value of an option, from the one that typer gives."""
-    kind = option.annotation.__origin__
-    return FORMS[kind][1](value) if kind in FORMS else value

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TextIO, cast
 
@@ -18,10 +18,10 @@ from lineartime.base.ranks import launched, speaks_first
 
 class Screen:
     """stdout or stderr, where text from files cannot steer the terminal: control characters, and
-    characters that the terminal's encoding lacks, are written as escapes such as `\\x1b`."""
+    characters that the terminal's encoding lacks, are written as escapes such as `\\x1b`. lenient:
+    drop what a full disk, or a reader that has gone, does not take."""
 
     def __init__(self, stream: TextIO, lenient: bool):
-        """lenient: drop what a full disk, or a reader that has gone, does not take."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
         self.stream = stream
@@ -104,9 +104,8 @@ def say_stopping(name: str) -> None:
         os.write(2, f"\n{name}: stops at the next safe moment and saves; another one ends it at once\n".encode())
 
 
-class Terminal:
-    """Progress on stderr: one live bar at a time on a terminal; elsewhere a line every ten
-    seconds."""
+class Terminal(AbstractContextManager["Terminal"]):
+    """Progress on stderr: one live bar at a time on a terminal, elsewhere a line every 10 s."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -119,14 +118,10 @@ class Terminal:
                             get_time=time.time, speed_estimate_period=600)
         self.what, self.words, self.held_out, self.last_line = "", "", "", time.time()
 
-    def __enter__(self) -> "Terminal":
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the live bar."""
         self.bar.stop()
         for number in self.bar.task_ids:
             self.bar.remove_task(number)
@@ -196,8 +191,7 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
 
 
 def fail(error: BaseException, code: int, debug: bool, message: str | None = None) -> int:
-    """Say an error, or which signal ended the command, on the first rank that has one; returns the
-    code."""
+    """Say an error, or which signal ended the command, on the first rank that has one."""
     if debug:
         traceback.print_exception(error)
     ranks = launched()

@@ -1,8 +1,8 @@
 """`lineartime train`, and `finetune`, which teaches a masked model to answer questions."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -75,7 +75,7 @@ def train(
     n_micro_batches = config.rows_per_step // config.micro_batch_rows * config.train.context_parallel
     of_this_rank = max(n_micro_batches // launched().size, 1)
     is_logged = log is not None and launched().is_first
-    tracker = closing(Tracker(f"{config.out}/tensorboard")) if is_logged else nullcontext(lambda record: None)
+    tracker = tensorboard(f"{config.out}/tensorboard") if is_logged else nullcontext(lambda record: None)
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
         def on_step(record: dict[str, Any]) -> None:
             terminal.step(record)
@@ -94,8 +94,7 @@ def train(
 
 
 def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -> None:
-    """Print what a run will read and make, unless it is complete. size: the name, if one was
-    given."""
+    """Print what a run will read and make, unless it is complete."""
     from lineartime.data.mixture import read_mixture
     from lineartime.model.language_model import number_of_parameters
 
@@ -168,28 +167,25 @@ def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeo
     say(f"report   {out / 'predictions.json'}")
 
 
-class Tracker:
-    """An `on_step` of training that writes each line for TensorBoard. The files are opened at the
-    first line, so that a run that is complete leaves no trace."""
+@contextmanager
+def tensorboard(folder: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields an `on_step` that writes each line for TensorBoard. The files are opened at the first
+    line, so that a run that is complete leaves no trace."""
+    with ExitStack() as at_end:
+        writers: list[Any] = []
 
-    writer: Any = None
+        def track(record: dict[str, Any]) -> None:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: str):
-        self.folder = folder
+            step = record["step"]
+            if not writers:
+                # A resume writes lines again, at first a score. purge_step hides the older ones.
+                made = SummaryWriter(folder, purge_step=step + ("held_out" in record))
+                writers.append(at_end.enter_context(made))
+            for name, value in numbers_of(record):
+                writers[0].add_scalar(name, value, step, walltime=record["clock"]["time"])
 
-    def __call__(self, record: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        step = record["step"]
-        if self.writer is None:
-            # A resume writes lines again, at first a score; purge_step hides them in older files.
-            self.writer = SummaryWriter(self.folder, purge_step=step + ("held_out" in record))
-        for name, value in numbers_of(record):
-            self.writer.add_scalar(name, value, step, walltime=record["clock"]["time"])
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        yield track
 
 
 def numbers_of(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

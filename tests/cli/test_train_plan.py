@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,7 +198,7 @@ def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
 
     run, wanted = tmp_path / "run", {}
     arguments = [*command(prepare_text(tmp_path), run, steps=4), "--log", "tensorboard"]
-    with closing(train.Tracker(str(run / "tensorboard"))) as on_step:
+    with train.tensorboard(str(run / "tensorboard")) as on_step:
         for step in (1, 2):
             on_step({"step": step, "steps": 2, "loss": 5.0, "clock": {"time": 1.7e9, "tokens_per_s": 100.0}})
     for _ in range(2):

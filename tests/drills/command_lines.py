@@ -51,7 +51,7 @@ RECIPES: dict[str, list[list[str]]] = {
               ["--from", "run", "--data", "data", "--out", "new", "--context", "16", "--steps", "2",
                "--tokens-per-step", "32", "--set", "micro_batch_tokens=16"],
               ["flash", "--size", "tiny", "--data", "data:0.7,data2:0.3", "--out", "new", "--steps", "1"]],
-    "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--context", "16", "--out", "new.json"],
+    "evaluate": [["run", "--data", "data"], ["run", "--data", "data", "--context", "16"],
                  ["exported", "--data", "data", "--json", "--batch-rows", "3"],
                  ["finetuned", "--questions", "dev.json", "--context", "48", "--max-answer-tokens", "6",
                   "--predictions", "new.json"]],

@@ -238,17 +238,16 @@ def test_evaluate_refuses_in_one_line(folder, done, tmp_path, call, monkeypatch)
     dev = folder / "qa/dev.json"
     for arguments, code, words in (
             ([folder / "pretrained", "--questions", dev], 2, "not fine-tuned"), ([done], 2, "--data"),
-            ([done, "--questions", dev, "--data", folder / "prepared"], 2, "--questions and --data; leave one out"),
-            ([done, "--questions", dev, "--split", "test"], 2, "--questions and --split; leave one out"),
+            ([done, "--questions", dev, "--data", folder / "prepared"], 2, "--data; it goes without --questions"),
+            ([done, "--questions", dev, "--split", "test"], 2, "--split; it goes without --questions"),
             ([done, "--data", folder / "prepared"], 2, "this model answers questions"),
-            ([done, "--data", folder / "prepared", "--stride", 9], 2, "--stride goes with --questions")):
+            ([done, "--data", folder / "prepared", "--stride", 9], 2, "--stride; it goes with --questions")):
         assert_refused(*call("evaluate", *arguments)[::2], code, words)
     with monkeypatch.context() as patch:  # before the model answers
         patch.setattr(spans, "evaluate_questions", None)
         for arguments, code, words in (
                 ([triviaqa(tmp_path, Answer=None)], 2, "--predictions"),
-                ([dev, "--predictions", tmp_path / "no" / "p.json"], 2, "p.json"),
-                ([dev, "--predictions", tmp_path / "p", "--out", tmp_path / "p"], 2, "one file for scores and")):
+                ([dev, "--predictions", tmp_path / "no" / "p.json"], 2, "p.json")):
             assert_refused(*call("evaluate", done, "--questions", *arguments)[::2], code, words)
     for arguments, code, words in ((["--context", 8], 2, "context"), (["--context", 0], 2, "context"),
                                    (["--batch-rows", 0], 2, "batch_rows")):
