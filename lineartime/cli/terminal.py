@@ -94,7 +94,6 @@ def say(line: str) -> None:
 
 
 def note(line: str) -> None:
-    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,8 @@
-"""`lineartime train`, and `finetune`, which teaches a masked model to answer questions."""
+"""From text to a run: `lineartime prepare`, `train` and `finetune`; and `config` and `info`."""
 
 import importlib.util
+import textwrap
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -8,20 +10,55 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from lineartime import folders
 from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
-from lineartime.base.settings import require
-from lineartime.base.stores import require_there
-from lineartime.cli.options import Device, RankTimeout, Setting
+from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
+from lineartime.base.stores import exists, is_address, joined, require_there
+from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
-from lineartime.config import PRESETS, TASKS
-from lineartime.folders import RESULT_FILE, WEIGHTS_FILE, named_folder, saved_run
+from lineartime.config import PRESETS, TASKS, model_config, source_of
+from lineartime.data.prepare_config import PrepareSettings
 from lineartime.tasks.qa.finetune_config import FineTuning
-from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data
+from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data, run_config
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
     from lineartime.training.language import TrainResult
+
+
+def prepare(settings: PrepareSettings) -> None:
+    """Turn text into tokens once, for training to read. If it was cut off, it begins again."""
+    results_are_files()
+    from lineartime.data.prepare import prepare_text
+
+    with Terminal() as terminal:
+        manifest = prepare_text(settings, progress=terminal.count)
+    say_prepared(manifest, settings.out)
+
+
+def say_counts(manifest: "Manifest") -> None:
+    """Print a line of counts for each split of prepared text."""
+    for name, split in manifest.splits.items():
+        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  "
+            f"{split.words:>12,} words  {split.bytes:>13,} bytes")
+
+
+def say_prepared(manifest: "Manifest", out: str) -> None:
+    """Print the counts and notes of prepared text, and what comes next."""
+    if manifest.already_prepared:
+        say(f"already prepared: {out} holds this text with these settings; nothing to do.")
+        return
+    say_counts(manifest)
+    for line in manifest.notes:
+        say(f"note: {line}")
+    if "validation" not in manifest.splits:
+        say(f"note: {out} has nothing held out, which training needs: prepare with --held-out 0.05 or --validation")
+        return
+    task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
+    named = task or ("c4" if mlm else None)
+    how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
+    say(f"next        lineartime train flash {how}--data {quote(out)} --out RUN")
 
 
 @dataclass(frozen=True)
@@ -98,8 +135,8 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -
     from lineartime.data.mixture import read_mixture
     from lineartime.model.language_model import number_of_parameters
 
-    there = saved_run(Path(config.out)).get("train", {"steps": config.train.steps})
-    if (Path(config.out) / RESULT_FILE).exists() and there["steps"] >= config.train.steps:
+    there = folders.saved_run(Path(config.out)).get("train", {"steps": config.train.steps})
+    if (Path(config.out) / folders.RESULT_FILE).exists() and there["steps"] >= config.train.steps:
         return
     model, train = config.model, config.train
     n_tokens, n_train = train.steps * train.tokens_per_step, tokens_of(manifests, "train")
@@ -118,7 +155,6 @@ def say_plan(config: RunConfig, manifests: "list[Manifest]", size: str | None) -
 
 
 def tokens_of(manifests: "list[Manifest]", split: str) -> int:
-    """The tokens of a split of all texts."""
     return sum(manifest.splits[split].tokens for manifest in manifests if split in manifest.splits)
 
 
@@ -136,7 +172,7 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     if done.sample:
         say(f"sample   {' '.join(done.sample.split())[:600]}")
     say(f"\nrun      {out}")
-    in_parts = not (out / "latest" / WEIGHTS_FILE).exists()  # of a sharded model
+    in_parts = not (out / "latest" / folders.WEIGHTS_FILE).exists()  # of a sharded model
     others = "; `lineartime export` writes them for transformers" if in_parts else " or transformers"
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model{others})")
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
@@ -148,7 +184,7 @@ def finetune(plan: FineTuning, *, device: Device = None, rank_timeout: RankTimeo
     """Teach a masked model to find answers in documents. It is trained once for each learning rate,
     and the best is kept. To teach a causal model more text, use `lineartime train --from RUN`."""
     results_are_files()
-    named_folder(plan.run)
+    folders.named_folder(plan.run)
     require_there([*plan.data, *plan.validation])
     from lineartime.tasks.qa.finetune import finetune
     from lineartime.training.runtime import StopSignal
@@ -195,3 +231,60 @@ def numbers_of(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from numbers_of(value, f"{prefix}{name}/")
         elif name not in ("step", "steps", "time"):
             yield prefix + name, value
+
+
+def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
+    """List every field that --set takes. Of each: its value for a model, what values it takes, what
+    it is, and the paper's table that has it."""
+    run = run_config({"model": model, "size": size, "task": task, "data": "-", "out": "-"})
+    for title, made in (("The model", run.model), ("Training", run.train)):
+        say(f"{title}: {model}, {task}, size {size}\n")
+        hints = typing.get_type_hints(type(made), include_extras=True)
+        for name, value in vars(made).items():
+            field, text = typing.get_args(hints[name])
+            say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source_of(name)}]")
+            say(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
+        say("")
+    say("vocab_size and end_of_document come from the data where they are not set")
+
+
+def info(
+    model: Annotated[str, f"A model: {', '.join(PRESETS)}; a run, an exported folder or `small`; or prepared text.",
+                     "MODEL|RUN|DATA", PRESETS],
+    *,
+    task: Task = "wiki40b",
+    settings: Setting,
+    verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,
+) -> None:
+    """Describe a model, a run or prepared text. Of a model: its specification, the parameters of
+    each part, and the memory of its weights and decoding state."""
+    is_folder = model not in PRESETS and (
+        model in folders.shipped_models() or is_address(model) or Path(model).is_dir())
+    is_data = is_folder and exists(joined(model, "manifest.json"))
+    require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
+    require(not is_data or not settings, "--set takes a model or a run", model, "leave out --set")
+    require(task == "wiki40b" or not is_folder, "--task takes the name of a model", model, "leave out --task")
+    if is_data:
+        say_data(model, verify)
+        return
+    if is_folder:
+        made, title = replace_fields(folders.read_config(folders.weights_folder(model))[0], settings), model
+    else:
+        require_name("model or folder", model, PRESETS)
+        chosen = {"model": model, "task": task, **settings}
+        made, title = model_config(**chosen), f"{chosen['model']} ({chosen['task']})"
+    from lineartime.use.info import print_description
+
+    print_description(made, title)
+
+
+def say_data(folder: str, verify: bool) -> None:
+    """Print what prepared data hold. verify: read all files and compare their SHA-256."""
+    from lineartime.data.tokens import read_manifest, verify_data
+
+    manifest = verify_data(folder) if verify else read_manifest(folder)
+    say_counts(manifest)
+    size = sum(file["bytes"] for file in manifest.files.values())
+    say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
+    say(f"manifest    SHA-256 {manifest.sha256}")
+    say(f"files       {len(manifest.files):,}, {size:,} bytes, " + ("verified by SHA-256" if verify else "not read"))

@@ -12,31 +12,30 @@ import typer
 from lineartime.base.errors import UsageError
 from lineartime.base.processors import share_processors
 from lineartime.base.ranks import WITH_RANKS, launched
-from lineartime.cli import evaluate, generate, prepare, train
+from lineartime.cli import train, use
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import exit_code, say, screens
 
 VERBS: dict[Callable[..., None], list[str]] = {
-    prepare.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
-                      "cat notes.txt | lineartime prepare - --out data --held-out 0.05",
-                      "prepare --sample --out data --held-out 0.1 --vocab-size 1024"],
+    train.prepare: ["prepare books/ --out data --held-out 0.05 --vocab-size 8192",
+                    "cat notes.txt | lineartime prepare - --out data --held-out 0.05",
+                    "prepare --sample --out data --held-out 0.1 --vocab-size 1024"],
     train.train: ["train flash --data data --out run",
                   "train flash --data data --out run --size small --set seed=1",
                   "train flash --size paper --task pg19 --data data --out run"],
     train.finetune: ["finetune mlm --questions train.json --validation dev.json --out qa --context 512"],
-    evaluate.evaluate: ["evaluate run --data data"],
-    evaluate.score: ["score small book.txt", "tail -f app.log | lineartime score run -",
-                     "score run app.log --state app.state --json"],
-    generate.generate: ['generate run "Once upon a time" --temperature 0.8',
-                        'generate small "It was a dark and stormy night, and"',
-                        'echo "Reader, I" | lineartime generate run -',
-                        'generate small --state book.state " Who was it?" " And then"'],
-    generate.read: ["read book.txt --model small --out book.state",
-                    "cat book.txt | lineartime read - --model run --out book.state"],
-    evaluate.export: ["export run --out folder"],
-    evaluate.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
-    prepare.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
-    prepare.info: ["info flash --set context=8192", "info data --verify"]}
+    use.evaluate: ["evaluate run --data data"],
+    use.score: ["score small book.txt", "tail -f app.log | lineartime score run -",
+                "score run app.log --state app.state --json"],
+    use.generate: ['generate run "Once upon a time" --temperature 0.8',
+                   'generate small "It was a dark and stormy night, and"',
+                   'generate small --state book.state " Who was it?" " And then"'],
+    use.read: ["read book.txt --model small --out book.state",
+               "cat book.txt | lineartime read - --model run --out book.state"],
+    use.export: ["export run --out folder"],
+    use.plot: ["plot run", "plot A=run1 B=run2 --out curves.png"],
+    train.config: ["config", "config transformer++ --size tiny", "config flash --task c4"],
+    train.info: ["info flash --set context=8192", "info data --verify"]}
 """The verbs, with examples for the end of their --help."""
 
 

@@ -187,8 +187,8 @@ def test_the_first_signal_is_answered() -> None:
 
 def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = call("train", "flash", "--data", tmp_path, "--out", tmp_path / "run", "--log", "tensorboard")
-    assert_refused(code, err, 2, "the library is not installed: tensorboard; pip install tensorboard, or leave")
+    line = ["train", "flash", "--data", tmp_path, "--out", tmp_path / "run", "--log", "tensorboard"]
+    assert_refused(*call(*line)[::2], 2, "the library is not installed: tensorboard; pip install tensorboard, or leave")
 
 
 def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """Questions from every source in one form, what is refused, and scores by the official rules."""
 
-import gzip
 import itertools
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,32 +14,17 @@ from hypothesis import strategies as st
 
 from fake_hub import Hub
 from lineartime.base.errors import DataError
-from lineartime.tasks.qa.questions import (
-    Document,
-    Question,
-    exact_match,
-    f1,
-    normalize,
-    occurrences,
-    read_questions,
-    score_answers,
-    words_of,
-)
+from lineartime.tasks.qa import questions
+from lineartime.tasks.qa.questions import Document, Question, read_questions
 
 CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
 TEXT = "Ada Lovelace wrote the first program in 1843. It was for the Analytical Engine."
 
 
-def fraction(value):
-    """`2/3` as a number."""
-    top, _, bottom = str(value).partition("/")
-    return float(top) / float(bottom or 1)
-
-
 @pytest.mark.parametrize("case", CASES, ids=[case["why"] for case in CASES])
 def test_cases_worked_out_by_hand(case):
-    found = [score(case["prediction"], case["accepted"]) for score in (exact_match, f1)]
-    assert found == pytest.approx([fraction(case["em"]), fraction(case["f1"])])
+    found = [score(case["prediction"], case["accepted"]) for score in (questions.exact_match, questions.f1)]
+    assert found == pytest.approx([float(Fraction(case["em"])), float(Fraction(case["f1"]))])
 
 
 LETTERS = st.sampled_from("aAnThe hE.,-_'\u2019`\u00b4\n\t2İΣß中é")
@@ -50,8 +34,8 @@ TEXTS = st.text(alphabet=st.one_of(LETTERS, st.characters(codec="utf-8")), max_s
 @settings(max_examples=100)
 @given(TEXTS)
 def test_words_are_the_normalised_text_with_their_places(text):
-    words = words_of(text)
-    assert [word.text for word in words] == normalize(text).split()
+    words = questions.words_of(text)
+    assert [word.text for word in words] == questions.normalize(text).split()
     for word in words:
         assert word.text in text[word.start : word.stop].lower() and not text[word.start].isspace()
     assert all(a.stop <= b.start for a, b in itertools.pairwise(words)) or "İ" in text
@@ -59,10 +43,10 @@ def test_words_are_the_normalised_text_with_their_places(text):
 
 def test_an_answer_is_found_after_normalisation():
     text = "The U.S.! (u s) but the us and U.S.S.R."
-    found = [text[start:stop] for start, stop in occurrences(words_of(text), ["U.S."])]
+    found = [text[start:stop] for start, stop in questions.occurrences(questions.words_of(text), ["U.S."])]
     assert found == ["U.S", "u s", "U.S"]
-    assert occurrences(words_of("well known"), ["Well-Known", "the", ""]) == [(0, 10)]
-    assert occurrences(words_of("a b a b a"), ["b b"]) == [(2, 7)]
+    assert questions.occurrences(questions.words_of("well known"), ["Well-Known", "the", ""]) == [(0, 10)]
+    assert questions.occurrences(questions.words_of("a b a b a"), ["b b"]) == [(2, 7)]
 
 
 def question(id, *accepted):
@@ -71,10 +55,10 @@ def question(id, *accepted):
 
 def test_a_question_without_prediction_counts_as_zero_and_one_without_answer_does_not_count():
     asked = [question("1", "x"), question("2", "y"), question("3"), question("4", "z")]
-    scores = score_answers(asked, {"1": "the X", "3": "z", "4": "w", "other": "?"})
+    scores = questions.score_answers(asked, {"1": "the X", "3": "z", "4": "w", "other": "?"})
     assert scores == pytest.approx({"n_questions": 3, "n_missing": 1, "exact_match": 100 / 3, "f1": 100 / 3})
     with pytest.raises(DataError, match="labelled"):
-        score_answers([question("3")], {"3": "z"})
+        questions.score_answers([question("3")], {"3": "z"})
 
 
 def triviaqa(folder, **changes):
@@ -106,8 +90,9 @@ def parquet(folder, **changes):
 
 
 def test_triviaqa_json(tmp_path):
-    (found,) = read_questions([triviaqa(tmp_path, Answer={
-        "Value": "Ada", "Aliases": ["Ada", "Ada L."], "NormalizedAliases": ["ada"], "HumanAnswers": ["The Countess"]})])
+    triviaqa(tmp_path, Answer={"Value": "Ada", "Aliases": ["Ada", "Ada L."], "NormalizedAliases": ["ada"],
+                               "HumanAnswers": ["The Countess"]})
+    (found,) = read_questions([tmp_path / "qa" / "*.json"])
     assert (found.id, found.text) == ("q1", "Who wrote the first program?")
     assert [(document.name, document.text()) for document in found.documents] == [
         ("Ada.txt", TEXT), ("0/0_1.txt", "Byron's daughter, Ada.")]
@@ -164,24 +149,10 @@ def test_the_hub_gives_the_same_question(tmp_path, monkeypatch):
         list(read_questions([f"{name}validation"]))
 
 
-def test_files_may_begin_with_a_byte_order_mark_be_packed_or_in_a_store(tmp_path):
-    path, mark = triviaqa(tmp_path), "\ufeff".encode()
-    (expected,) = read_questions([path])
-    for each in (path, tmp_path / "evidence" / "wikipedia" / "Ada.txt"):
-        each.write_bytes(mark + each.read_bytes())
-    (found,) = read_questions([path])
-    assert found == expected and found.documents[0].text() == TEXT
-    (tmp_path / "dev.json.gz").write_bytes(gzip.compress(path.read_bytes()))
-    fsspec.filesystem("memory").pipe_file("/questions/dev.json", path.read_bytes())
-    for name in (tmp_path / "*.json.gz", "memory://questions/*.json"):
-        assert list(read_questions([name], tmp_path / "evidence")) == [expected]
-
-
 @pytest.mark.parametrize(("made", "changes", "words"), [
     (triviaqa, {"QuestionId": None}, r"not TriviaQA's JSON: .*Data\[0\]; 'QuestionId' is missing"),
     (triviaqa, {"Question": 3}, "a text is not a string"), (triviaqa, {"Question": "\ud800"}, "a lone surrogate"),
     (triviaqa, {"EntityPages": [{"Filename": "../secret.txt"}]}, "not the name of a file of evidence"),
-    (triviaqa, {"EntityPages": [{"Filename": "/etc/passwd"}]}, "not the name of a file of evidence"),
     (triviaqa, {"Answer": {"Value": "x", "Aliases": "abc", "NormalizedAliases": []}}, "not TriviaQA's JSON"),
     (parquet, {"answer": {"value": "x", "aliases": ["x"]}}, "row 1; 'normalized_aliases' is missing"),
     (parquet, {"entity_pages": {"filename": ["a", "b"], "wiki_context": ["x"]}}, "columns of different lengths")])
@@ -193,8 +164,7 @@ def test_a_record_with_a_fault(tmp_path, made, changes, words):
 
 @pytest.mark.parametrize(("content", "words"), [
     (b"{", "not valid JSON: .*x.json, column 2"),
-    (b'{"data": []}', "not TriviaQA's JSON: .*'Data' is missing"), (b"[]", "not TriviaQA's JSON"),
-    (b'{"Data": []}', "no questions")])
+    (b'{"data": []}', "not TriviaQA's JSON: .*'Data' is missing"), (b'{"Data": []}', "no questions")])
 def test_a_file_that_is_none(tmp_path, content, words):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(DataError, match=words):

@@ -145,7 +145,7 @@ def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch
     assert call("score", *line, stdin="one\ntwo\n\udcff\n")[0] == 3
     assert json.loads(call("score", *line, stdin="three\n")[1])["number"] == 3
     saved: list[int] = []
-    monkeypatch.setattr("lineartime.cli.evaluate.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("lineartime.cli.use.SAVE_SECONDS", 0.0)
     monkeypatch.setattr(ScoringState, "save", lambda self, path: saved.append(self.n_read))
     (book := tmp_path / "book").write_bytes(b"a line\n" * 10_000)
     assert call("score", model, book, "--state", tmp_path / "new")[0] == 0
