@@ -39,18 +39,16 @@ DOTTED: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "lin
 @dataclass(frozen=True)
 class Line:
     """Points from left to right: place and height, and perhaps the least and the most that the
-    height may be."""
+    height may be. style: matplotlib's settings."""
 
     name: str
-    """In the legend, if there is one."""
     points: tuple[tuple[float, ...], ...]
     style: dict[str, Any]
-    """Settings of matplotlib: the colour, and those other than the usual ones."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram of lines."""
+    """One diagram of lines, with a dashed one at `level`."""
 
     title: str
     x_label: str
@@ -61,7 +59,6 @@ class Panel:
     """What is written along the bottom, which then has powers of two."""
     log_heights: bool = False
     level: float | None = None
-    """Height of a dashed line."""
     level_name: str = ""
 
 
@@ -81,8 +78,8 @@ def digest(picture: Picture) -> str:
 
 
 def draw(picture: Picture, path: Path) -> None:
-    """Write a picture as PNG, whole or not at all: panels in at most three columns, a caption
-    above, and below one legend for all, for which the picture grows. Raises ResourceError."""
+    """Write a picture as PNG, whole or not at all: a caption, panels in at most three columns, and
+    one legend for all, for which the picture grows. Raises ResourceError."""
     panels = picture.panels
     n_columns = 2 if len(panels) == 4 else min(3, len(panels))
     n_rows, width = math.ceil(len(panels) / n_columns), max(0.3 + 4.2 * n_columns, 8)
@@ -140,8 +137,7 @@ def scale_axes(axes: Axes, panel: Panel, panels: Sequence[Panel]) -> None:
 
 
 def speed_pictures(table: pd.DataFrame) -> dict[str, Picture]:
-    """The pictures of a table of whole models by file name, of time and of memory; none without two
-    contexts to join."""
+    """Pictures of time and memory by file name; none without two contexts to join."""
     first = table.iloc[0]
     machine = "cpu" if first["device"] == "cpu" else re.sub(r"\W+", "-", first["hardware"].lower()).strip("-")
     parts = [first["benchmark"], first["name"], machine, f"{first['threads']}threads" if first["threads"] > 1 else "",
@@ -187,8 +183,7 @@ def figures_of(results: Results) -> dict[str, Picture]:
 
 
 def line(name: str, names: Iterable[str], heights: pd.DataFrame) -> Line:
-    """A line of a panel. heights: by place: height, least and most. names: of all lines in a
-    picture, for colours."""
+    """heights: by place: height, least and most. names: of all lines in a picture, for colours."""
     ordered = sorted(names, key=lambda each: each not in IN_FRONT)
     style = {"color": COLOURS[ordered.index(name) % len(COLOURS)]}
     return Line(name, tuple(heights.astype(float).itertuples(name=None)),
@@ -235,9 +230,7 @@ def cost_panels(results: Results) -> list[Panel]:
 
 def latency_panels(results: Results) -> list[Panel]:
     """Time against the context, with quartiles: per token, or where columns differ in more than the
-    context, of a step.
-
-    Nothing without two contexts to join."""
+    context, of a step; nothing without two contexts to join."""
     of_step, steps = results.table.kind == "step", results.steps
     contexts = {column: results.table.columns[column].context for column in own_columns(results)
                 if column in steps.index.get_level_values("column")}
@@ -251,7 +244,6 @@ def latency_panels(results: Results) -> list[Panel]:
 
 
 def by_context(values: pd.DataFrame, contexts: Mapping[str, int]) -> pd.DataFrame:
-    """Lines of some columns, by their contexts."""
     return values[values.index.isin(list(contexts), level="column")].rename(index=contexts, level="column")
 
 
@@ -294,7 +286,7 @@ def own_columns(results: Results) -> list[str]:
 
 
 def title_of(results: Results, column: str) -> str:
-    """A panel's title: the context, after the column's name if that says more."""
+    """The context, after the column's name if that says more."""
     context = f"ontext {results.table.columns[column].context:,}"
     return f"C{context}" if column.isdigit() else f"{column}, c{context}"
 
@@ -305,7 +297,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Results], list[Panel]]]] = {
     "gau_vs_transformer": ("sizes", "Quality against the time of a step", size_panels),
     "gpu_latency": ("latency", "Time of a training step", latency_panels),
     "speedup": ("speedup", "FLASH's speed-up", speedup_panels)}
-"""The figure of a table: the end of its file's name, what it shows, and its panels."""
+"""By table: the end of its file's name, what it shows, and its panels."""
 
 
 def recall_picture(rows: Sequence[Row], task: str) -> Picture:

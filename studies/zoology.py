@@ -4,32 +4,33 @@
     python -m studies.zoology --into benchmarks/tables/memory.md  writes the table
 
 Each step has one of its five training sets, drawn in proportion to their tokens; the seven test
-sets have 1,000 rows each. Models, and training but for the length of it, are those of `python -m
-benchmarks recall`. There are far fewer steps: 12 M tokens, none of them read twice, where Zoology
-reads 24 M tokens up to 32 times. A run that was stopped begins anew."""
+sets have 1,000 rows each. Models and training are those of `python -m benchmarks recall`, but there
+are far fewer steps: 12 M tokens, none read twice, where Zoology reads 24 M tokens up to 32 times. A
+run that was stopped begins anew."""
 
 import argparse
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks import Row
+from benchmarks import ROOT, Row
 from benchmarks.append import rows_in
 from benchmarks.measure import add_missing
+from benchmarks.pages import fill_place
 from benchmarks.recall.measure import Model, OnStep, Recall, asked, learn, passed
 from benchmarks.recall.report import spread_text
 from benchmarks.recall.study import best_rate, config_of, new_model, training
 from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
 from lineartime.base.words import markdown
-from lineartime.cli.terminal import Terminal, note, say_stopping
+from lineartime.cli.terminal import Terminal, exit_code, note, say_stopping
 from lineartime.training.runtime import StopSignal
-from studies import run
 
-COMMAND = "python -m studies.zoology"
 TASK = TASKS["zoology"]
 TRAINED = {(64, 4): 100_000, (128, 8): 20_000, (256, 16): 20_000, (256, 32): 20_000, (256, 64): 20_000}
 """Rows of each set of Zoology's, by tokens in a row and pairs in it."""
@@ -78,15 +79,15 @@ def learned(model: str, rate: float, seed: int, on_step: OnStep, check: Callable
             "passed": passed(curve), "accuracy": {str(LONGEST): {"all": curve[-1][2]}}, "test": test}
 
 
-def measure(given: argparse.Namespace) -> None:
+def measure(path: Path) -> None:
     """Every learning rate with the first seed, the best with the others: what has no row yet."""
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal:
         on_step = partial(check_and_show, stop, terminal)
         for model, (rate, seed) in itertools.product(MODELS, [*((rate, SEEDS[0]) for rate in RATES),
                                                               *((None, seed) for seed in SEEDS[1:])]):
-            rate = rate or rate_of(model, rows_in(given.rows))
-            add_missing(given.rows, {"model": model, "learning_rate": rate, "seed": seed}, COMMAND, partial(
-                learned, model, rate, seed, on_step, lambda: stop.check("the same command goes on")))
+            rate = rate or rate_of(model, rows_in(path))
+            add_missing(path, {"model": model, "learning_rate": rate, "seed": seed}, "python -m studies.zoology",
+                        partial(learned, model, rate, seed, on_step, lambda: stop.check("the same command goes on")))
 
 
 def rate_of(model: str, rows: Sequence[Row]) -> float:
@@ -108,4 +109,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, "zoology", measure, table, "zoology sizes", {})
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "rows" / "zoology.jsonl")
+    parser.add_argument("--into", type=Path, help="do not measure; write the table of the rows into this page")
+    given = parser.parse_args()
+    sys.exit(exit_code(lambda: fill_place(given.into, "zoology sizes", table(rows_in(given.rows))) if given.into else
+                       measure(given.rows)))
