@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.append import append_json_lines, rows_in
+from benchmarks.provenance import append_json_lines, rows_in
 from lineartime.base.settings import require_name
 from lineartime.config import ModelConfig, model_config
 
@@ -27,8 +27,8 @@ TOLD_EVERY_S = 30.0
 
 
 def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
-    """The calls of lists or of tables (what stands before the slash in a call's name), in order.
-    Raises UsageError for an unknown name."""
+    """The calls of lists or of tables (what stands before the slash in a call's name). Raises
+    UsageError for an unknown name."""
     known = {name: dict(calls) for name, calls in LISTS.items()}
     for call, words in (each for calls in LISTS.values() for each in calls.items()):
         known.setdefault(call.partition("/")[0], {})[call] = words
@@ -39,8 +39,7 @@ def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
 
 def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | None = None,
                   settings: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A preset in a shape, then with settings. A field that only some models have, such as heads,
-    is given to those."""
+    """A preset in a shape, with settings. A field such as heads goes to models that have it."""
     plain, shape = model_config(preset, task), shape or {}
     fields = {name: value for name, value in shape.items() if not isinstance(value, dict)}
     fields |= shape.get("gau" if plain.ffn == "gau" else "pairs", {})
@@ -64,10 +63,7 @@ def measure_call(name: str, arguments: Sequence[str], rows: Path) -> int:
 
 def end_with_parent(parent: int, number: int) -> None:
     """Ask Linux to send this process a signal when its parent ends, so that it does not go on
-    holding a run's lock.
-
-    parent: the process id of the parent, which may have ended already; then this process ends
-    too."""
+    holding a run's lock; where the parent is gone already this process ends."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would take it and be gone after exec
     if sys.platform == "linux":
@@ -79,12 +75,10 @@ def end_with_parent(parent: int, number: int) -> None:
 def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
         stop: Callable[[], bool] = lambda: False, tell: Callable[[str], object] = lambda _: None,
         threads: int | None = None) -> int:
-    """Run a command of this checkout in a session of its own; its exit code. It ends with this
-    process too, however that ends.
-
-    log: gets its output, in place of the terminal. save_s: seconds that it may take to save when
-    this process ends; 0: it is killed. stop: whether to ask it to save and end now; it then has all
-    the time it needs. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
+    """Run a command of this checkout, which ends with this process, however that ends; its exit
+    code. log: gets its output, in place of the terminal. save_s: seconds that it may take to save
+    when this process ends; 0: it is killed. stop: whether to ask it to save and end now, in its own
+    time. tell: gets the last line of the log twice a minute. threads: of OpenMP."""
     variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                  "PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     dies_with = partial(end_with_parent, os.getpid(), signal.SIGTERM if save_s else signal.SIGKILL)
@@ -115,5 +109,4 @@ def run(command: Sequence[str], log: Path | None = None, *, save_s: float = 0.0,
 
 
 def last_line(path: Path) -> str:
-    """The last line of a file, or "no output" if it is empty."""
     return (path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]

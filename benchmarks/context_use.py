@@ -35,11 +35,11 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
     document; the end-of-document token counts as one.
 
     contexts: rising. At context L a token sees the last L / 2 + 1 to L tokens of its document,
-    because rows overlap by half and only their second half is scored. document_tokens: only the
-    first so many tokens of each document are read, at least the longest context. For a model with
-    chunks give contexts whose half is whole chunks, or a token's chunk starts elsewhere at another
-    context; nothing checks it. Raises UsageError for wrong contexts or a model that is not causal,
-    DataError if no document is long enough, NumericsError for a loss that is not finite."""
+    because rows overlap by half and only their second half is scored. For a model with chunks give
+    contexts whose half is whole chunks, or a token's chunk starts elsewhere at another context.
+    document_tokens: so many of each document are read, at least the longest context. Raises
+    UsageError for wrong contexts or a model that is not causal, DataError if no document is long
+    enough, NumericsError for a loss that is not finite."""
     contexts, longest = list(contexts), max(contexts, default=0)
     require(model.config.causal, "only a causal model has a context that ends at a token", "causal = false")
     require(len(contexts) >= 2 and contexts == sorted({*contexts}) and contexts[0] >= 2,
@@ -66,12 +66,9 @@ def measure_context_use(model: LanguageModel, stream: TokenStream, contexts: Seq
 
 
 def losses_and_gains(documents: Sequence[int], n_D: np.ndarray, nll_DL: np.ndarray) -> Row:
-    """"losses" over all scored tokens at each context, "gains" over the shortest, and their
-    standard errors, which are clustered by document, None for a single one; and each document's own
-    losses. n_D: scored tokens; nll_DL: sums.
-
-    With D_i the gain summed over the n_i tokens of document i, of m documents, the error is
-    sqrt(m / (m - 1) sum (D_i - gain n_i)^2) / sum n_i."""
+    """Losses over all scored tokens at each context, gains over the shortest, and their standard
+    errors by m documents: sqrt(m / (m - 1) sum (D_i - gain n_i)^2) / sum n_i, D_i the gain summed
+    over document i; None for m = 1. And each document's losses. n_D: tokens; nll_DL: sums."""
     m, loss_L = len(n_D), nll_DL.sum(0) / n_D.sum()
     gain_L = loss_L[0] - loss_L
     rest_DL = (nll_DL[:, :1] - nll_DL) - n_D[:, None] * gain_L
@@ -95,8 +92,8 @@ def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: i
 
 
 def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
-    """Rows (start, begin, stop) that score each target from `first` on once. A row reads the tokens
-    from `start`, and its targets [begin, stop), at most half of `context`, are scored."""
+    """Rows (start, begin, stop) that score each target from `first` on once: a row reads the tokens
+    from `start`, and its targets [begin, stop) are scored."""
     half = context // 2
     for begin in range(first, n_tokens, half):
         yield begin + half - context, begin, min(begin + half, n_tokens)

@@ -26,13 +26,12 @@ BLOCK_TOKENS = 256
 """Tokens of a timed block where a model has no chunks; else whole chunks: closing one has a
 price."""
 PEER_TOKENS = 32
-"""The same of a peer, which closes no chunks."""
+"""In a peer, which closes no chunks."""
 FEW = 8
 """Tokens before the first timed block."""
 
 
 def whole_chunks(config: ModelConfig) -> int:
-    """Tokens of a timed block."""
     c = config.chunk_size or 1
     return -(-BLOCK_TOKENS // c) * c
 
@@ -41,13 +40,10 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
                      precisions: Sequence[str] = ("bfloat16",), quadratic_up_to: int = 32768,
                      compiled: bool = False) -> list[Row]:
     """Time per generated token of `batch_size` rows after contexts of so many tokens; a row per
-    model, type, context.
-
-    Blocks of greedy tokens are timed, `setup.repeats` of each case, all in turns: whole chunks, so
-    that each block closes as many as a long text does per token. Weights are random, and the state
-    is filled with random numbers: the time does not depend on what they are. quadratic_up_to:
-    models whose state grows are not measured beyond it. compiled: each step is one graph of
-    `torch.compile`, on a GPU a CUDA graph."""
+    model, type, context. Blocks of greedy tokens are timed in turns: whole chunks, so that each
+    block closes as many as a long text does per token. Weights and the state are random numbers, on
+    which the time does not depend. quadratic_up_to: models whose state grows are not measured
+    beyond it. compiled: each step is one graph of `torch.compile`, on a GPU a CUDA graph."""
     measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
     cases, variant = [], "compiled" if compiled else "eager"
     for label, config in configs.items():
@@ -71,8 +67,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
 
 def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, precision: str, repeats: int,
                    compiled: bool, place: Row) -> Generator[Row, Row, None]:
-    """The job of a case: makes the state, then decodes a block whenever it is asked, or a few
-    tokens without timing."""
+    """The job of a case: decodes a block whenever it is asked, or a few tokens untimed."""
     on, settings = measure.set_up(**place)
     model = peers.build(peers.parse_label(label), ModelConfig(**config)).to(on).eval()
     model.to(getattr(torch, precision))
@@ -87,8 +82,8 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
     ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
     while True:
         order = yield answer
-        # A token of another state comes before, so that the weights are where they are while a text
-        # is decoded, whatever the cases before have done to the processor's memory.
+        # First a token of another state: the weights are then where they are while a text is
+        # decoded, whatever other cases have done to the processor's caches.
         other(ids_B)
         measure.wait(on)
         marks = [measure.mark(on)]
@@ -111,8 +106,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, compiled: bool) -> tuple[Step, Step]:
-    """Steps of a model of ours after `n_tokens` tokens, with room for `n_new`, and steps of
-    another, empty state."""
+    """Steps after `n_tokens` tokens, with room for `n_new`, and steps of an empty state."""
     model.check_length(n_tokens + n_new)
     state = filled_state(model, n_tokens, batch_size, n_tokens + n_new)
     step = compiled_step(model, state, n_tokens + n_new) if compiled else lambda ids_B: decode_step(model, ids_B, state)
@@ -136,8 +130,7 @@ def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step
 
 @torch.inference_mode()
 def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device) -> tuple[Step, Step, Row]:
-    """The same of a peer, whose cache has one row that was read, again and again; and what its row
-    says of it."""
+    """The same of a peer, whose cache repeats one row that was read; and what its row says."""
     _, cache = model.extend(torch.randint(model.head.out_features, (1, n_tokens), device=device))
     cache.reorder_cache(torch.zeros(batch_size, dtype=torch.long, device=device))
     kept = [each for each in tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(each, Tensor)]
@@ -148,8 +141,7 @@ def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device
 
 @torch.inference_mode()
 def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int) -> DecodingState:
-    """A state of the shape and type that `n_tokens` tokens in each row leave, with random
-    numbers."""
+    """A state as `n_tokens` tokens in each row leave it, but with random numbers."""
     state, c = model.decoding_state(batch_size), model.config.chunk_size or 1
     state.reserve(room)
     state.seq_lens_B.fill_(n_tokens)

@@ -1,9 +1,7 @@
 """Laws that a decoder must keep for packing, padding, caches and beams to be right, asked of any
-class of transformers.
-
-A model is tiny and random, with weights so large that its state matters. A law compares two ways to
-the same numbers. It also returns how far off they would be without what the law is about (the mask,
-the cache): if that is nothing, any model would keep the law, so it is not tried."""
+class of transformers. A model is tiny and random, with weights so large that its state matters. A
+law compares two ways to the same numbers, and returns how far off they are, and how far off they
+would be without what it is about (the mask, the cache): if that is nothing, it is not tried."""
 
 import copy
 import dataclasses
@@ -43,7 +41,6 @@ N, PIECE = 45, 19
 Draw = Callable[..., Tensor]
 """Random tokens `[B, T]`."""
 Law = Callable[[Any, Draw], tuple[float, float]]
-"""Of a model and tokens: the difference, and that without what the law is about."""
 
 
 class NoAnswerError(Exception):
@@ -60,9 +57,8 @@ def gap(got: Tensor, right: Tensor) -> float:
 
 def forward(model: Any, ids_BT: Tensor, cache: Any = None, mask: Tensor | None = None, *, keep: bool = False,
             **more: Any) -> tuple[Tensor, Any]:
-    """The logits, and the cache if it is kept, by the names that the class has for them. It is
-    called as `generate` calls it: with positions if it takes any, and if it takes none with a mask
-    for the prompt alone."""
+    """The logits, and the cache if it is kept. A class is called as `generate` calls it: with
+    positions if it takes any, and if it takes none with a mask for the prompt alone."""
     taken = inspect.signature(type(model).forward).parameters
     name = next((name for name in ("past_key_values", "cache_params", "state") if name in taken), "")
     if keep and not name:
@@ -76,8 +72,7 @@ def forward(model: Any, ids_BT: Tensor, cache: Any = None, mask: Tensor | None =
         said[name] = cache
     output = model(input_ids=ids_BT, use_cache=keep, **said)
     if output.logits.shape[:2] != ids_BT.shape:
-        shapes = f"logits of {list(output.logits.shape)} for tokens of {list(ids_BT.shape)}"
-        raise NoAnswerError(BROKEN, shapes)
+        raise NoAnswerError(BROKEN, f"logits of {list(output.logits.shape)} for tokens of {list(ids_BT.shape)}")
     kept = getattr(output, name, None) if keep else None
     if keep and kept is None and cache is None:  # recurrent_gemma gives none back: `generate` makes one
         return forward(model, ids_BT, DynamicCache(config=model.config), mask, keep=True, **more)
@@ -103,8 +98,7 @@ def in_pieces(model: Any, draw: Draw, size: int) -> tuple[float, float]:
 
 
 def padded(model: Any, draw: Draw, side: str) -> tuple[float, float]:
-    """The shorter of two rows, padded on one side: its prompt, then tokens that are decoded from
-    its own end."""
+    """The shorter of two rows, padded on one side: a prompt, then tokens that are decoded."""
     n, next_BN = 32, draw(2, 4)
     long, short, padding, valid = draw(1, N), draw(1, n), draw(1, N - n), torch.ones(1, n, dtype=torch.long)
     order = 1 if side == "right" else -1
@@ -234,7 +228,7 @@ LAWS: dict[str, Law] = {
 
 
 def tiny_model(name: str, settings: dict[str, Any]) -> Any:
-    """A model of a class, with random weights. Raises UsageError for an unknown name or setting."""
+    """Raises UsageError for an unknown name or setting."""
     logging.set_verbosity_error()  # no warnings that kernels are not installed
     fields = CLASSES.get(name, {}) | settings
     preset = fields.pop("preset", name)
@@ -258,8 +252,7 @@ def our_config(preset: str, fields: dict[str, Any]) -> Any:
 
 
 def tiny_config(name: str, fields: dict[str, Any]) -> Any:
-    """A tiny configuration of a class of transformers. Raises UsageError for a name or field that
-    does not exist."""
+    """Of a class of transformers. Raises UsageError for a name or field that does not exist."""
     require_name("class", name, [*CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
     kind = CONFIG_MAPPING[name]
     known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
@@ -269,8 +262,7 @@ def tiny_config(name: str, fields: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def enlarge(model: Any) -> None:
-    """Make matrices and convolutions so large that what they give is no smaller than what they
-    get."""
+    """Matrices and convolutions so large that what they give is no smaller than what they get."""
     for weight in model.parameters():
         spread, aim = float(weight.std()) if weight.dim() > 1 else 0.0, 1.5 / weight.shape[-1] ** 0.5
         if 0 < spread < aim:
@@ -283,7 +275,6 @@ def one_line(e: Exception) -> str:
 
 @torch.no_grad()
 def ask(model: Any, law: str) -> Row:
-    """The result of a law: how far off it is, or what the class says."""
     draw = partial(torch.randint, 3, SIZES["tiny"]["vocab_size"], generator=torch.Generator().manual_seed(1))
     try:
         difference, without = LAWS[law](model, lambda *shape: draw(shape))
@@ -321,7 +312,7 @@ def measure(name: str, laws: tuple[str, ...], settings: dict[str, Any]) -> Row:
 
 
 def lines(row: Row) -> Iterator[str]:
-    """For a person: a line for each law, with the command that repeats one that is broken."""
+    """A line for each law, with the command that repeats one that is broken."""
     for law, found in row["laws"].items():
         said = found.get("words") or f"{found['difference']:.1e} (without {found['without']:.1g})"
         again = f"   python -m benchmarks laws {row['class']} --law {law}" if found["result"] == BROKEN else ""

@@ -1,17 +1,15 @@
-"""What all reports share: numbers and words of a table, and the line that says where they come
-from."""
+"""What all reports share: numbers and words of a table, and where they come from."""
 
 import math
 import re
 from collections.abc import Iterable, Sequence
 
 from benchmarks import Row
-from benchmarks.provenance import machine
 from lineartime.base.errors import escaped
 from lineartime.base.words import in_markdown
 
 MACHINES, COMMANDS = 3, 3
-"""The line under a table names at most so many machines, and so many commands."""
+"""Most of each in the line under a table."""
 
 
 def parameters(n: int) -> str:
@@ -42,9 +40,16 @@ def folded(summary: str, body: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
+def machine(row: Row) -> str:
+    """What a row was measured on."""
+    if row["device"] == "cpu":
+        threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        return f"{threads} of {in_markdown(row['cpu'])}, {row['cores']} cores, {row['memory_gib']:.0f} GiB"
+    return f"one {in_markdown(row['gpu'])}, beside {in_markdown(row['cpu'])}"
+
+
 def source_line(rows: Sequence[Row]) -> str:
-    """Where the numbers come from: machine, commits, versions of torch, and the commands that make
-    such rows today."""
+    """Where numbers come from: machine, commits, torch, and the commands that make such rows."""
     commands = unique(map(command_of, rows))
     on_a_line = [" ".join(escaped(command).replace("`", "").split()) for command in commands[:COMMANDS]]
     made_by = ", ".join(f"`{command}`" for command in on_a_line)
@@ -55,8 +60,7 @@ def source_line(rows: Sequence[Row]) -> str:
 
 
 def command_of(row: Row) -> str:
-    """The command that makes such a row today: the verbs that measure were once verbs of
-    `lineartime`, and more."""
+    """The command that makes such a row today: what measures was once a verb of `lineartime`."""
     old_verb = r"(-m )?\blineartime (benchmark |(?=recall |reproduce ))"
     if row["command"].endswith(".call"):  # of `run`, whose calls have a file of their own
         return f"python -m benchmarks run {row['cell'].partition('/')[0]}"

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import Row
-from benchmarks.append import append_json_lines, rows_in
-from benchmarks.provenance import provenance
+from benchmarks.provenance import append_json_lines, provenance, rows_in
 from lineartime.base.errors import LineartimeError
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.training.loop import out_of_memory
@@ -45,7 +44,6 @@ class Setup:
 
     @property
     def place(self) -> Row:
-        """What a job needs to know of it."""
         return {"threads": self.threads, "device": self.device}
 
 
@@ -54,27 +52,25 @@ class Case:
     """What is measured in a process of its own, and has a row of its own."""
 
     job: Job
-    """Its first answer has the row's "settings", and its "check" if there is one. An order then
-    says whether a call is "timed", how many calls come before it ("warm"), and whether to give back
-    the memory after it ("release"); the answer has the "times" of all timed calls so far, and what
-    else the row gets."""
+    """Its first answer has the row's "settings", and perhaps "check". An order then says whether a
+    call is "timed", how many come before it ("warm"), and whether to give back the memory after it
+    ("release"); the answer has the "times" of all timed calls so far, and what else the row
+    gets."""
     arguments: Row
     row: Row
     """The columns that are known before: label, context_tokens, dtype, ..."""
     n_tokens: int
     """Of a timed call."""
     first: Callable[[], Row] = dict
-    """More arguments of the job, made when the case is checked; or {"failed":
-    why}."""
+    """More arguments of the job, made when the case is checked; or {"failed": why}."""
 
 
 def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: int, *,
                  hold: bool | None = None) -> list[Row]:
     """Check every case, then let those that passed take turns; a row for each, with "failed" and no
-    times where a case did not pass or its process died.
-
-    benchmark, warm_up: columns of all rows. hold: whether a process keeps its memory between its
-    turns, and a round that is not timed comes first; by default where there is enough for all."""
+    times where a case did not pass or its process died. hold: whether a process keeps its memory
+    between its turns, and a round that is not timed comes first; by default where there is enough
+    for all."""
     # All processes import at once, and wait to be asked.
     workers = [Worker(case.job, case.arguments) for case in cases]
     try:
@@ -107,8 +103,8 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
 
 
 def add_missing(path: Path, key: Row, command: str, made: Callable[[], Row]) -> Row:
-    """The newest row of a file with these columns; where there is none, it is measured and
-    appended. made: its other columns; may raise. Raises DataError and ResourceError."""
+    """The newest row of a file with these columns; where there is none, it is made and appended.
+    made: its other columns. Raises DataError and ResourceError, and as `made`."""
     for row in reversed(rows_in(path)):
         if key.items() <= row.items():
             return row
@@ -127,7 +123,7 @@ def require_measurable(precisions: Iterable[str] = (), **counts: int) -> None:
 
 
 def rss_bytes() -> int | None:
-    """The memory of this process. None on other systems than Linux."""
+    """The memory of this process; None where the system is not Linux."""
     return system_bytes("/proc/self/status", "VmRSS")
 
 
@@ -139,7 +135,6 @@ def peak_since(before: int, device: torch.device) -> Row:
 
 Times = dict[str, list[float]]
 """Milliseconds by the name of their clock: "wall_ms", "cpu_ms" of the process and "gpu_ms"."""
-
 Mark = tuple[float, float, torch.cuda.Event | None]
 """Milliseconds of the clock and of the processor, and a GPU's event."""
 
@@ -172,7 +167,7 @@ def add_times(times: Times, marks: Sequence[Mark]) -> None:
 
 def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:
     """A row's columns of time: the spread of each clock; "clock", the one that is compared (the
-    GPU's, else that of the processor); and by it "tokens_per_s". n_tokens: tokens of a call."""
+    GPU's, else the processor's); and by it "tokens_per_s". n_tokens: of a call."""
     clock, found = "gpu" if "gpu_ms" in times else "cpu", {name: spread(each) for name, each in times.items()}
     return found | {"clock": clock, "tokens_per_s": n_tokens * 1e3 / found[f"{clock}_ms"]["median"]}
 
@@ -200,8 +195,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
-    """Begin a job in its process: threads, random numbers, settings; the device, and the settings
-    that were chosen."""
+    """Begin a job in its process; the device, and the settings that were chosen."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     on = torch.device(device)
@@ -209,9 +203,8 @@ def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
 
 
 class Worker:
-    """A job, which is a generator, in a process of its own; it goes on when it is told.
-
-    The process starts at once, so that several import together, and waits for `ask`."""
+    """A job in a process of its own, which starts at once, so that several import together, and
+    waits for `ask`."""
 
     def __init__(self, job: Job, arguments: Row):
         spawn = multiprocessing.get_context("spawn")
@@ -222,8 +215,7 @@ class Worker:
         self.failed: Row | None = None
 
     def ask(self, order: Row | None = None) -> Row:
-        """The next answer to an order; {"failed": why} after its death. The first order adds
-        arguments."""
+        """The next answer; {"failed": why} after its death. The first order adds arguments."""
         if self.failed is not None:
             return self.failed
         try:
@@ -231,22 +223,20 @@ class Worker:
             answer = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            code = self.process.exitcode
-            answer = {"failed": "killed, most likely for want of memory" if code == -signal.SIGKILL else
-                      f"exit code {code}"}
+            killed, code = "killed, most likely for want of memory", self.process.exitcode
+            answer = {"failed": killed if code == -signal.SIGKILL else f"exit code {code}"}
         if "failed" in answer:
             self.failed = answer
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it does."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
 def serve(pipe: Connection, job: Job, arguments: Row) -> None:
-    """In the process of a worker: send what the job yields, when it is asked, or why it failed."""
+    """A worker's process: send what the job yields, when it is asked, or why it failed."""
     os.dup2(2, 1)  # what a library prints is no result
     try:
         answers = job(**arguments, **pipe.recv())

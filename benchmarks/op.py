@@ -1,6 +1,5 @@
-"""Forward and backward of one op at the size a model gives it: the PyTorch reference, the same
-compiled and, on a GPU, the kernels, in turns. Whether all compute the same is asked by
-tests/ops/test_gpu.py, in float64."""
+"""Forward and backward of one op: the PyTorch reference, the same compiled and, on a GPU, the
+kernels, in turns. That all compute the same is asked by tests/ops/test_gpu.py, in float64."""
 
 import uuid
 from collections.abc import Callable
@@ -20,8 +19,7 @@ OPS = {"gated_chunk_attention": "flash", "gated_quadratic_attention": "flash-qua
 
 
 def benchmark_op(name: str, config: ModelConfig, setup: Setup, *, tokens: int, precision: str) -> list[Row]:
-    """Rows of the implementations of an op in a step of `tokens`, one row of a batch where the
-    context is longer. Raises UsageError for an unknown op or type."""
+    """Rows of an op's implementations. Raises UsageError for an unknown op or type."""
     require_name("op", name, OPS)
     measure.require_measurable([precision], repeats=setup.repeats, tokens=tokens)
     device, settings = measure.set_up(**setup.place)
@@ -61,8 +59,7 @@ def flat(op: Callable[..., Tensor], **how: object) -> Callable[..., Tensor]:
 
 
 def gated_inputs(config: ModelConfig, n_rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a GAU layer has between its projections, in the order of the op's parameters. All but
-    the angles want a gradient."""
+    """What a GAU has between its projections. All but the angles want a gradient."""
     n_heads, n = (2, config.context) if config.chunk_size is None else (4, config.chunk_size)
     with device:
         sin, cos = reference.rotary(torch.arange(config.context)[None], config.qk_width, torch.float32)

@@ -1,9 +1,7 @@
-"""Pages with places for what was measured, between `<!-- NAMES: begin -->` and `<!-- NAMES: end
--->`.
-
-`speed` has every table of speed, `speed small` a picture and a short table made of the tables of
-these names; `table lm_wiki40b cpu` a table of the paper at a scale, `recall pairs` a task of
-recall. Places of other reports stay as they are."""
+"""Pages with places for what was measured, between `<!-- NAMES: begin -->` and the same with end:
+`speed` for every table of speed, `speed small` for a picture and a short table made of the tables
+of these names, `table lm_wiki40b cpu` for a table of the paper at a scale, `recall pairs` for a
+task of recall."""
 
 import os
 import re
@@ -19,8 +17,8 @@ from benchmarks.recall.report import learning
 from benchmarks.recall.report import section as recall_section
 from benchmarks.recall.study import STUDY
 from benchmarks.speed import speed_section, speed_summary, tables_of
-from lineartime.base.errors import DataError, UsageError
-from lineartime.base.files import read_bytes, write_atomically
+from lineartime.base.errors import UsageError
+from lineartime.base.files import write_atomically
 from lineartime.base.settings import require_name
 from lineartime.base.words import in_markdown
 
@@ -29,7 +27,6 @@ Kind = Literal["speed", "table", "recall", "laws"]
 
 def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[Any]) -> list[Path]:
     """Fill the places of a kind of every page and draw what they show; returns what was written.
-
     Nothing is written unless every page has its places. Raises as `filled`, and ResourceError."""
     drawn = dict[str, Picture]()
     made = {page: filled(page, images, kind, rows, drawn) for page in pages}
@@ -41,13 +38,11 @@ def fill_pages(pages: Iterable[Path], images: Path, kind: Kind, rows: Sequence[A
 
 
 def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any], drawn: dict[str, Picture]) -> str:
-    """A page's text with its places of a kind filled. drawn: gets the pictures by file name.
-    images: where they will be, for the links to them. Raises as `with_places`, and UsageError for
-    what does not exist."""
+    """A page's text with its places of a kind filled. images: where the pictures will be; drawn:
+    gets them by file name. Raises as `with_places`, and UsageError for what does not exist."""
     folder = Path(os.path.relpath(images, page.parent)).as_posix()
 
     def links(pictures: dict[str, Picture]) -> list[str]:
-        """Pictures in Markdown, each with its caption for who does not see it."""
         drawn.update(pictures)
         return [f"![{in_markdown(picture.caption)}]({folder}/{name})" for name, picture in pictures.items()]
 
@@ -56,11 +51,8 @@ def filled(page: Path, images: Path, kind: Kind, rows: Sequence[Any], drawn: dic
 
 def with_places(page: Path, kind: str, made: Callable[[list[str]], str]) -> str:
     """A page's text whose places of a kind hold what is made of the names in their marks. Raises
-    UsageError for a page without a whole place, DataError for one that is no UTF-8, OSError."""
-    try:
-        text = read_bytes(page).decode()
-    except UnicodeDecodeError as e:
-        raise DataError("not a page in UTF-8", page, str(e)) from None
+    UsageError for a page without a whole place, OSError."""
+    text = page.read_text(encoding="utf-8")
     place = re.compile(rf"(<!-- {kind}((?: [\w.+-]+)*): begin -->\n)(.*?)(<!-- {kind}(?:\2)?: end -->)", re.DOTALL)
     with_tables, n_places = place.subn(lambda found: f"{found[1]}\n{made(found[2].split())}\n{found[4]}", text)
     if not n_places or len(re.findall(rf"<!-- {kind}\b[^>]*-->", text)) != 2 * n_places:
@@ -89,9 +81,3 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str],
     require_name("scale", scale, SCALE_NAMES)
     results = results_of(name, cast(ScaleName, scale), rows)
     return "#" + table_section(results, links(figures_of(results)))  # one heading below the question it answers
-
-
-def fill_place(page: Path, name: str, made: str) -> None:
-    """Fill a page's place of this name, for other scripts. Raises as
-    `with_places`."""
-    write_atomically(page, with_places(page, name, lambda _: f"{made}\n"))

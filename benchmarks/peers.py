@@ -58,8 +58,7 @@ class Label:
 
 
 def parse_label(text: str) -> Label:
-    """A model and its variants, with colons. Raises UsageError for an unknown one and for what does
-    not go together."""
+    """Raises UsageError for an unknown model or variant, and for what does not go together."""
     model, *names = text.split(":")
     require_name("model", model, [*PRESETS, *PACKAGES])
     for name in names:
@@ -68,12 +67,10 @@ def parse_label(text: str) -> Label:
     label = Label(model, tuple(name for name in dict.fromkeys(VARIANTS.values()) if name in how))
     preset, is_peer = PRESETS[label.preset], model in PACKAGES
     fused = (preset.attn_type, preset.attn_kernel) == ("quadratic", "softmax")
-    for wrong, why in (
-            ("unfused" in how and not fused, "only the Transformers have a fused attention"),
-            (is_peer and how & {"checkpointed", "reference"},
-             "a peer has no activation checkpointing or reference of ours"),
-            ({"reference", "unfused"} <= how, "unfused attention is a reference already")):
-        require(not wrong, why, text)
+    require("unfused" not in how or fused, "only the Transformers have a fused attention", text)
+    require(not (is_peer and how & {"checkpointed", "reference"}),
+            "a peer has no activation checkpointing or reference of ours", text)
+    require(not {"reference", "unfused"} <= how, "unfused attention is a reference already", text)
     return label
 
 
@@ -85,9 +82,9 @@ def about(name: str) -> Row:
 
 
 def build(label: Label, config: ModelConfig) -> "LanguageModel | Peer":
-    """The model, not compiled, with new weights from torch's generator. Raises UsageError for a
-    peer that is not installed or has another size than `config`, and NumericsError for one that is
-    causal where `config` is not, or the reverse."""
+    """The model, not compiled, with new weights. Raises UsageError for a peer that is not installed
+    or has another size than `config`, NumericsError for one that is not causal where `config`
+    is, or the reverse."""
     if label.model not in PACKAGES:
         model = LanguageModel(config)
         model.activation_checkpointing = "checkpointed" in label.how
@@ -110,8 +107,7 @@ def build_peer(name: str, config: ModelConfig, fields: Row) -> "Peer":
 
 
 def flash_pytorch(config: ModelConfig) -> "Peer":
-    """The FLASH of that package with the sizes of ours, the head's matrix tied to the embedding as
-    in ours, and our initial values for matrices."""
+    """The FLASH of that package with our sizes, tied head, and initial values for matrices."""
     from flash_pytorch import FLASHTransformer
 
     body = FLASHTransformer(
@@ -128,12 +124,10 @@ def flash_pytorch(config: ModelConfig) -> "Peer":
 
 
 def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
-    """A model of transformers with the width, vocabulary and number of parameters of `config` and
-    initial values of its own, the head's matrix tied to the embedding. Raises UsageError where the
-    numbers are 3 % apart.
-
-    fields: of its configuration; `forgets` among them is the share of its state that a layer
-    forgets with each token at first, in place of what it draws."""
+    """A model of transformers with the width and vocabulary of `config`, initial values of its own
+    and a tied head. fields: of its configuration; `forgets` among them is the share of its state
+    that a layer forgets with each token at first, in place of what it draws. Raises UsageError
+    where the numbers of parameters are 3 % apart."""
     from transformers import AutoConfig, AutoModel
 
     no_tokens = dict.fromkeys(f"{which}_token_id" for which in ("pad", "bos", "eos", "cls", "sep"))
@@ -156,8 +150,7 @@ def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
 
 @torch.no_grad()
 def check_sight(peer: "Peer", config: ModelConfig) -> None:
-    """Raise NumericsError unless a peer's first tokens see later ones just as those of `config`
-    do."""
+    """Raise NumericsError unless a peer's tokens see later ones just if those of `config` do."""
     ids_1T = torch.arange(min(config.context, 300))[None] % config.vocab_size
     half = ids_1T.shape[1] // 2
     other_1T = torch.cat([ids_1T[:, :half], ids_1T[:, half:].flip(1)], 1)
@@ -172,13 +165,11 @@ class Peer(nn.Module):
     body: Any
 
     def __init__(self, config: ModelConfig, body: nn.Module, head: nn.Linear):
-        """config: of the model of ours that it stands beside."""
         super().__init__()
         self.config, self.body, self.head = config, body, head
 
     def forward(self, ids_BT: Tensor, *, at_K: Tensor | None = None, targets: Tensor | None = None,
                 ranks: Ranks = ALONE) -> Tensor:
-        """As `LanguageModel.forward`, for one rank."""
         x_BTD = self.body(ids_BT)
         x_BTD = getattr(x_BTD, "last_hidden_state", x_BTD)  # of transformers' outputs
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
@@ -196,7 +187,7 @@ class Peer(nn.Module):
 
     @property
     def embed(self) -> nn.Linear:
-        """What has the embedding's matrix, for those who ask a model for its device."""
+        """For those who ask a model for its device."""
         return self.head
 
     def check_length(self, length: int) -> None:
@@ -219,8 +210,8 @@ class Peer(nn.Module):
 
 
 def state_size(model: "LanguageModel | Peer") -> int | None:
-    """Numbers in the matrices through which one row reads what is far back, whatever its length;
-    None where it has no such matrices. The last tokens, in a chunk or convolution, do not count."""
+    """Numbers in the matrices through which one row reads what is far back, at any length; or None.
+    The last tokens, in a chunk or convolution, do not count."""
     if isinstance(model, LanguageModel):
         caches = model.decoding_state(1).caches if model.config.decodes else []
         matrices = [x for cache in caches for name, x in cache.tensors().items() if name.startswith("kv_")]
@@ -236,7 +227,6 @@ class Unfused(Softmax):
     """The softmax core with every T x T matrix in memory; for rows of one document."""
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """softmax(q k^T / sqrt(K)) v, as the paper's Transformers had it."""
         assert info.cu_seqlens is None
         q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         score_BHTL = at_least_float32(torch.einsum("bthk,blhk->bhtl", q_BTHK / q_BTHK.shape[-1] ** 0.5, k_BTHK))

@@ -1,24 +1,26 @@
-"""Where a number comes from: commit, command, machine and versions."""
+"""Rows of measurements: where a number comes from, and files of rows, which a kill may cut off."""
 
+import fcntl
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.words import in_markdown
+from benchmarks import ROOT, Row
+from lineartime.base.errors import ResourceError
+from lineartime.base.files import read_json_lines
 
-ROOT = Path(__file__).resolve().parents[1]
 
-
-def provenance() -> dict[str, Any]:
-    """What a measurement needs to be repeated: commit, command, hardware, versions, and how busy
-    the machine was."""
-    import torch  # here, because a report of rows needs `machine` alone, and no torch
+def provenance() -> Row:
+    """What a measurement needs to be repeated: commit, command, hardware, versions, load."""
+    import torch  # here, for a report of rows needs none
 
     program = Path(sys.argv[0])
     begun = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
@@ -32,9 +34,8 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+changes" where its programs differ from it; measured rows and
-    their tables are not counted, for a study writes them. Without git what the environment's
-    LINEARTIME_COMMIT says, or None."""
+    """The checkout's commit, with "+changes" where its programs differ from it: a study writes rows
+    and tables, which are not counted. Without git the environment's LINEARTIME_COMMIT, or None."""
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -67,9 +68,30 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def machine(row: dict[str, Any]) -> str:
-    """What a row was measured on."""
-    if row["device"] == "cpu":
-        threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
-        return f"{threads} of {in_markdown(row['cpu'])}, {row['cores']} cores, {row['memory_gib']:.0f} GiB"
-    return f"one {in_markdown(row['gpu'])}, beside {in_markdown(row['cpu'])}"
+def rows_in(path: Path, parse: Callable[[Any], Row] = dict, what: str = "a row") -> list[Row]:
+    """The rows of a file, oldest first, but for a last line that was cut off; none where there is
+    no file. parse, what: as in `read_json_lines`. Raises DataError."""
+    return read_json_lines(path, parse, what) if path.exists() else []
+
+
+def append_json_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows to a file, one line each, in place of a last line that was cut off; on the disk
+    when it returns. Raises ResourceError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            if path.is_file():  # not /dev/stdout
+                fcntl.flock(file, fcntl.LOCK_EX)  # what another process has half written is not cut off
+                whole, newline, last = path.read_bytes().rpartition(b"\n")
+                try:
+                    if last:
+                        json.loads(last)
+                        file.write(b"\n")
+                except ValueError:
+                    file.truncate(len(whole + newline))
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+            file.flush()
+            if path.is_file():
+                os.fsync(file.fileno())
+    except OSError as e:
+        raise ResourceError("cannot write", path, e.strerror or str(e)) from None

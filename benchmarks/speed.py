@@ -1,8 +1,6 @@
-"""What measured rows say of speed and memory: ratios, times and memory by context, as Markdown.
-
-A table is a data frame with a row for each measurement, in the order of time. A ratio is made of
-two rows of one run (one call of `python -m benchmarks`), which measured them in turn. The newest
-run that has both counts."""
+"""What measured rows say of speed and memory, as Markdown. A table is a data frame with a row for
+each measurement, in the order of time. A ratio is made of two rows of the newest run (one call of
+`python -m benchmarks`) that measured both."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,13 +47,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def measurement(row: Row) -> Row:
-    """The columns of a table, from a row as `python -m benchmarks` writes it. Raises KeyError,
-    TypeError, ValueError.
-
-    `side` is what is compared with what: the model, "model/unfused" for attention that is not
-    fused, "model/reference" for the PyTorch reference where there are kernels. `ms` (with
-    quartiles) is milliseconds per token by the clock that counts, NaN where the measurement failed.
-    `n_tokens` is of a step; of what else is timed, rows at once."""
+    """The columns of a table, from a row of a file: `side` is what is compared, "model",
+    "model/unfused" or "model/reference"; `ms` (with quartiles) milliseconds per token by the clock
+    that counts, NaN where the measurement failed; `n_tokens` the tokens of a step, or the rows that
+    are decoded at once. Raises KeyError, TypeError, ValueError."""
     decoding, failed = row["benchmark"] == "decode", row.get("failed") or ""
     times = dict.fromkeys(("median", "q1", "q3"), math.nan) if failed else row[f"{row['clock']}_ms"]
     n_tokens = row["tokens_per_step"] if row.get("unit") == "step" else 1
@@ -76,18 +71,16 @@ def measurement(row: Row) -> Row:
 
 
 def tables_of(rows: Sequence[Row]) -> list[pd.DataFrame]:
-    """`read_rows`' measurements in tables: of one benchmark, name, machine, number of threads and
-    size of FLASH."""
+    """A table for each benchmark, name, machine, number of threads and size of FLASH."""
     if not rows:
         return []
     cells = pd.DataFrame(list(rows)).sort_values("time", kind="stable", ignore_index=True)
     ours_first = cells.sort_values("side", key=lambda side: side != OURS, kind="stable")
     cells["size"] = cells.run.map(ours_first.drop_duplicates("run").set_index("run").n_parameters)
-    order = [*TITLES]
     tables = (table for _, table in cells.groupby(["benchmark", "name", "hardware", "threads", "size"], sort=False))
     return sorted(tables, key=lambda table: (
-        order.index(table.benchmark.iat[0]), table.device.iat[0] == "cpu", size_of(table),
-        table.name.iat[0], -table.n_tokens.max()))
+        [*TITLES].index(table.benchmark.iat[0]), table.device.iat[0] == "cpu", size_of(table), table.name.iat[0],
+        -table.n_tokens.max()))
 
 
 def size_of(table: pd.DataFrame) -> int:
@@ -106,8 +99,8 @@ def dtypes_of(table: pd.DataFrame) -> list[str]:
 
 def newest(table: pd.DataFrame) -> pd.DataFrame:
     """The last measured row of each side, variant, type and context; one that failed only where
-    none went well. Sides are in the order they were measured first, in each its variants and types
-    in theirs, and in those contexts grow."""
+    none went well. Sides, and in each its variants and types, are in the order of their first
+    measurement, then contexts grow."""
     table = table.assign(well=table.ms.notna(), n_side=table.groupby("side", sort=False).ngroup(),
                          n_kind=table.groupby(KIND, sort=False).ngroup())
     last = table.sort_values("well", kind="stable").drop_duplicates([*KIND, "context"], keep="last")
@@ -117,12 +110,11 @@ def newest(table: pd.DataFrame) -> pd.DataFrame:
 def compare(table: pd.DataFrame, rival: str, *, by_type: bool, variant: str | None = None) -> pd.DataFrame:
     """FLASH and another side at each context (by_type: and in each type), in the newest run that
     has both: each in its fastest variant, or in the one that is given; without by_type, each in its
-    fastest type.
+    fastest type. A side that failed in every variant is there without times.
 
     Columns of the rival end in "_rival". `value` is the rival's median time over ours; `low` and
-    `high` are a quartile of the rival over our opposite quartile. `unmatched` lists the variants
-    that only our side was measured in, where none is given. A side that failed in every variant is
-    there with its failure, without times."""
+    `high` are a quartile of the rival over our opposite quartile; `unmatched` the variants that
+    only ours was measured in, where none is given."""
     keys = ["context", "dtype"] if by_type else ["context"]
     table = table.assign(at=table.index, n_run=table.groupby("run", sort=False).ngroup())
     shown = table if variant is None else table[table.variant == variant]
@@ -138,8 +130,7 @@ def compare(table: pd.DataFrame, rival: str, *, by_type: bool, variant: str | No
     return both.assign(value=both.ms_rival / both.ms, low=both.q1_rival / both.q3, high=both.q3_rival / both.q1)
 
 
-def speed_section(tables: Sequence[pd.DataFrame], pictures: Pictures = lambda table: ()) -> str:
-    """The tables of `tables_of`."""
+def speed_section(tables: Sequence[pd.DataFrame], pictures: Pictures) -> str:
     parts: list[str] = []
     for table in tables:
         parts += [f"### {in_markdown(title(table))}", *pictures(table), ratio_table(table), *value_tables(table),
@@ -157,8 +148,8 @@ def sources(table: pd.DataFrame) -> list[str]:
 
 def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
     """A picture and a table of a few lines: FLASH's speed over others in training steps, from the
-    tables that have one of the names, alone or with a hyphen behind it, on devices like that of the
-    one with most contexts; the picture has those of its machine."""
+    tables that have one of the names, alone or with a hyphen behind it, on a device like the one
+    with most contexts; the picture is of its machine."""
     chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
@@ -190,9 +181,8 @@ def title(table: pd.DataFrame) -> str:
 
 
 def ratio_table(table: pd.DataFrame) -> str:
-    """FLASH's speed over each rival, by context: each side's fastest, then both eager; below 1 in
-    bold. Steps are compared in each type, decoding in each side's fastest. A star marks where FLASH
-    had a variant that the other had not."""
+    """FLASH's speed over each rival, by context: each side's fastest, then both eager. Steps are
+    compared in each type, decoding in each side's fastest."""
     lines = []
     for rival in table.side.unique() if OURS in set(table.side) else ():
         shown: list[list[tuple[int, int]]] = []
@@ -209,8 +199,8 @@ def ratio_table(table: pd.DataFrame) -> str:
 
 
 def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[tuple[list[str], list[Row]]]) -> str:
-    """Ratios as a table, with a note of the variants that only FLASH was measured in: of each line
-    its words, and rows of `compare`."""
+    """A table of lines, each with its words and rows of `compare`, and a note of the variants that
+    only FLASH was measured in."""
     texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
     note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
@@ -229,14 +219,14 @@ def ratio_text(pair: Row) -> str:
 
 def by_context(words: Sequence[str], contexts: Sequence[int],
                lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
-    """A table with a column for each context: of each line words, and texts by context."""
+    """A table of lines, each with its words and its texts by context."""
     return markdown([*words, *map(tokens, contexts)], without_repeats(
         [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
 
 
 def value_tables(table: pd.DataFrame) -> list[str]:
-    """Folded tables by context, with a line for each model, variant and type: of steps tokens per
-    second and memory, of decoding times and the size of the state."""
+    """Folded tables by context: of steps tokens per second and memory, of decoding times and the
+    size of the state."""
     if table.benchmark.iat[0] in ("step", "forward"):
         shown: dict[str, Callable[[Row], str]] = {"Tokens per second": lambda row: f"{1e3 / row['ms']:,.0f}"}
         if table.peak_mib.notna().any():

@@ -54,12 +54,9 @@ class StepCase:
 
 
 def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False) -> Iterator[list[Row]]:
-    """Time and memory of whole training steps; yields the rows of the cases that were measured
-    together.
-
-    Those of one context and type take a step in turn, round and round; with `together` those of one
-    type do. Before a time counts, the loss and the gradient have been compared with those of the
-    same weights in eager float32."""
+    """Time and memory of whole training steps; yields the rows of cases measured together. Those of
+    one context and type take a step in turn, round and round; with `together` those of one type do.
+    Before a time counts, loss and gradient are compared with those in eager float32."""
     measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=setup.repeats,
                                **{"tokens of a step": min((min(case.tokens, case.config.context) for case in cases),
                                                           default=1)})
@@ -102,8 +99,8 @@ def measured_case(case: StepCase, place: Row, wanted: Callable[..., Row]) -> Cas
 
 def training_steps(label: str, config: Row, n_rows: int, precision: Precision, place: Row, wanted: str,
                    loss: float) -> Generator[Row, Row, None]:
-    """The job of a case: checks and warms up, then takes a step whenever it is asked, see
-    `measure.Case`. wanted: the file of the first step's gradients; loss: its loss."""
+    """The job of a case: checks and warms up, then takes a step whenever it is asked. wanted: the
+    file of the first step's gradients; loss: its loss."""
     imported = (rss_bytes() or 0) * (place["device"] == "cpu")
     on, settings = measure.set_up(**place)
     parsed, fields = peers.parse_label(label), ModelConfig(**config)
@@ -173,8 +170,8 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
 
 
 def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Generator[Row, Row, None]:
-    """The job that makes what steps are compared with: the loss and gradient of new weights by the
-    reference, in eager float32, row by row; the gradient goes into a file."""
+    """The job that makes what steps are compared with: loss and gradient of new weights by the
+    reference, in eager float32, row by row. path: gets the gradient."""
     on, _ = measure.set_up(**place)
     fields = ModelConfig(**config)
     model = peers.build(peers.parse_label(label), fields).to(on).train()
@@ -189,15 +186,14 @@ def reference(label: str, config: Row, n_rows: int, place: Row, path: str) -> Ge
 
 
 def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, gradients: str, limit: float) -> Row:
-    """A row's "check": the largest relative error of a step's loss and of the gradients that it has
-    left, whose norm is given. gradients: the file of those that are wanted. Raises NumericsError
-    where it is above the limit.
+    """A row's "check": the largest relative error of a step's loss and gradients. norm: of the
+    gradients; gradients: the file of those that are wanted. Raises NumericsError above the limit.
 
-    Each parameter's gradient is measured against its own norm: new weights let attention contribute
-    little, and what is wrong with it would be lost in the whole. One that is nearly 0 is measured
-    against 1e-9 of the whole. That of a single number is a sum over all tokens that cancels, in one
-    layer or another to nothing: it is measured together with those of the same name in other
-    layers, and may be ten times as far off."""
+    Each parameter's gradient is measured against its own norm, at least 1e-9 of the whole: new
+    weights let attention contribute little, and what is wrong with it would be lost in the whole.
+    The gradient of a single number is a sum over all tokens that cancels, in one layer or another
+    to nothing: it is measured together with those of the same name in other layers, and may be ten
+    times as far off."""
     errors = {"the loss": abs(loss - wanted_loss) / wanted_loss}
     together: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, expected in load_file(gradients).items():
@@ -231,8 +227,7 @@ def random_batch(config: ModelConfig, n_rows: int, device: torch.device) -> tupl
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig], reads: bool = False) -> list[StepCase]:
-    """The cases of labels at contexts in types, those of one context side by side. config_of: a
-    preset's model. Raises UsageError for an unknown label."""
+    """The cases of labels at contexts in types. Raises UsageError for an unknown label."""
     parsed = [peers.parse_label(text) for text in labels]
     return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads)
             for context in contexts for precision in precisions for label in parsed]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from benchmarks import ROOT, Row, decode, op, pages, step
-from benchmarks.append import append_json_lines, rows_in
 from benchmarks.cells import LISTS, PEERS, SHAPES, measure_call, named_calls, shaped_config
 from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
@@ -15,11 +14,12 @@ from benchmarks.paper.report import table_section, tables_shown
 from benchmarks.paper.results import read_records
 from benchmarks.paper.tables import TABLES, ScaleName
 from benchmarks.peers import PACKAGES, parse_label
+from benchmarks.provenance import append_json_lines, rows_in
 from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
 from benchmarks.recall.tasks import FORMS, TASKS
-from benchmarks.speed import read_rows, speed_section, tables_of
+from benchmarks.speed import read_rows
 from lineartime.base.errors import DataError, ResourceError
 from lineartime.base.settings import require, require_name
 from lineartime.cli.options import Device, Setting, Task
@@ -28,7 +28,7 @@ from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
 from lineartime.folders import named_folder, shipped_models
 from lineartime.training.runtime import StopSignal, pick_device
 
-SPEED, RECALL, LAWS = "speed", "recall", "laws"
+OTHERS = ("speed", "recall", "laws")
 """Reports beside those of the tables."""
 DEFAULT = ("flash", "transformer++")
 """Who is measured where nobody is named."""
@@ -65,7 +65,6 @@ class How:
         return shaped_config(preset, self.task, SHAPES.get(self.shape or ""), self.settings)
 
     def show_and_keep(self, rows: list[Row]) -> None:
-        """Print rows, and write them to the file if there is one."""
         print_rows(rows)
         if self.rows is not None:
             append_json_lines(self.rows, rows)
@@ -82,11 +81,10 @@ def benchmark_decode(
     would take minutes: the state is filled with random numbers. Peers read one row."""
     for name in models:
         require_name("model", name, [*PRESETS, *PEERS])
-    measured = decode.benchmark_decode(
+    how.show_and_keep(decode.benchmark_decode(
         {name: how.config(parse_label(name).preset) for name in models or DEFAULT},
         how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precisions,
-        quadratic_up_to=quadratic_up_to, compiled=compiled)
-    how.show_and_keep(measured)
+        quadratic_up_to=quadratic_up_to, compiled=compiled))
 
 
 def benchmark_step(
@@ -233,8 +231,8 @@ def check_and_show(stop: StopSignal, terminal: Terminal, record: Row) -> None:
 
 
 def report(
-    table: Annotated[str | None, f"A table or figure: {', '.join(TABLES)}, by default all; or {SPEED}, {RECALL} or "
-                                 f"{LAWS}.", "TABLE"] = None,
+    table: Annotated[str | None, f"A table or figure: {', '.join(TABLES)}, by default all; or "
+                                 f"{', '.join(OTHERS)}.", "TABLE"] = None,
     rows: Annotated[Path | None, "File of rows; by default the committed ones."] = None,
     into: Annotated[tuple[Path, ...], "Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, "
                                       "<!-- speed: begin --> or <!-- recall pairs: begin -->; also several."] = (),
@@ -242,26 +240,22 @@ def report(
 ) -> None:
     """The paper's numbers beside ours, as Markdown; or `speed`, `recall` or `laws`.
     Speed and memory: ratios, times and memory by context; bold where FLASH loses."""
-    require_name("table", table or SPEED, [*TABLES, SPEED, RECALL, LAWS])
-    of_paper = table not in (SPEED, RECALL, LAWS)
-    require(table is None or not of_paper or not into, "arguments that do not go together", f"{table} and --into",
+    require_name("table", table or "speed", [*TABLES, *OTHERS])
+    kind = cast(pages.Kind, table if table in OTHERS else "table")
+    require(table in (None, kind) or not into, "arguments that do not go together", f"{table} and --into",
             "leave out the table: the page's places name theirs")
-    path = rows or ROOT / "benchmarks" / "rows" / f"{'quality' if of_paper else table}.jsonl"
-    kind = cast(pages.Kind, "table" if of_paper else table)
-    read = {"speed": read_rows, "recall": study.read_rows, "laws": rows_in, "table": read_records}[kind]
+    path = rows or ROOT / "benchmarks" / "rows" / f"{'quality' if kind == 'table' else table}.jsonl"
+    read, verb = {"speed": (read_rows, "step ... --json FILE"), "recall": (study.read_rows, "recall"),
+                  "laws": (rows_in, "laws --json FILE"), "table": (read_records, "reproduce")}[kind]
     measured = read(path)
     if not measured:
-        verb = {"speed": "step ... --json FILE", "recall": "recall", "laws": "laws --json FILE",
-                "table": "reproduce"}[kind]
         raise DataError("no rows to report", path, f"`python -m benchmarks {verb}` writes them")
     if into:
         for written in pages.fill_pages(into, images, kind, measured):
             say(f"written  {written}")
-    elif kind == "speed":
-        print(speed_section(tables_of(measured)), end="")
-    elif kind == "laws":
-        print(pages.shown(kind, measured, []))
     elif kind == "recall":
         print("\n\n".join(f"### {task}\n\n{recall_report.section(measured, task)}" for task in recall_report.ABOUT))
-    else:
+    elif kind == "table":
         print("\n".join(map(table_section, tables_shown(measured, [table] if table else [*TABLES]))), end="")
+    else:
+        print(pages.shown(kind, measured, []), end="")

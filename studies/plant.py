@@ -4,10 +4,9 @@
     python -m studies.plant DATA TOKENS SHORTEST ROW OUT
 
 DATA is prepared books, OUT a train.jsonl. The first writes passages of SHORTEST to LONGEST tokens,
-names not counted. A name is told every LEAST to MOST words, and LEAST is 1.2 or more; with 0 and 0
-there are no names. The second writes passages that fill rows of ROW tokens, so that no row cuts a
-name from its question. Each name of a passage is told once, and asked once at its end. A model that
-learned from such passages is asked recall in text on other books and digits."""
+names not counted, with a name every LEAST to MOST words (1.2 or more; 0 and 0: no names). The
+second writes passages that fill rows of ROW tokens, so that no row cuts a name from its question,
+in which each name is told once, and asked once at the end."""
 
 import json
 import re
@@ -22,8 +21,7 @@ from lineartime.base.files import write_atomically
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, open_split
 
-NAMES = 4, 64
-"""The least and the most names of a passage."""
+NAMES = 4, 64  # the least and the most of a passage
 
 
 def between(least: float, most: float, generator: torch.Generator) -> float:
@@ -46,8 +44,7 @@ def placed(text: str, told: Sequence[str], asked: Sequence[str], generator: torc
 
 
 def planted(text: str, least: float, most: float, generator: torch.Generator) -> str:
-    """The text with a fact for `least` to `most` words, most of them repeated, near or far, and 32
-    more at its end."""
+    """The text with a fact for `least` to `most` words, most repeated, and 32 more at its end."""
     known, n_words = facts(generator), len(re.findall(r" (?=\w)", text))
     n = 1 + int(n_words / between(least, most, generator))
     told = [known[i] for i in torch.randint(len(known), (n,), generator=generator).tolist()]
@@ -70,7 +67,6 @@ def filled(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, generator: 
 
 
 def plain(stream: TokenStream, tokenizer: Tokenizer, n_tokens: int, generator: torch.Generator) -> str:
-    """A passage of a book."""
     return tokenizer.decode(article(stream, n_tokens, generator).tolist()).replace("\ufffd", "")
 
 

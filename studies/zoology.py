@@ -19,14 +19,15 @@ import numpy as np
 import torch
 
 from benchmarks import ROOT, Row
-from benchmarks.append import rows_in
 from benchmarks.measure import add_missing
-from benchmarks.pages import fill_place
+from benchmarks.pages import with_places
+from benchmarks.provenance import rows_in
 from benchmarks.recall.measure import Model, OnStep, Recall, asked, learn, passed
 from benchmarks.recall.report import spread_text
 from benchmarks.recall.study import best_rate, config_of, new_model, training
 from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
+from lineartime.base.files import write_atomically
 from lineartime.base.words import markdown
 from lineartime.cli.terminal import Terminal, exit_code, note, say_stopping
 from lineartime.training.runtime import StopSignal
@@ -113,5 +114,8 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "rows" / "zoology.jsonl")
     parser.add_argument("--into", type=Path, help="do not measure; write the table of the rows into this page")
     given = parser.parse_args()
-    sys.exit(exit_code(lambda: fill_place(given.into, "zoology sizes", table(rows_in(given.rows))) if given.into else
-                       measure(given.rows)))
+    if given.into:
+        made = table(rows_in(given.rows))
+        write_atomically(given.into, with_places(given.into, "zoology sizes", lambda _: f"{made}\n"))
+    else:
+        sys.exit(exit_code(lambda: measure(given.rows)))

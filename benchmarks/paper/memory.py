@@ -1,10 +1,8 @@
-"""The studies of text, the tables `memory` and `memory_texts`: what a long memory is worth in nats
-per token, compared seed by seed.
+"""The tables `memory` and `memory_texts`: what a long memory is worth in nats per token.
 
 A difference is a model's loss less another's, of runs of one seed, which read the same text in the
-same order: below 0 the model is better. Losses are a data frame with a line for each row and seed,
-and a column for each place that is compared: a context, a class of recurrence, or a number of
-tokens trained on."""
+same order: below 0 the model is better. Losses are a data frame by row and seed, with a column for
+each place that is compared: a context, a class of recurrence, or a number of tokens trained on."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +17,7 @@ from lineartime.base.words import markdown
 
 LOCAL = "FLASH (LocalOnly)"
 OWN_REFERENCE = dict.fromkeys(("Transformer++, width 256", "FLASH+, width 256"), "FLASH, width 256")
-"""Rows that are not compared with the table's reference, and the row that they are compared
-with."""
+"""Rows that are compared with another row than the table's reference."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t of a 95 % interval for 2, 3, ... seeds; for more than 10 a little too wide."""
 DIFFERENCES = ("**Differences to FLASH, whole split.** Nats per token, paired by seed: the model's loss less FLASH's, "
@@ -59,7 +56,6 @@ def losses_of(results: Results, told: Callable[[Record], Mapping[Any, float]]) -
 
 
 def of_row(losses: pd.DataFrame, row: str) -> pd.DataFrame:
-    """A row's losses by seed, perhaps none."""
     return losses[losses.index.get_level_values(0) == row].droplevel(0)
 
 
@@ -87,8 +83,7 @@ def told_apart(values: "pd.Series[float]") -> bool:
 
 
 def difference_text(by_seed: Any) -> str:
-    """"-0.130 ± 0.140": the mean and its 95 % interval, bold where that leaves 0 out; without one
-    for one seed."""
+    """"-0.130 ± 0.140": the mean and its 95 % interval, bold where that leaves 0 out."""
     values = pd.Series(by_seed, dtype=float).dropna()
     if values.empty:
         return "-"
@@ -101,7 +96,6 @@ def mean_text(values: "pd.Series[float]") -> str:
 
 
 def verdict(values: "pd.Series[float]") -> str:
-    """What the seeds say of a difference."""
     side = "ahead" if values.mean() < 0 else "behind"
     if len(values) < 2:
         return ONE_SEED
@@ -121,7 +115,6 @@ def change(first: "pd.Series[float]", moved: "pd.Series[float]") -> str:
 
 
 def label(results: Results, row: str, base: str) -> str:
-    """The row, and its base where that is not the table's reference."""
     return row if base in (results.table.reference, LOCAL) else f"{row}, to {base}"
 
 
@@ -130,7 +123,6 @@ def grid(head: Sequence[str], lines: Sequence[Sequence[str]], n_words: int = 1) 
 
 
 def whole_part(results: Results) -> str:
-    """Differences of the whole split: verdict, interval and seeds."""
     losses, lines = losses_of(results, lambda record: {"": record["held_out"]["loss"]}), []
     for row, base in compared(results):
         found = paired(losses, row, base).get("", pd.Series(dtype=float))
@@ -142,9 +134,9 @@ def whole_part(results: Results) -> str:
 
 def at_equal_time(results: Results, row: str, base: str) -> tuple[float, float, "pd.Series[float]", "pd.Series[float]"]:
     """The steps that a row and its base have made when the first of the two ends, and their losses
-    there by seed, interpolated between evaluations. The time of a run is its steps times the median
-    time of one. There are no losses before a curve's first point, or where steps were not timed
-    side by side."""
+    there by seed, interpolated between evaluations; no losses before a curve's first point, or
+    where steps were not timed side by side. The time of a run is its steps times the median time of
+    one."""
     # The base's time of a step over the row's.
     speed = {name: speed for (name, _), speed in step_speedups(results, base).value.items()}.get(row, math.nan)
     ours, theirs = ({key[-1]: record["curve"] for key, record in of_cell(results.trained, name).record.items()}
@@ -188,7 +180,6 @@ def difference_part(results: Results, losses: pd.DataFrame, head: Sequence[str],
 
 
 def columns_part(results: Results) -> str:
-    """Differences of the whole split in each column."""
     losses = results.trained.loss.unstack("column")
     losses = losses[[column for column in results.columns if column in losses]]
     return difference_part(results, losses, list(losses), compared(results))

@@ -33,8 +33,7 @@ from lineartime.training.runtime import StopSignal, peak_bytes
 def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts: Sequence[int] = (),
           document_tokens: int | None = None) -> None:
     """Train a peer, or go on, and write the result file that `lineartime train` writes; with
-    `contexts` also the file `context_use.json` beside the run, as `benchmarks.context_use` does.
-    Raises as `config_for_data`, `build_peer`, `fit_once` and `measure_context_use` do."""
+    `contexts` also `context_use.json` beside the run, as `benchmarks.context_use` does."""
     config, fields = config_for_data(settings), PEERS[name]
     held_out, manifests = open_split(config.data, "validation"), read_manifests(config.data)
     package = {"package": "transformers", "version": installed_version("transformers")}

@@ -21,14 +21,12 @@ Texts = Mapping[Any, str]
 
 
 class Measure(NamedTuple):
-    """One number of a cell."""
+    """One number of a cell. title: with "{reference}" for the row that speed-ups are measured to.
+    paper: its name in `paper.toml`, if it is there. kinds: of records that it is made of."""
 
     title: str
-    """With "{reference}" for the row that speed-ups are measured to."""
     paper: str
-    """Its name in `paper.toml`; one that is not there has no numbers of the paper."""
     kinds: tuple[Kind, ...]
-    """Of records that it is made of."""
     texts: Callable[[Results], Texts]
 
 
@@ -43,7 +41,7 @@ def range_text(least: str, most: str) -> str:
 
 
 def speedup_texts(results: Results, reference: str | None) -> Texts:
-    """Of the mean curve, with the least and the most of the seeds' own curves."""
+    """Of the mean curve, with the least and the most of the seeds' own."""
     texts = {}
     for cell, value, seeds in speedups(results, reference).itertuples():
         reached = [number(seed) for seed in sorted(seeds) if not math.isnan(seed)]
@@ -144,8 +142,8 @@ def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def grid(title: str, ours: Texts, theirs: Texts) -> str:
-    """Our numbers, and left of each column the paper's, where it has any. Where most of ours were
-    not run, a line says so, with those that were."""
+    """Our numbers, and left of each column the paper's, where it has any; where most of ours were
+    not run, a line with those that were."""
     known = {cell: text for cell, text in ours.items() if text != NOT_RUN}
     if 2 * len(known) < len(ours):
         words = "; ".join(f"{row}, {column}: {text}" for (row, column), text in known.items())
@@ -164,8 +162,7 @@ def grid(title: str, ours: Texts, theirs: Texts) -> str:
 
 
 def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
-    """Ours and the paper's; its speed-ups by time of a step are made where only times are
-    printed."""
+    """Ours and the paper's, whose speed-ups by time of a step may have to be made from times."""
     table, texts, ours, theirs = results.table, measure.texts(results), {}, {}
     compared = [table.reference] if "{reference}" in measure.title else []
     for row, column in itertools.product(results.rows, results.columns):
@@ -176,7 +173,6 @@ def measured(results: Results, measure: Measure) -> tuple[Texts, Texts]:
 
 
 def why_not(results: Results, rows: Sequence[str | None], column: str, kinds: Sequence[Kind]) -> str:
-    """What stands for a number that these kinds of records of these rows do not give."""
     failed = any(place[0] in rows and place[1] == column and place[2] in kinds for place in results.failed)
     return FAILED if failed else NOT_RUN
 

@@ -1,9 +1,8 @@
 """What the records of `python -m benchmarks reproduce` say of a table at a scale, as data frames.
 
-A record is a JSON object in a line, added when a run ends and never changed. Its "kind" is "train",
-"finetune" or "step". It holds the settings it was made with, and belongs to a cell when its scale,
-text, settings and questions are the cell's, but for the seed; so two tables share records. The
-newest record of a seed counts. What failed has "failed" and no results, and counts only where
+A record is a line of JSON, added when a run ends and never changed. It belongs to a cell when its
+scale, text, settings and questions are the cell's, but for the seed; so two tables share records.
+The newest record of a seed counts. What failed has "failed" and no results, and counts only where
 nothing went well."""
 
 import math
@@ -16,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.append import rows_in
 from benchmarks.paper.tables import SCALES, TABLES, Cell, Kind, Scale, ScaleName, Table, key_of
+from benchmarks.provenance import rows_in
 
 Record = dict[str, Any]
 COLUMNS: dict[Kind, list[str]] = {
@@ -32,9 +31,8 @@ Place = tuple[str, str, Kind, int | None]
 
 
 def numbers_of(row: Record) -> list[Any]:
-    """What a record that did not fail has in these columns. Losses are in nats per token of the
-    whole held-out split after training, F1 in percent, a step's times in milliseconds of one
-    micro-batch of "tokens"."""
+    """What a record has in `COLUMNS`: losses in nats per token of the whole held-out split after
+    training, F1 in percent, times in milliseconds of one micro-batch of "tokens"."""
     if row["kind"] == "train":
         held_out = row["held_out"]
         return [row["settings"]["seed"], held_out["loss"], math.exp(held_out["loss"]),
@@ -60,7 +58,6 @@ def read_records(path: Path) -> list[Record]:
 
 
 def by_key(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records in their order, by `key_of`."""
     found: dict[str, list[Record]] = {}
     for record in records:
         key = key_of(record["kind"], record["text"], record["settings"], record.get("questions"))
@@ -69,28 +66,24 @@ def by_key(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def records_of(cell: Cell, records: Mapping[str, list[Record]], kind: Kind, seed: int | None = None) -> list[Record]:
-    """A cell's records of one kind, from those of `by_key`; of all seeds where none is named."""
+    """A cell's records of one kind, from `by_key`; of all seeds where none is named."""
     return [record for record in records.get(cell.key(kind), ()) if seed in (None, record["settings"].get("seed"))]
 
 
 @dataclass(frozen=True)
 class Results:
-    """One table at one scale. The frames have a "record" and its `COLUMNS`, and lines for cells
-    with records."""
+    """One table at one scale: rows and columns of which anything was run; frames with a "record"
+    and its `COLUMNS` by row, column and seed (steps have none; those of a column are of one run);
+    and what failed and never went well."""
 
     table: Table
     scale: Scale
     rows: list[str]
-    """Those of which anything was run."""
     columns: list[str]
     trained: pd.DataFrame
-    """By row, column and seed."""
     finetuned: pd.DataFrame
-    """By row, column and seed."""
     steps: pd.DataFrame
-    """By row and column. All times in a column are of one run."""
     failed: dict[Place, str]
-    """What failed and never went well."""
 
 
 def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Results:
@@ -115,9 +108,9 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
 
 
 def cells_with_records(table: Table, scale: ScaleName) -> list[Cell]:
-    """The cells whose records count at a scale, by column, then row: those that the scale runs, and
-    others that runs of another table happen to fit. Of those others none that equals another cell
-    of its column at this scale, for nobody could say whose the run is."""
+    """The cells whose records count, by column, then row: those that the scale runs, and others
+    that runs of another table happen to fit, unless two of a column are alike at this scale, for
+    nobody could say whose the run is."""
     cells = [Cell(table, row, column, SCALES[scale]) for column in table.columns for row in table.models]
     keys = [(cell.column, cell.key("step")) for cell in cells]
     planned, alike = table.cells[scale], Counter(keys)
@@ -143,29 +136,27 @@ def timed_together(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_cell(frame: Any, row: str | None, column: str | None = None) -> Any:
-    """A cell's lines of a data frame or series, perhaps none; by default of all columns."""
+    """A cell's lines of a frame, perhaps none; by default of all columns."""
     lines = frame[frame.index.get_level_values("row") == row]
     return lines if column is None else lines[lines.index.get_level_values("column") == column]
 
 
 def spread(values: pd.Series) -> pd.DataFrame:
-    """Of each cell that has any: the mean of its seeds, with the least and the most of several."""
+    """By cell the mean of its seeds, with the least and the most of several."""
     found = pd.DataFrame(values.dropna().groupby(level=CELL, sort=False).agg(["mean", "min", "max", "size"]))
     return found[["mean"]].join(found[["min", "max"]].where(found["size"] > 1))
 
 
 def curve_of(results: Results, row: str | None, column: str) -> pd.DataFrame:
-    """Held-out loss in nats per token, of a part of the split: a line for each step that all seeds
-    have, a column for each seed."""
+    """Held-out losses of a part of the split: by step that all seeds have, and seed."""
     records = of_cell(results.trained, row, column).record
     return pd.DataFrame({key[-1]: dict(record["curve"]) for key, record in records.items()}).dropna().sort_index()
 
 
 def costs(results: Results) -> pd.DataFrame:
-    """By row and column, of what was both trained and timed: the steps of training; the seconds of
-    one, which are its tokens times the time per token as measured side by side, for runs are not
-    alone on their machine; the best of the reference's mean curve; and the steps after which the
-    row's is there ("reached")."""
+    """By cell that was trained and timed: the steps of training; the seconds of one, by the time
+    per token as measured side by side, for runs are not alone on their machine; the best of the
+    reference's mean curve; and the steps after which the row's is there ("reached")."""
     trained, timed = results.trained.groupby(level=CELL, sort=False).first(), results.steps
     seconds = trained.tokens / trained.steps * timed["median"] / timed.tokens / 1e3
     found = pd.DataFrame({"steps": trained.steps, "seconds": seconds}).dropna()
@@ -175,16 +166,14 @@ def costs(results: Results) -> pd.DataFrame:
 
 
 def gaps(results: Results, what: str) -> pd.Series:
-    """By row of Table 5, column and seed: how much more of it there is with mixed chunks. Runs of
-    one seed read the same text in the same order."""
+    """By row of Table 5, column and seed, whose runs read the same text: what mixed chunks add."""
     values = results.trained[what].unstack("row").reindex(columns=[row for pair in GAPS.values() for row in pair])
     found = {row: values[mixed] - values[plain] for row, (plain, mixed) in GAPS.items()}
     return pd.concat(found, names=["row"]).dropna()
 
 
 def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
-    """By row and column: the reference's time of a step over the row's ("value"), and quartile over
-    opposite quartile ("low", "high")."""
+    """By cell the reference's time of a step over the row's; low, high: opposite quartiles."""
     ours = results.steps[["median", "q1", "q3"]].div(results.steps.tokens, axis=0)
     theirs = of_cell(ours, reference).droplevel("row").reindex(ours.index, level="column")
     return pd.DataFrame({"value": theirs["median"] / ours["median"], "low": theirs.q1 / ours.q3,
@@ -192,12 +181,9 @@ def step_speedups(results: Results, reference: str | None) -> pd.DataFrame:
 
 
 def speedups(results: Results, reference: str | None) -> pd.DataFrame:
-    """By row and column, as in row 75 of docs/paper.md: the time that the reference takes to its
-    best mean loss over the time that the row takes to the same loss. "value" is of the mean curve,
-    "seeds" of each seed's own; NaN never gets there.
-
-    There is no line where the training of one or the other is not known, or the times of their
-    steps."""
+    """By cell whose and whose reference's training and times are known, as in row 75 of
+    docs/paper.md: the time that the reference takes to its best mean loss over the time that the
+    row takes to the same loss; of the mean curve and of each seed's own. NaN never gets there."""
     found = []
     for (row, column), by_step in step_speedups(results, reference).value.items():
         ours, theirs = curve_of(results, row, column), curve_of(results, reference, column).mean(axis=1)
@@ -210,8 +196,7 @@ def speedups(results: Results, reference: str | None) -> pd.DataFrame:
 
 
 def steps_to(loss: float, curve: pd.Series) -> float:
-    """Steps at which a curve, losses by step, first is down at a loss, linear between its points;
-    NaN where it never is."""
+    """Where a curve, losses by step, first is down at a loss, linear between its points; or NaN."""
     down = curve.index[curve <= loss]
     last = curve.loc[:down[0]].tail(2) if len(down) else None
     return math.nan if last is None else float(np.interp(-loss, -last, last.index))

@@ -1,8 +1,6 @@
 """The runs of a table: what is missing is prepared, trained, fine-tuned and timed, and each ends in
-a row.
-
-A run is a process of its own, `lineartime train` with the settings of its cell, and goes on where
-it stopped. Rows are added as they come, so a kill costs what the newest checkpoints lack."""
+a row, which is added as it comes. A run is a process of its own, `lineartime train` with the
+settings of its cell, and goes on where it stopped."""
 
 import hashlib
 import json
@@ -15,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.append import append_json_lines
 from benchmarks.cells import LINEARTIME, last_line, run
 from benchmarks.measure import Setup, spread
 from benchmarks.paper.results import Record, by_key, read_records, records_of
 from benchmarks.paper.tables import Cell, Kind, ScaleName, Settings, Text, cells_of
 from benchmarks.peers import parse_label
-from benchmarks.provenance import provenance
+from benchmarks.provenance import append_json_lines, provenance
 from benchmarks.step import StepCase, benchmark_step
 from lineartime.base.errors import LineartimeError, NumericsError, ResourceError, UsageError
 from lineartime.base.files import read_json, write_atomically
@@ -38,7 +35,7 @@ Records = Mapping[str, list[Record]]
 PEER = (sys.executable, "-m", "benchmarks.paper.peer")
 CONTEXT_USE = (sys.executable, "-m", "benchmarks.context_use")
 SAVE_S = 600.0
-"""A run is given so long to save when this process ends."""
+"""A run's time to save when this process ends."""
 STOPPED = "what ran has saved; the same command goes on"
 
 
@@ -55,7 +52,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Named for a person, and by all that decides the run."""
+        """Named by all that decides the run."""
         settings = self.cell.settings(self.seed)
         digest = hashlib.sha256(json.dumps([self.cell.text.name, settings], sort_keys=True).encode()).hexdigest()[:10]
         return f"{settings['model']}-{self.cell.text.name}-{settings['context']}-{digest}"
@@ -81,8 +78,7 @@ class Place:
         return int(os.environ.get("OMP_NUM_THREADS") or max((os.cpu_count() or 1) // self.jobs, 1))
 
     def below_texts(self, name: str) -> str:
-        """A file or folder of the texts, or what is on the hub. Raises UsageError where no texts
-        are named."""
+        """A file or folder of the texts, or a name on the hub. Raises UsageError without texts."""
         if name.startswith("hub:"):
             return name
         if self.texts is None:
@@ -114,10 +110,9 @@ def missing_times(cells: Sequence[Cell], records: Records) -> list[list[Cell]]:
 
 
 def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> int:
-    """Run what a table at a scale still lacks; returns how many rows were added.
-
-    Raises UsageError and DataError for text that is not there, Stopped after the runs have saved,
-    and what a run that failed said."""
+    """Run what a table at a scale still lacks; returns how many rows were added. Raises UsageError
+    and DataError for missing text, Stopped after the runs have saved, and what a failed run
+    said."""
     cells = cells_of(table, scale)
     with checkpoint.lock(place.out):
         records = by_key(read_records(place.rows))
@@ -164,8 +159,7 @@ def run_all(jobs: Sequence[Job], records: Records, place: Place, stop: StopSigna
 
 
 def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[Record]:
-    """Train and evaluate, and fine-tune where the cell says so; the rows that are new, none where
-    it was stopped."""
+    """Train and evaluate, and fine-tune where the cell says so; the new rows, if not stopped."""
     cell, folder = job.cell, place.out / "runs" / job.folder
     trained_run, rows = folder / "run", []
     given = {**cell.settings(job.seed), "size": "paper", "data": str(place.data(cell.text)), "out": str(trained_run)}
@@ -199,8 +193,7 @@ def run_job(job: Job, records: Records, place: Place, stop: StopSignal) -> list[
 
 
 def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | None:
-    """Score a trained run as its table says, but for what has been scored; the first failure, as
-    `call` returns it."""
+    """Score a trained run as its table says; the first failure, as `call` returns it."""
     for name, options in job.cell.table.evaluations.items():
         file = folder / f"{name}.json"
         if stop.number is None and not file.exists():
@@ -213,8 +206,7 @@ def evaluate(job: Job, folder: Path, place: Place, stop: StopSignal) -> str | No
 
 
 def facts_of(cell: Cell, kind: Kind, seed: int | None) -> Record:
-    """What a row has of its cell, and the command that makes it, without the folders of the machine
-    that it ran on."""
+    """What a row has of its cell, and the command that makes it, without this machine's folders."""
     return {"kind": kind, "scale": cell.scale.name, "text": cell.text.name, "settings": cell.settings(seed),
             "command": f"python -m benchmarks reproduce {cell.table.name} --scale {cell.scale.name}"}
 
@@ -229,7 +221,7 @@ def finetune_arguments(pretrained: Path, questions: Settings, place: Place) -> l
 
 
 def trained(folder: Path, evaluations: Iterable[str]) -> Record:
-    """What a finished run and its evaluations have to say, without the folders of the machine."""
+    """What a finished run and its evaluations say."""
     said = {name: read_json(folder.with_name(f"{name}.json")) for name in evaluations}
     result, described = read_result(folder), read_run(folder)
     manifest, n_tokens = read_manifest(Path(described["data"])), result["steps"] * described["train"]["tokens_per_step"]
@@ -245,7 +237,6 @@ def trained(folder: Path, evaluations: Iterable[str]) -> Record:
 
 
 def finetuned(folder: Path) -> Record:
-    """What a finished fine-tuning has to say: its best learning rate's scores."""
     result = read_fine_tuning(folder)
     scores = result["learning_rates"][result["best"].removeprefix("lr-")]
     return {**{name: scores[name] for name in ("f1", "exact_match", "n_questions")},
@@ -254,8 +245,7 @@ def finetuned(folder: Path) -> Record:
 
 
 def times_of(folder: Path) -> Record:
-    """Seconds of all steps and milliseconds of one, by the clock and the processor; other programs
-    may slow both."""
+    """Seconds of all steps and milliseconds of one, by clock and processor, both disturbed."""
     clocks = [line["clock"] for line in read_metrics(folder) if "held_out" not in line]
     n_tokens = read_run(folder)["train"]["tokens_per_step"]
     seconds = {"cpu": [clock["cpu_s"] for clock in clocks],
@@ -266,11 +256,9 @@ def times_of(folder: Path) -> Record:
 
 def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: StopSignal,
          program: Sequence[str] | None = None) -> str | None:
-    """Run a verb of ours in a process of its own, its output in a file; asked to stop, it saves and
-    ends.
-
-    program: in place of `lineartime`. Returns the error that a table shows: the numbers went bad,
-    or memory ran out. Raises any other."""
+    """Run a verb of `lineartime`, or of `program`, in a process of its own; asked to stop, it saves
+    and ends. Returns the error that a table shows: the numbers went bad, or memory ran out. Raises
+    any other."""
     if stop.number is not None:
         return None
     place.tell(f"  {label}: starts")
@@ -289,8 +277,7 @@ def call(arguments: Sequence[str], label: str, log: Path, place: Place, stop: St
 
 
 def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[Record]:
-    """Time a training step of every cell of a column, in turn; the rows, which are written. On a
-    processor one thread: the processor time of several has their waiting in it."""
+    """Time a training step of every cell of a column, in turn; the rows, which are written."""
     def progress(line: str) -> None:
         stop.check(STOPPED)
         place.tell(f"  {column[0].column}: {line}")
@@ -300,7 +287,7 @@ def time_steps(column: Sequence[Cell], place: Place, stop: StopSignal) -> list[R
         config = run_config({**cell.settings(None), "data": "-", "out": "-", "vocab_size": cell.text.vocab_size})
         label = parse_label(config.preset + (":compiled" if config.train.compile else ""))
         cases.append(StepCase(label, config.model, config.train.micro_batch_tokens, config.train.precision))
-    threads = 1 if place.device == "cpu" else place.threads
+    threads = 1 if place.device == "cpu" else place.threads  # processor time of several has their waiting in it
     # A column has one context, and its cells one type.
     (measured,) = benchmark_step(cases, Setup(threads=threads, device=place.device, progress=progress))
     rows = [{**row, "machine": row.get("settings"), **facts_of(cell, "step", None)}

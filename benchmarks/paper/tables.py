@@ -1,7 +1,6 @@
-"""The paper's tables and figures as cells, each a model in a row and a column, read from
-`tables.toml`, with the cells that each scale runs; and the paper's numbers, from `paper.toml`. At a
-scale of `scales.toml` a cell is a run: a flat table of settings for `lineartime train`, and a text.
-Two cells with the same settings and text share a run."""
+"""The paper's tables and figures as cells, each a model in a row and a column, from `tables.toml`;
+and the paper's numbers, from `paper.toml`. At a scale of `scales.toml` a cell is a run: settings
+for `lineartime train`, and a text. Two cells with the same settings and text share a run."""
 
 import json
 import tomllib
@@ -28,7 +27,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: a text, a context and what is learned."""
+    """A text, a context and what is learned."""
 
     task: Literal["wiki40b", "c4", "pg19", "triviaqa"]
     context: int
@@ -46,8 +45,7 @@ class Table:
     models: dict[str, Model]
     columns: dict[str, Column]
     cells: dict[ScaleName, list[tuple[str, str]]]
-    """Row and column of what each scale runs. A model with an option that is gone keeps its records
-    and is not run."""
+    """What each scale runs: not models with an option that is gone, whose records stay."""
     measures: list[str]
     kind: Literal["train", "step"] = "train"
     timed: bool = True
@@ -55,7 +53,7 @@ class Table:
     one_seed: list[str] | Literal["all"] = field(default_factory=list)
     cpu_caption: str = ""
     evaluations: dict[str, str] = field(default_factory=dict)
-    """Options of `benchmarks.context_use`, by what the row of a run calls its JSON."""
+    """Options of `benchmarks.context_use`, by what a row calls its JSON."""
 
 
 def table_of(name: str, entry: Settings, presets: Settings) -> Table:
@@ -82,15 +80,13 @@ def read_toml(name: str, **options: Any) -> dict[str, Any]:
 
 CONTENT = read_toml("tables")
 PEERS: dict[str, Settings] = CONTENT.pop("peers")
-"""Models of transformers: their configurations, but for width and vocabulary. A cell's settings
-name one as "peer"."""
-TABLES = {name: table_of(name, entry, CONTENT["presets"]) for name, entry in CONTENT.items() if name != "presets"}
-"""By name, in the order of `tables.toml`."""
+"""Configurations of transformers, but for width and vocabulary, by what settings call "peer"."""
+PRESETS = CONTENT.pop("presets")
+TABLES = {name: table_of(name, entry, PRESETS) for name, entry in CONTENT.items()}
 assert {column.task for table in TABLES.values() for column in table.columns.values()} == {*TASKS, "triviaqa"}
 
 PAPER: dict[str, dict[str, Any]] = read_toml("paper", parse_float=str)
-"""By name of the table: numbers, with the digits they were printed with, by measure, row and
-column; perhaps "hardware" and "note"."""
+"""By table, measure, row and column, as printed; perhaps a table's "hardware" and "note"."""
 assert PAPER.keys() == TABLES.keys()
 
 
@@ -100,13 +96,12 @@ def printed(table: str, measure: str, row: str | None, column: str) -> str:
 
 
 def value(table: str, measure: str, row: str | None, column: str) -> float | None:
-    """The number that the paper prints; None where it prints none."""
     text = printed(table, measure, row, column)
     return None if text in ("", "--", "OOM") else float(text)
 
 
 def step_speedup(table: str, row: str, reference: str | None, column: str) -> float | None:
-    """The reference's time of a step over the row's, worked out from the times that are printed."""
+    """The reference's time of a step over the row's, as printed."""
     theirs, ours = value(table, "step_ms", reference, column), value(table, "step_ms", row, column)
     return theirs / ours if theirs and ours else None
 
@@ -201,8 +196,7 @@ class Cell:
         return {name: value for name, value in chosen.items() if name not in ("gau", "pairs")}
 
     def key(self, kind: Kind) -> str:
-        """What cells have in common that share their runs, and what a record of this kind has that
-        is the cell's."""
+        """What cells that share a run have in common, and their records of this kind."""
         return key_of(kind, self.text.name, self.settings(None), self.questions if kind == "finetune" else None)
 
 

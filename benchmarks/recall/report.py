@@ -11,19 +11,18 @@ from lineartime.base.words import in_markdown, markdown
 
 ABOUT = {name: (task.what, task.n_values) for name, task in TASKS.items()} | {TEXT: (FORMS[TEXT], len(DIGITS))}
 """What is asked, and how many values there are, of which a guess takes one."""
-MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}
-"""What a row of recall need not say, as it is the same in all."""
+MADE_BY = {"command": "python -m benchmarks recall", "device": "cpu", "threads": 1}  # which no row says
 
 
 def learning(rows: Sequence[Row], task: str) -> list[Row]:
-    """The rows of models that learned a task here; one that was only asked has no learning rate."""
+    """The rows of models that learned a task; one that was only asked has no learning rate."""
     return [row for row in rows if row["task"] == task and row["learning_rate"] is not None]
 
 
 def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Of each model that has learned a task, in the order of the study, its runs by seed at the
-    learning rate that was best with the first; a later row takes the place of an earlier one. Runs
-    that differ from the model's oldest in a setting are a model of another name."""
+    """By model, in the order of the study, the newest runs by seed at the learning rate that was
+    best with the first. Runs that differ from the model's oldest in a setting are a model of
+    another name."""
     oldest: dict[str, Row] = {}
     named: dict[str, dict[tuple[float, int], Row]] = {}
     for model in STUDY["models"]:
@@ -48,8 +47,7 @@ def name_beside(row: Row, oldest: Row) -> str:
 
 
 def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> list[float]:
-    """By seed: of one number of facts, or the mean of all; none at a length that the model
-    refuses."""
+    """By seed, of one number of facts or the mean of all; none at a length that was refused."""
     told = [row["accuracy"][str(length)] for row in runs if str(length) in row.get("accuracy", {})]
     return [statistics.fmean(right.values()) if n_facts is None else right[str(n_facts)] for right in told]
 
@@ -67,7 +65,6 @@ def sizes(rows: Sequence[Row], task: str) -> tuple[list[int], list[int]]:
 
 
 def line(row: Row) -> str:
-    """A run in a line."""
     right = "  ".join(f"{length}: {' '.join(f'{value:.2f}' for value in told.values())}"
                       for length, told in row.get("accuracy", {}).items())
     if row["learning_rate"] is None:  # a trained run, which was asked alone
@@ -82,13 +79,10 @@ def line(row: Row) -> str:
 
 def spread_text(values: Sequence[float], digits: int = 2) -> str:
     """A mean, and from which to which seed where they differ: `.97 (.95-.99)`."""
-    def text(value: float) -> str:
-        return f"{value:.{digits}f}"
-
     if not values:
         return "-"
-    least, most = text(min(values)), text(max(values))
-    return text(statistics.fmean(values)) + (f" ({least}-{most})" if least != most else "")
+    mean, least, most = (f"{value:.{digits}f}" for value in (statistics.fmean(values), min(values), max(values)))
+    return mean + (f" ({least}-{most})" if least != most else "")
 
 
 def section(rows: Sequence[Row], task: str, pictures: Sequence[str] = ()) -> str:

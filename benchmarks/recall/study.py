@@ -1,5 +1,4 @@
-"""What is measured, read from `study.toml`: models, sizes, learning rates and seeds; and the rows
-that are there."""
+"""The study of recall, from `study.toml`: models, sizes, learning rates and seeds; and its rows."""
 
 import math
 import shlex
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks import Row
-from benchmarks.append import rows_in
 from benchmarks.cells import shaped_config
 from benchmarks.measure import add_missing
 from benchmarks.peers import build_peer
-from benchmarks.provenance import installed_version, provenance
+from benchmarks.provenance import installed_version, provenance, rows_in
 from benchmarks.recall.measure import Model, OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import FORMS, TASKS, Task, text_task
 from lineartime.base.settings import require, require_name
@@ -29,7 +27,7 @@ RATES, SEEDS = STUDY["study"]["learning_rates"], STUDY["study"]["seeds"]
 
 
 def models_of(task: str) -> list[str]:
-    """The models that learn a task, in the order of the study; but for those that are gone."""
+    """The models that learn a task, but for those that are gone."""
     name = STUDY["tasks"][task]
     names = list(STUDY["models"]) if name == "all" else STUDY["lists"][name]
     return [name for name in names if not STUDY["models"][name].keys() & REMOVED.keys()]
@@ -37,7 +35,7 @@ def models_of(task: str) -> list[str]:
 
 def task_of(name: str, data: Path | None) -> Task:
     """A task by its name. data: prepared text, for `FORMS` alone. Raises UsageError for another
-    name, for text that is missing or of no use, and as `text_task` does."""
+    name and for missing or needless text, and as `text_task` does."""
     require_name("task", name, [*TASKS, *FORMS])
     require((name in FORMS) == (data is not None), f"{' and '.join(FORMS)} read prepared text, no other task does",
             f"task = {name}", "give --data what `lineartime prepare` made" if name in FORMS else "leave out --data")
@@ -45,8 +43,8 @@ def task_of(name: str, data: Path | None) -> Task:
 
 
 def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfig:
-    """A model of the study at its sizes, with any field replaced, see `shaped_config`; for a peer,
-    the model of ours that it is as large as. Raises UsageError for an unknown one."""
+    """A model of the study with any field replaced; for a peer, the model of ours that it is as
+    large as. Raises UsageError for an unknown one."""
     require_name("model", model, STUDY["models"])
     own = {name: value for name, value in without_removed(STUDY["models"][model]).items() if name != "peer"}
     of_task = {"vocab_size": task.vocab_size, "context": task.length, "end_of_document": task.end_of_document}
@@ -54,8 +52,7 @@ def config_of(model: str, task: Task, settings: Mapping[str, Any]) -> ModelConfi
 
 
 def peer_of(model: str) -> Row | None:
-    """The configuration of a peer in transformers, but for its width and vocabulary; None for a
-    model of ours."""
+    """The configuration of a peer in transformers, but for width and vocabulary; or None."""
     return STUDY["models"][model].get("peer")
 
 
@@ -67,10 +64,8 @@ def new_model(model: str, config: ModelConfig, seed: int) -> Model:
 
 
 def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
-    """The study's training of the task of this name, with any field replaced; a micro-batch is the
-    whole batch. Raises UsageError for a batch that is not of whole rows.
-
-    settings: fields of the model are left out."""
+    """The study's training on the task of this name, with any field replaced; settings of the model
+    are left out. Raises UsageError for a batch that is not of whole rows."""
     given = {each: value for each, value in settings.items() if each in TRAIN_FIELDS}
     chosen = {**STUDY["train"], **STUDY["train_of"].get(name, {}), **given}
     train = TrainConfig(**{**chosen, "micro_batch_tokens": chosen["tokens_per_step"]})
@@ -81,7 +76,7 @@ def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:
-    """The columns of a row by which a run is found again: model, task, training."""
+    """The columns of a row by which a run is found again."""
     settings, own = ({each.name: getattr(given, each.name) for each in fields(given)
                       if getattr(given, each.name) != each.default and each.name not in ("learning_rate", "seed")}
                      for given in (config, train))
@@ -92,7 +87,6 @@ def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Ro
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, oldest first; none without a file. Raises DataError for another file."""
     def parse(row: Row) -> Row:
         for name in ("task", "model", "settings", "training", "learning_rate", "seed", "curve"):
             row[name]
@@ -108,14 +102,13 @@ def score(row: Row) -> float:
 
 
 def best_rate(first: Sequence[Row]) -> float:
-    """The learning rate that is repeated with more seeds, by a model's rows with the first: the one
-    with the best `score`, and of equally good ones that which learned the task soonest."""
+    """The learning rate that more seeds repeat: the one with the best `score` of a model's first
+    rows, and of equally good ones the one that learned the task soonest."""
     return max(first, key=lambda row: (score(row), -(row["passed"] or math.inf)))["learning_rate"]
 
 
 def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings that a model cannot have on a task, or rows that are too short
-    for its facts."""
+    """Raise UsageError for settings that a model cannot have, or rows too short for a task."""
     training(name, task, settings)
     config = config_of(model, task, {each: settings[each] for each in settings.keys() & MODEL_FIELDS})
     require(config.context >= task.least, "the row is too short for its facts", f"context = {config.context}",
@@ -127,9 +120,8 @@ def check(model: str, name: str, task: Task, settings: Mapping[str, Any]) -> Non
 
 def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any], path: Path,
                   on_step: OnStep) -> Iterator[Row]:
-    """The rows of a model on a task, of which those that the file lacks are measured and appended:
-    every rate with the first seed, and the `best_rate` with the others. name: the task's. Raises as
-    `measure` and `add_missing`."""
+    """The rows of a model on a task: every rate with the first seed, and the `best_rate` with the
+    others. What the file lacks is measured and appended. Raises as `measure` and `add_missing`."""
     config = config_of(model, task, {each: value for each, value in settings.items() if each in MODEL_FIELDS})
     train = training(name, task, settings)
     # Where a row comes from, without the folders of the machine.
@@ -152,8 +144,7 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
 
 
 def ask_run(run: Path, data: Path, name: str, length: int, progress: Callable[[int], None] | None = None) -> Row:
-    """A trained model's accuracy on a task in text, which it has not learned. progress counts
-    tokens, see `ask_at_lengths`. Raises as `load_with_split` does."""
+    """A trained model's accuracy on a task in text. Raises as `load_with_split` does."""
     model, stream, facts = load_with_split(run, data)
     require(model.config.causal, "only a causal model answers", f"{run}: causal = false")
     task = text_task(data, name)

@@ -48,14 +48,12 @@ class Task:
 
     draw: Draw
     what: str
-    """In a table's heading."""
     vocab_size: int
     length: int
     """Tokens in a training row."""
     n_facts: tuple[int, ...]
     """Facts in a row; training begins with the fewest."""
     n_values: int
-    """Of which a guess takes one."""
     distinct: bool = False
     """Whether no two facts of a row have the same value."""
     test: Draw | None = None
@@ -72,14 +70,13 @@ class Task:
 
 
 def commonest(n_values: int, n: int) -> float:
-    """The accuracy of a model that knows the n values of a row and not their keys, and answers with
-    the most frequent one: its share, the mean of 4,000 rows."""
+    """The share of the most frequent of a row's n values, the mean of 4,000 rows: the accuracy of a
+    model that knows the values and not their keys."""
     draws = torch.randint(n_values, (4000, n), generator=torch.Generator().manual_seed(0))
     return torch.nn.functional.one_hot(draws, n_values).sum(1).amax(1).double().mean().item() / n
 
 
 def noise(n_rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """Rows of noise alone, `[B, T]`."""
     return FIRST_NOISE + torch.randint(N_NOISE, (n_rows, length), generator=generator)
 
 
@@ -131,8 +128,8 @@ def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -
 
 
 def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string of different symbols anywhere in noise, and at the end the string again: after each
-    symbol comes what came after it before. At a fixed place it would be found by that alone."""
+    """A string of different symbols anywhere in noise, and again at the end. At a fixed place it
+    would be found by that alone."""
     ids_BT, first = noise(n_rows, length, generator), length - n_facts - 1
     string_BN = choose(n_rows, N_KEYS, n_facts + 1, generator)
     start_B1 = torch.randint(first - n_facts, (n_rows, 1), generator=generator)
@@ -142,8 +139,8 @@ def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator
 
 
 def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string whose symbols occur more than once, noise, a separator, and the string again: a
-    symbol does not tell what comes next, its place does."""
+    """A string whose symbols recur, noise, a separator, and the string again: not a symbol but its
+    place tells what comes next."""
     ids_BT = noise(n_rows, length, generator)
     string_BN = FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
     ids_BT[:, 0] = ids_BT[:, length - n_facts - 1] = SEPARATOR
@@ -152,10 +149,10 @@ def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
 
 
 def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """Multi-query associative recall as Zoology defines it (Arora et al. 2023): a vocabulary of
-    8,192, its lower half keys and its upper half values; the facts first; then every key once, 2 g
-    tokens after the facts, where g is drawn without replacement with probability proportional to (g
-    + 1)^-0.99; random tokens elsewhere. Needs 4 n <= T."""
+    """Multi-query associative recall as Zoology defines it (Arora et al. 2023): the vocabulary's
+    lower half is keys, its upper half values; the facts first; then every key once, 2 g tokens
+    after the facts, with g drawn without replacement, p(g) ~ (g + 1)^-0.99; random tokens
+    elsewhere. Needs 4 n <= T."""
     half = ZOOLOGY_VOCABULARY // 2
     keys_BN = 1 + choose(n_rows, half - 1, n_facts, generator)
     values_BN = half + choose(n_rows, half, n_facts, generator)

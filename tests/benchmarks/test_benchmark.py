@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from benchmarks import measure
-from benchmarks.append import append_json_lines
 from benchmarks.measure import Worker, add_times, mark, spreads
-from benchmarks.provenance import commit, cpu_model, provenance
+from benchmarks.provenance import append_json_lines, commit, cpu_model, provenance
 from benchmarks.step import training_steps
 from lineartime.base.files import read_json_lines
 

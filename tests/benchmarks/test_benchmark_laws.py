@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import laws
 from benchmarks.__main__ import app
-from benchmarks.append import rows_in
 from benchmarks.laws import BROKEN, HOLDS, REFUSED, UNTRIED
+from benchmarks.provenance import rows_in
 from command_line import Call, assert_refused
 from lineartime.hf import LineartimeForCausalLM
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.append import rows_in
+from benchmarks.provenance import rows_in
 from benchmarks.speed import compare, ratio_table, read_rows, tables_of
 from lineartime.base.errors import DataError
 

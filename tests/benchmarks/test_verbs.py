@@ -7,10 +7,10 @@ import typer
 
 from benchmarks import cells, verbs
 from benchmarks.__main__ import app
-from benchmarks.append import append_json_lines, rows_in
 from benchmarks.cells import LISTS, SHAPES, named_calls, shaped_config
 from benchmarks.op import OPS
 from benchmarks.peers import parse_label
+from benchmarks.provenance import append_json_lines, rows_in
 from command_line import Call, assert_refused
 from lineartime.base.errors import ResourceError
 from lineartime.config import PRESETS

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from benchmarks.append import append_json_lines, rows_in
+from benchmarks.provenance import append_json_lines, rows_in
 from drills import child, command_lines, corruptions, folders, kills, ranks
 
 PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial, "ranks": ranks.trial}
