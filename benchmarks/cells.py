@@ -27,8 +27,7 @@ TOLD_EVERY_S = 30.0
 
 
 def named_calls(names: Sequence[str]) -> dict[str, list[str]]:
-    """The calls of lists or of tables (what stands before the slash in a call's name). Raises
-    UsageError for an unknown name."""
+    """The calls of lists, or of tables: what stands before a slash. Raises UsageError."""
     known = {name: dict(calls) for name, calls in LISTS.items()}
     for call, words in (each for calls in LISTS.values() for each in calls.items()):
         known.setdefault(call.partition("/")[0], {})[call] = words

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,9 @@ def losses_and_gains(documents: Sequence[int], n_D: np.ndarray, nll_DL: np.ndarr
 
 def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: int, precision: str) -> float:
     """The sum of -ln p of a document's targets from `first` on."""
-    rows = rows_of_document(len(ids) - 1, context, first)
+    # A row reads from `start`; its targets [begin, stop), at most half of the context, are scored.
+    half, n_tokens = context // 2, len(ids) - 1
+    rows = [(begin + half - context, begin, min(begin + half, n_tokens)) for begin in range(first, n_tokens, half)]
     batches_of_rows = list(batches(rows, lambda row: row[2] - row[0], lambda length: max(TOKENS_AT_ONCE // length, 1)))
     stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
     nll = 0.0
@@ -89,14 +91,6 @@ def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: i
         for (start, begin, _), losses_T in zip(batch, losses_BT, strict=True):
             nll += float(losses_T[begin - start :].sum())
     return nll
-
-
-def rows_of_document(n_tokens: int, context: int, first: int) -> Iterator[tuple[int, int, int]]:
-    """Rows (start, begin, stop) that score each target from `first` on once: a row reads the tokens
-    from `start`, and its targets [begin, stop) are scored."""
-    half = context // 2
-    for begin in range(first, n_tokens, half):
-        yield begin + half - context, begin, min(begin + half, n_tokens)
 
 
 def with_contexts(parser: argparse.ArgumentParser, *, required: bool) -> argparse.ArgumentParser:

@@ -23,8 +23,7 @@ from lineartime.weights.generation.generate import decode_step
 from lineartime.weights.generation.step import DecodeStep
 
 BLOCK_TOKENS = 256
-"""Tokens of a timed block where a model has no chunks; else whole chunks: closing one has a
-price."""
+"""Least tokens of a timed block, which has whole chunks: closing one has a price."""
 PEER_TOKENS = 32
 """In a peer, which closes no chunks."""
 FEW = 8

@@ -23,8 +23,7 @@ from benchmarks import Row
 from benchmarks.markdown import parameters, tokens, unique
 from benchmarks.paper.results import Results, costs, curve_of, of_cell, speedups, step_speedups
 from benchmarks.paper.tables import value
-from benchmarks.recall.report import ABOUT, accuracies, learned, sizes, without_keys
-from benchmarks.recall.study import STUDY
+from benchmarks.recall.study import ABOUT, STUDY, accuracies, learned, sizes, without_keys
 from benchmarks.speed import KIND, OURS, contexts_of, dtypes_of, newest, side_name, size_of, title
 from lineartime.base.files import replaced
 from lineartime.training.plot import COLOURS, STYLE
@@ -38,8 +37,7 @@ DOTTED: dict[str, Any] = {"color": "black", "linewidth": 1.6, "marker": "", "lin
 
 @dataclass(frozen=True)
 class Line:
-    """Points from left to right: place and height, and perhaps the least and the most that the
-    height may be. style: matplotlib's settings."""
+    """Points from left to right: place, height and perhaps its least and most, in a style."""
 
     name: str
     points: tuple[tuple[float, ...], ...]
@@ -198,12 +196,9 @@ def lines(names: Iterable[str], heights: pd.DataFrame) -> tuple[Line, ...]:
 
 def cost_panels(results: Results) -> list[Panel]:
     """Figures 5 to 8: the time of a step by context, then a panel for each context: quality, which
-    is minus the held-out loss, against steps x time. The dashed line is the best of the reference's
-    mean curve.
-
-    Only cells that were both trained and timed are in it. The first third of a curve, where quality
-    rises steeply, is left out, but nothing after the last point before the dashed line. Costs ten
-    times apart are on a logarithmic scale."""
+    is minus the held-out loss, against steps x time, of cells that were trained and timed. The
+    dashed line is the best of the reference's mean curve. The first third of a curve, where quality
+    rises steeply, is left out, but nothing after the last point before the dashed line."""
     known, panels = costs(results), latency_panels(results)
     unit_s, units = (60.0, "minutes") if (known.seconds * known.steps).max() < 7200 else (3600.0, "hours")
     for column in own_columns(results):

@@ -233,7 +233,16 @@ def tiny_model(name: str, settings: dict[str, Any]) -> Any:
     fields = CLASSES.get(name, {}) | settings
     preset = fields.pop("preset", name)
     torch.manual_seed(0)
-    config = our_config(preset, fields) if preset in PRESETS else tiny_config(name, fields)
+    if preset in PRESETS:
+        own = {name: size for name, size in SIZES["ours"].items() if getattr(model_config(preset), name) is not None}
+        config = LineartimeConfig(**dataclasses.asdict(model_config(preset, **own | fields)))
+        config.pad_token_id = config.eos_token_id = None
+    else:
+        require_name("class", name, [*CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+        kind = CONFIG_MAPPING[name]
+        known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
+        require(fields.keys() <= known, "not a field of its configuration", ", ".join(sorted(fields.keys() - known)))
+        config = kind(**{field: size for field, size in SIZES["tiny"].items() if field in known} | fields)
     try:
         model = AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm").eval().double()
     except Exception as e:
@@ -241,23 +250,6 @@ def tiny_model(name: str, settings: dict[str, Any]) -> Any:
     enlarge(model)
     model.generation_config.eos_token_id = None
     return model
-
-
-def our_config(preset: str, fields: dict[str, Any]) -> Any:
-    own = model_config(preset)
-    sizes = {name: size for name, size in SIZES["ours"].items() if getattr(own, name) is not None}
-    config = LineartimeConfig(**dataclasses.asdict(model_config(preset, **sizes | fields)))
-    config.pad_token_id = config.eos_token_id = None
-    return config
-
-
-def tiny_config(name: str, fields: dict[str, Any]) -> Any:
-    """Of a class of transformers. Raises UsageError for a name or field that does not exist."""
-    require_name("class", name, [*CLASSES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
-    kind = CONFIG_MAPPING[name]
-    known = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
-    require(fields.keys() <= known, "not a field of its configuration", ", ".join(sorted(fields.keys() - known)))
-    return kind(**{field: size for field, size in SIZES["tiny"].items() if field in known} | fields)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,8 +53,7 @@ class Case:
     job: Job
     """Its first answer has the row's "settings", and perhaps "check". An order then says whether a
     call is "timed", how many come before it ("warm"), and whether to give back the memory after it
-    ("release"); the answer has the "times" of all timed calls so far, and what else the row
-    gets."""
+    ("release"); the answer has the "times" of all timed calls so far, and more of the row."""
     arguments: Row
     row: Row
     """The columns that are known before: label, context_tokens, dtype, ..."""
@@ -69,8 +67,7 @@ def side_by_side(cases: Sequence[Case], benchmark: str, setup: Setup, warm_up: i
                  hold: bool | None = None) -> list[Row]:
     """Check every case, then let those that passed take turns; a row for each, with "failed" and no
     times where a case did not pass or its process died. hold: whether a process keeps its memory
-    between its turns, and a round that is not timed comes first; by default where there is enough
-    for all."""
+    between its turns, and an untimed round comes first; by default where there is enough."""
     # All processes import at once, and wait to be asked.
     workers = [Worker(case.job, case.arguments) for case in cases]
     try:
@@ -203,8 +200,7 @@ def set_up(threads: int, device: str) -> tuple[torch.device, Row]:
 
 
 class Worker:
-    """A job in a process of its own, which starts at once, so that several import together, and
-    waits for `ask`."""
+    """A job in a process of its own, which starts at once, so that several import together."""
 
     def __init__(self, job: Job, arguments: Row):
         spawn = multiprocessing.get_context("spawn")
@@ -249,15 +245,6 @@ def serve(pipe: Connection, job: Job, arguments: Row) -> None:
         pipe.send({"failed": str(e)})
     except Exception as e:
         pipe.send({"failed": "out of memory" if out_of_memory(e) else f"{type(e).__name__}: {e}".splitlines()[0]})
-
-
-def forget_peak(device: torch.device) -> None:
-    """Reset the peak to the memory now in use, on systems that can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def release_memory(device: torch.device) -> None:

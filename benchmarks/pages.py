@@ -1,7 +1,6 @@
 """Pages with places for what was measured, between `<!-- NAMES: begin -->` and the same with end:
-`speed` for every table of speed, `speed small` for a picture and a short table made of the tables
-of these names, `table lm_wiki40b cpu` for a table of the paper at a scale, `recall pairs` for a
-task of recall."""
+`speed` for all tables of speed, `speed small` for a picture and a short table of those so named,
+`table lm_wiki40b cpu` for a table of the paper at a scale, `recall pairs` for a task of recall."""
 
 import os
 import re
@@ -13,9 +12,7 @@ from benchmarks.figures import Picture, draw, figures_of, recall_picture, speed_
 from benchmarks.paper.report import table_section
 from benchmarks.paper.results import results_of
 from benchmarks.paper.tables import SCALE_NAMES, TABLES, ScaleName
-from benchmarks.recall.report import learning
-from benchmarks.recall.report import section as recall_section
-from benchmarks.recall.study import STUDY
+from benchmarks.recall import study
 from benchmarks.speed import speed_section, speed_summary, tables_of
 from lineartime.base.errors import UsageError
 from lineartime.base.files import write_atomically
@@ -74,9 +71,9 @@ def shown(kind: Kind, rows: Sequence[Any], names: list[str],
                 else speed_section(tables, lambda table: links(speed_pictures(table))))
     name, scale = [*names, "", ""][:2]
     if kind == "recall":
-        require_name("task", name, STUDY["tasks"])
-        pictures = {f"recall-{name}.png": recall_picture(rows, name)} if learning(rows, name) else {}
-        return recall_section(rows, name, links(pictures))
+        require_name("task", name, study.STUDY["tasks"])
+        pictures = {f"recall-{name}.png": recall_picture(rows, name)} if study.learning(rows, name) else {}
+        return study.section(rows, name, links(pictures))
     require_name("table", name, TABLES)
     require_name("scale", scale, SCALE_NAMES)
     results = results_of(name, cast(ScaleName, scale), rows)

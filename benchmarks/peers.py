@@ -1,13 +1,11 @@
 """Who is measured: our models, the paper's unfused attention, and others' models of our size."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import Row
 from benchmarks.cells import PEERS
@@ -29,10 +27,6 @@ PACKAGES = {"flash-pytorch": "FLASH-pytorch", **dict.fromkeys(PEERS, "transforme
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",
             "checkpoint": "checkpointed", "checkpointed": "checkpointed"}
 """What may stand behind a model, and its name in a `Label`, which has them in this order."""
-
-CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                  SDPBackend.MATH]
-"""The fastest first; torch's own order has FlashAttention-2 there."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +236,3 @@ class UnfusedMultiHeadAttention(MultiHeadAttention):
     @property
     def core(self) -> Unfused:
         return Unfused(self.config, self.query_norm, self.key_norm)
-
-
-def attention_backend(device: torch.device) -> AbstractContextManager[Any]:
-    """Fused attention takes cuDNN's kernel first on a GPU."""
-    return sdpa_kernel(CUDA_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext()

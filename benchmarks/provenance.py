@@ -75,8 +75,7 @@ def rows_in(path: Path, parse: Callable[[Any], Row] = dict, what: str = "a row")
 
 
 def append_json_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a file, one line each, in place of a last line that was cut off; on the disk
-    when it returns. Raises ResourceError."""
+    """Append rows to a file, in place of a last line that was cut off. Raises ResourceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:

@@ -1,6 +1,5 @@
-"""What measured rows say of speed and memory, as Markdown. A table is a data frame with a row for
-each measurement, in the order of time. A ratio is made of two rows of the newest run (one call of
-`python -m benchmarks`) that measured both."""
+"""What measured rows say of speed and memory, as Markdown. A table is a data frame of measurements
+in the order of time. A ratio is made of two rows of the newest run (one call) that has both."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,9 +97,8 @@ def dtypes_of(table: pd.DataFrame) -> list[str]:
 
 
 def newest(table: pd.DataFrame) -> pd.DataFrame:
-    """The last measured row of each side, variant, type and context; one that failed only where
-    none went well. Sides, and in each its variants and types, are in the order of their first
-    measurement, then contexts grow."""
+    """The last measured row of each side, variant, type and context, in the order of their first
+    measurements, then by context; one that failed only where none went well."""
     table = table.assign(well=table.ms.notna(), n_side=table.groupby("side", sort=False).ngroup(),
                          n_kind=table.groupby(KIND, sort=False).ngroup())
     last = table.sort_values("well", kind="stable").drop_duplicates([*KIND, "context"], keep="last")
@@ -199,8 +197,7 @@ def ratio_table(table: pd.DataFrame) -> str:
 
 
 def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[tuple[list[str], list[Row]]]) -> str:
-    """A table of lines, each with its words and rows of `compare`, and a note of the variants that
-    only FLASH was measured in."""
+    """A table of lines, each with its words and rows of `compare`, and a note on variants."""
     texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
     note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
@@ -220,13 +217,14 @@ def ratio_text(pair: Row) -> str:
 def by_context(words: Sequence[str], contexts: Sequence[int],
                lines: Iterable[tuple[Sequence[str], Mapping[int, str]]]) -> str:
     """A table of lines, each with its words and its texts by context."""
-    return markdown([*words, *map(tokens, contexts)], without_repeats(
-        [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]))
+    made = [[*map(in_markdown, first), *(texts.get(context, "-") for context in contexts)] for first, texts in lines]
+    repeats = [i > 0 and made[i - 1][0] == line[0] for i, line in enumerate(made)]
+    return markdown([*words, *map(tokens, contexts)], [["" if repeats[i] else line[0], *line[1:]]
+                                                       for i, line in enumerate(made)])
 
 
 def value_tables(table: pd.DataFrame) -> list[str]:
-    """Folded tables by context: of steps tokens per second and memory, of decoding times and the
-    size of the state."""
+    """Folded: of steps tokens per second and memory, of decoding times and size of the state."""
     if table.benchmark.iat[0] in ("step", "forward"):
         shown: dict[str, Callable[[Row], str]] = {"Tokens per second": lambda row: f"{1e3 / row['ms']:,.0f}"}
         if table.peak_mib.notna().any():
@@ -243,8 +241,3 @@ def value_tables(table: pd.DataFrame) -> list[str]:
             texts[row["context"]] = "failed" if row["failed"] else text(row)
         made.append(folded(heading, by_context(["model", "variant", "type"], contexts_of(table), [*lines.items()])))
     return made
-
-
-def without_repeats(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Leave out a first entry that is the one above it."""
-    return [["" if i and lines[i - 1][0] == line[0] else line[0], *line[1:]] for i, line in enumerate(lines)]

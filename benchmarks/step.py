@@ -5,7 +5,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import Row, measure, peers
 from benchmarks.measure import Case, Setup, Times, rss_bytes
@@ -31,6 +32,9 @@ from lineartime.training.ordered import parameter_parts
 Precision = Literal["float32", "bfloat16"]
 LIMITS = {"float32": 1e-3, "bfloat16": 0.06}
 """Largest relative error of loss and gradients that passes, against eager float32."""
+CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                  SDPBackend.MATH]
+"""The fastest first; torch's own order has FlashAttention-2 there."""
 WARM_UP = 2
 """Steps before the first that is timed: that of the check, and one in turn with the others."""
 
@@ -122,7 +126,7 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
         model.zero_grad(set_to_none=True)
         measure.release_memory(on)
 
-    with peers.attention_backend(on):
+    with sdpa_kernel(CUDA_ATTENTION, set_priority=True) if on.type == "cuda" else nullcontext():
         # The first step is the check.
         found, norm = compute_gradient(model, task, batch, n_rows, replace(train, clip=None))
         checked = check_step(model, found, norm, loss, wanted, LIMITS[precision])
@@ -132,7 +136,10 @@ def training_steps(label: str, config: Row, n_rows: int, precision: Precision, p
                        "n_parameters": sum(p.numel() for p in model.parameters()), **measure.peak_since(imported, on)}
         # What building and compiling took is no part of a step's memory.
         free()
-        measure.forget_peak(on)
+        if on.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(on)
+        with suppress(OSError):  # resets this process's peak, on systems that can
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         while True:
             order = yield answer
             for _ in range(order["warm"]):
@@ -191,9 +198,8 @@ def check_step(model: nn.Module, loss: float, norm: float, wanted_loss: float, g
 
     Each parameter's gradient is measured against its own norm, at least 1e-9 of the whole: new
     weights let attention contribute little, and what is wrong with it would be lost in the whole.
-    The gradient of a single number is a sum over all tokens that cancels, in one layer or another
-    to nothing: it is measured together with those of the same name in other layers, and may be ten
-    times as far off."""
+    The gradient of a single number is a sum over all tokens that may cancel to nothing: it is
+    measured together with its likes in other layers, and may be ten times as far off."""
     errors = {"the loss": abs(loss - wanted_loss) / wanted_loss}
     together: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, expected in load_file(gradients).items():

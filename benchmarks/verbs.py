@@ -15,7 +15,6 @@ from benchmarks.paper.results import read_records
 from benchmarks.paper.tables import TABLES, ScaleName
 from benchmarks.peers import PACKAGES, parse_label
 from benchmarks.provenance import append_json_lines, rows_in
-from benchmarks.recall import report as recall_report
 from benchmarks.recall import study
 from benchmarks.recall.measure import n_asked
 from benchmarks.recall.tasks import FORMS, TASKS
@@ -170,8 +169,7 @@ def recall(
         "out/recall.jsonl"),
 ) -> None:
     """Train small models to find in a row what was written there before, and ask them, also in
-    longer rows. The same command goes on where it stopped. Trained models are asked without more
-    training."""
+    longer rows; trained models are only asked. The same command goes on where it stopped."""
     known = study.STUDY["models"]
     trained = [name for name in models if name not in known and (name in shipped_models() or Path(name).is_dir())]
     wrong = settings.keys() - ({"context"} if trained else {*MODEL_FIELDS, *TRAIN_FIELDS})
@@ -195,13 +193,13 @@ def recall(
             progress = stop.watch("nothing is written", terminal.count, "asking", n_asked(about, length))
             row = study.ask_run(run, cast(Path, data), name, length, progress)
             append_json_lines(rows, [row])
-            say(recall_report.line(row))
+            say(study.line(row))
         for number, (name, about, model) in enumerate(todo, 1):
             note(f"{name}: {model} ({number} of {len(todo)})")
             for row in study.measure_model(model, name, about, settings, rows, partial(check_and_show, stop, terminal)):
-                say(recall_report.line(row))
+                say(study.line(row))
     for name in dict.fromkeys(name for name, _, _ in todo):
-        print(f"\n{recall_report.section(study.read_rows(rows), name)}\n")
+        print(f"\n{study.section(study.read_rows(rows), name)}\n")
     say(f"rows     {rows}")
 
 
@@ -254,7 +252,7 @@ def report(
         for written in pages.fill_pages(into, images, kind, measured):
             say(f"written  {written}")
     elif kind == "recall":
-        print("\n\n".join(f"### {task}\n\n{recall_report.section(measured, task)}" for task in recall_report.ABOUT))
+        print("\n\n".join(f"### {task}\n\n{study.section(measured, task)}" for task in study.ABOUT))
     elif kind == "table":
         print("\n".join(map(table_section, tables_shown(measured, [table] if table else [*TABLES]))), end="")
     else:

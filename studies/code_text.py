@@ -29,16 +29,14 @@ def code_documents() -> dict[str, str]:
     return found
 
 
-def code_split(name: str) -> str:
-    """One folder in 32 each for validation and test, by a hash of the name."""
-    return {0: "validation", 1: "test"}.get(hashlib.sha256(name.encode()).digest()[0] // 8, "train")
-
-
 def main(out: Path) -> None:
-    documents = code_documents()
+    """One folder in 32 each is for validation and test, by a hash of the name."""
+    texts = defaultdict(list)
+    for name, text in code_documents().items():
+        number = hashlib.sha256(name.encode()).digest()[0] // 8
+        texts[{0: "validation", 1: "test"}.get(number, "train")].append(text)
     (out / "code").mkdir(parents=True, exist_ok=True)
-    for split in ("train", "validation", "test"):
-        own = [text for name, text in documents.items() if code_split(name) == split]
+    for split, own in texts.items():
         parquet.write_table(pa.table({"text": own}), out / "code" / f"{split}.parquet")
         print(f"{split}: {len(own)} folders, {sum(map(len, own)) / 1e6:.1f} M characters", flush=True)
 

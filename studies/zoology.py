@@ -3,10 +3,9 @@
     python -m studies.zoology                                     asks what has no row; hours
     python -m studies.zoology --into benchmarks/tables/memory.md  writes the table
 
-Each step has one of its five training sets, drawn in proportion to their tokens; the seven test
-sets have 1,000 rows each. Models and training are those of `python -m benchmarks recall`, but there
-are far fewer steps: 12 M tokens, none read twice, where Zoology reads 24 M tokens up to 32 times. A
-run that was stopped begins anew."""
+Each step has one of its five training sets, drawn in proportion to their tokens. Models and
+training are those of `python -m benchmarks recall`, but there are far fewer steps: 12 M tokens,
+none read twice, where Zoology reads 24 M up to 32 times. A run that was stopped begins anew."""
 
 import argparse
 import itertools
@@ -23,8 +22,7 @@ from benchmarks.measure import add_missing
 from benchmarks.pages import with_places
 from benchmarks.provenance import rows_in
 from benchmarks.recall.measure import Model, OnStep, Recall, asked, learn, passed
-from benchmarks.recall.report import spread_text
-from benchmarks.recall.study import best_rate, config_of, new_model, training
+from benchmarks.recall.study import best_rate, config_of, new_model, spread_text, training
 from benchmarks.recall.tasks import TASKS
 from benchmarks.verbs import check_and_show
 from lineartime.base.files import write_atomically

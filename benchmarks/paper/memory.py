@@ -133,10 +133,9 @@ def whole_part(results: Results) -> str:
 
 
 def at_equal_time(results: Results, row: str, base: str) -> tuple[float, float, "pd.Series[float]", "pd.Series[float]"]:
-    """The steps that a row and its base have made when the first of the two ends, and their losses
-    there by seed, interpolated between evaluations; no losses before a curve's first point, or
-    where steps were not timed side by side. The time of a run is its steps times the median time of
-    one."""
+    """The steps that a row and its base have made when the first of the two ends, by the median
+    time of a step, and their losses there by seed, interpolated between evaluations; no losses
+    before a curve's first point, or where steps were not timed side by side."""
     # The base's time of a step over the row's.
     speed = {name: speed for (name, _), speed in step_speedups(results, base).value.items()}.get(row, math.nan)
     ours, theirs = ({key[-1]: record["curve"] for key, record in of_cell(results.trained, name).record.items()}

@@ -60,9 +60,7 @@ def step_speedup_texts(results: Results, reference: str | None) -> Texts:
 
 def finetune_speedups(results: Results) -> pd.Series:
     ms = spread(results.finetuned.step_ms)["mean"].unstack("row")
-    if results.table.reference not in ms:  # not yet fine-tuned
-        return ms.stack().swaplevel().iloc[:0]
-    return ms.rdiv(ms[results.table.reference], axis=0).stack().swaplevel()
+    return ms.rdiv(ms.get(results.table.reference, math.nan), axis=0).stack().dropna().swaplevel()
 
 
 def n_parameters(results: Results) -> pd.Series:
@@ -142,8 +140,7 @@ def table_section(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def grid(title: str, ours: Texts, theirs: Texts) -> str:
-    """Our numbers, and left of each column the paper's, where it has any; where most of ours were
-    not run, a line with those that were."""
+    """Our numbers beside the paper's; where most were not run, a line with those that were."""
     known = {cell: text for cell, text in ours.items() if text != NOT_RUN}
     if 2 * len(known) < len(ours):
         words = "; ".join(f"{row}, {column}: {text}" for (row, column), text in known.items())
@@ -181,7 +178,7 @@ def gap_grids(results: Results) -> list[str]:
     """Table 5: what mixed chunks add to the perplexity, and to the loss."""
     made = {}
     for what in ("perplexity", "loss"):
-        texts = texts_of(spread(gaps(results, what)), signed)
+        texts = texts_of(spread(gaps(results, what)), lambda x: f"{x:+.{2 if abs(x) >= 0.1 else 3}f}")
         made[what] = {cell: texts.get(cell) or why_not(results, GAPS[cell[0]], cell[1], ["train"])
                       for cell in itertools.product(GAPS, results.columns)}
     paper = {(row, column): printed("gap", "gap", GAPS[row][1], column) for row, column in made["loss"]}
@@ -189,10 +186,6 @@ def gap_grids(results: Results) -> list[str]:
                   {cell: text for cell, text in made["perplexity"].items() if cell[1].split()[0] == task}, paper)
              for task in unique(column.split()[0] for column in results.columns)]
     return [*grids, grid("Increase of the loss, nats per token", made["loss"], {})]
-
-
-def signed(x: float) -> str:
-    return f"{x:+.{2 if abs(x) >= 0.1 else 3}f}"
 
 
 def speedup_grid(results: Results) -> str:

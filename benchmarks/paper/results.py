@@ -1,9 +1,8 @@
 """What the records of `python -m benchmarks reproduce` say of a table at a scale, as data frames.
 
-A record is a line of JSON, added when a run ends and never changed. It belongs to a cell when its
-scale, text, settings and questions are the cell's, but for the seed; so two tables share records.
-The newest record of a seed counts. What failed has "failed" and no results, and counts only where
-nothing went well."""
+A record is a line of JSON. It belongs to a cell when its scale, text, settings and questions are
+the cell's, but for the seed; so two tables share records. The newest record of a seed counts. What
+failed has "failed" and no results, and counts only where nothing went well."""
 
 import math
 from collections import Counter
@@ -109,8 +108,7 @@ def results_of(name: str, scale: ScaleName, records: Iterable[Record]) -> Result
 
 def cells_with_records(table: Table, scale: ScaleName) -> list[Cell]:
     """The cells whose records count, by column, then row: those that the scale runs, and others
-    that runs of another table happen to fit, unless two of a column are alike at this scale, for
-    nobody could say whose the run is."""
+    that runs of another table happen to fit, unless two of a column would share such a run."""
     cells = [Cell(table, row, column, SCALES[scale]) for column in table.columns for row in table.models]
     keys = [(cell.column, cell.key("step")) for cell in cells]
     planned, alike = table.cells[scale], Counter(keys)

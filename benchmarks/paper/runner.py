@@ -111,8 +111,7 @@ def missing_times(cells: Sequence[Cell], records: Records) -> list[list[Cell]]:
 
 def reproduce(table: str, scale: ScaleName, place: Place, stop: StopSignal) -> int:
     """Run what a table at a scale still lacks; returns how many rows were added. Raises UsageError
-    and DataError for missing text, Stopped after the runs have saved, and what a failed run
-    said."""
+    and DataError for missing text, Stopped once runs have saved, and what a failed run said."""
     cells = cells_of(table, scale)
     with checkpoint.lock(place.out):
         records = by_key(read_records(place.rows))

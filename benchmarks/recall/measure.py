@@ -22,8 +22,7 @@ from lineartime.training.ordered import parameter_parts
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer
 TEST_ROWS = 48
-"""Rows asked for each number of facts at the trained length; at n times the length an n-th, but at
-least a task's `test_rows`."""
+"""Rows for each number of facts; at n times the trained length an n-th, see `n_test_rows`."""
 N_SCORES = 24
 """Times that a model is asked during its training."""
 LEARNED = 0.9
@@ -66,7 +65,6 @@ def in_flat(ids_BT: Tensor, asked_BQ: Tensor) -> Tensor:
 
 
 def n_test_rows(task: Task, times: int) -> int:
-    """Test rows of so many times the trained length."""
     return max(task.test_rows, TEST_ROWS // times)
 
 

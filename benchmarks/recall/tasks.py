@@ -101,8 +101,7 @@ def ask(ids_BT: Tensor, keys_BN: Tensor, values_BN: Tensor, generator: torch.Gen
 
 
 def pairs(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """Multi-query associative recall: all facts at the beginning, key and value two neighbouring
-    tokens; then noise; questions at the end."""
+    """Multi-query associative recall: facts of two tokens first, then noise, then questions."""
     ids_BT = noise(n_rows, length, generator)
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     ids_BT[:, 0 : 2 * n_facts : 2], ids_BT[:, 1 : 2 * n_facts : 2] = keys_BN, values_BN
@@ -118,8 +117,7 @@ def joint(n_rows: int, n_facts: int, length: int, generator: torch.Generator) ->
 
 
 def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """Facts of two tokens anywhere in the row but in its last 64 tokens, noise between them,
-    questions at the end."""
+    """Facts of two tokens anywhere in noise but in the last 64 tokens, questions at the end."""
     ids_BT = noise(n_rows, length, generator)
     keys_BN, values_BN = draw_facts(n_rows, n_facts, generator)
     place_BN = 2 * choose(n_rows, (length - 2 * N_QUESTIONS) // 2, n_facts, generator)
@@ -128,8 +126,7 @@ def needle(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -
 
 
 def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string of different symbols anywhere in noise, and again at the end. At a fixed place it
-    would be found by that alone."""
+    """A string of different symbols anywhere in noise, not at a fixed place, and at the end."""
     ids_BT, first = noise(n_rows, length, generator), length - n_facts - 1
     string_BN = choose(n_rows, N_KEYS, n_facts + 1, generator)
     start_B1 = torch.randint(first - n_facts, (n_rows, 1), generator=generator)
@@ -139,8 +136,7 @@ def induction(n_rows: int, n_facts: int, length: int, generator: torch.Generator
 
 
 def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
-    """A string whose symbols recur, noise, a separator, and the string again: not a symbol but its
-    place tells what comes next."""
+    """A string whose symbols recur, noise, a separator, and the string again."""
     ids_BT = noise(n_rows, length, generator)
     string_BN = FIRST_VALUE + torch.randint(N_VALUES, (n_rows, n_facts), generator=generator)
     ids_BT[:, 0] = ids_BT[:, length - n_facts - 1] = SEPARATOR
@@ -150,9 +146,8 @@ def copying(n_rows: int, n_facts: int, length: int, generator: torch.Generator) 
 
 def zoology(n_rows: int, n_facts: int, length: int, generator: torch.Generator) -> Rows:
     """Multi-query associative recall as Zoology defines it (Arora et al. 2023): the vocabulary's
-    lower half is keys, its upper half values; the facts first; then every key once, 2 g tokens
-    after the facts, with g drawn without replacement, p(g) ~ (g + 1)^-0.99; random tokens
-    elsewhere. Needs 4 n <= T."""
+    lower half is keys, its upper half values; the facts first; every key again, 2 g tokens after
+    them, g drawn without replacement, p(g) ~ (g + 1)^-0.99; else random tokens. Needs 4 n <= T."""
     half = ZOOLOGY_VOCABULARY // 2
     keys_BN = 1 + choose(n_rows, half - 1, n_facts, generator)
     values_BN = half + choose(n_rows, half, n_facts, generator)

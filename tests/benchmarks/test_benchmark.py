@@ -1,16 +1,20 @@
-"""What all measurements share: times, memory, where a row comes from, rows in files, processes."""
+"""What all measurements share: times, memory, where a row comes from, rows in files, processes; and
+those of one op."""
 
-import json
-import platform
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import measure
-from benchmarks.measure import Worker, add_times, mark, spreads
-from benchmarks.provenance import append_json_lines, commit, cpu_model, provenance
+from benchmarks import ROOT, measure
+from benchmarks.cells import run, shaped_config
+from benchmarks.measure import Setup, Worker, add_times, mark, spreads
+from benchmarks.op import OPS, benchmark_op
+from benchmarks.provenance import append_json_lines, commit, provenance
 from benchmarks.step import training_steps
 from lineartime.base.files import read_json_lines
 
@@ -35,11 +39,6 @@ def test_a_process_that_dies_says_why():
     killed.process.kill()
     assert "memory" in killed.ask()["failed"] and "memory" in killed.ask()["failed"]
     killed.close()
-
-
-def test_a_processor_without_a_name_is_its_kind(monkeypatch):
-    monkeypatch.setattr(Path, "read_text", lambda path, **how: "processor: 0\nCPU architecture: 8\n")  # of an ARM
-    assert cpu_model() == platform.machine()
 
 
 def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
@@ -70,14 +69,6 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
         git("checkout", "-q", ".")
 
 
-def test_what_has_a_row_is_not_measured_again(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    assert measure.add_missing(path, {"model": "a"}, "do", lambda: {"x": 1})["x"] == 1
-    assert measure.add_missing(path, {"model": "a"}, "do", lambda: {"x": 2})["x"] == 1
-    (row,) = map(json.loads, path.read_text().splitlines())
-    assert row["command"] == "do" and row["seconds"] >= 0 and "commit" in row
-
-
 @pytest.mark.parametrize(("left", "kept"), [('{"a": 1}\n{"a": 2', [1]), ('{"a"', []), ('{"a": 1}\n{"a": 2}', [1, 2])])
 def test_a_line_that_was_cut_off_is_taken_out_and_a_whole_one_is_not(left, kept, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -85,3 +76,61 @@ def test_a_line_that_was_cut_off_is_taken_out_and_a_whole_one_is_not(left, kept,
     append_json_lines(path, [{"a": 9}])
     assert read_json_lines(path, lambda row: row["a"], "a row") == [*kept, 9]
     assert path.read_text().count("\n") == len(kept) + 1
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_implementations_have_times(name, monkeypatch):
+    sizes = {"d_model": 32, "vocab_size": 50, "chunk_size": 16, "query_key_dim": 16}
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    config = shaped_config(OPS[name], shape=sizes, settings={"context": 48})
+    rows = benchmark_op(name, config, Setup(repeats=2), tokens=96, precision="bfloat16")
+    assert [row["variant"] for row in rows] == ["reference", "compiled"]
+    for row in rows:
+        assert (row["benchmark"], row["unit"], row["batch_size"], row["context_tokens"]) == ("op", "call", 2, 48)
+        assert row["cpu_ms"]["n"] == 2 and 0 < row["cpu_ms"]["min"] < row["cpu_ms"]["max"]
+
+
+SAVER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))
+print("listens", flush=True)
+time.sleep(300)
+"""
+
+
+def wait_until_gone(pid):
+    for _ in range(100):
+        try:
+            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(") ")[2][0] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} is still there")
+
+
+def test_a_command_that_is_asked_to_stop_saves(tmp_path):
+    log = tmp_path / "log"
+    code = run([sys.executable, "-c", SAVER, tmp_path / "saved"], log, save_s=20, stop=lambda: "listens" in
+               log.read_text())
+    assert code == 143 and (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("save_s", [0, 20])
+def test_what_runs_dies_with_the_process_that_runs_it(tmp_path, number, save_s):
+    code = ("import sys, signal, pathlib; from benchmarks import cells\n"
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+            f"cells.run(['sleep', '301'], pathlib.Path({str(tmp_path / 'log')!r}), save_s={save_s})")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        for _ in range(2000):
+            if pids := children.read_text().split():
+                break
+            time.sleep(0.05)
+        parent.send_signal(number)
+        try:
+            parent.wait(60)
+        finally:
+            parent.kill()
+    wait_until_gone(int(pids[0]))

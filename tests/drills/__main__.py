@@ -1,8 +1,5 @@
-"""`python -m drills PART=TRIALS ...`: run the trials that the log lacks, and say what came of all
-of them.
-
-Every trial is a line of `WORK/log.jsonl` as soon as it is over, so that drills that were cut off go
-on. `--rows FILE` gets a line for each part in the end."""
+"""`python -m drills PART=TRIALS ...`: run the trials that the log `WORK/log.jsonl` lacks, and say
+what came of all of them. Drills that were cut off go on."""
 
 import argparse
 import json
@@ -20,10 +17,8 @@ from benchmarks.provenance import append_json_lines, rows_in
 from drills import child, command_lines, corruptions, folders, kills, ranks
 
 PARTS = {"kills": kills.trial, "corruptions": corruptions.trial, "commands": command_lines.trial, "ranks": ranks.trial}
-BAD = ("lost", "silent", "internal", "hung")
-"""Verdicts that every table shows; any other verdict but "ok" is counted beside them."""
-FINE = ("ok", "unnoticed")
-"""Verdicts that break no promise."""
+BAD = ("lost", "silent", "internal", "hung")  # what is counted in any case
+FINE = ("ok", "unnoticed")  # verdicts that break no promise
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -56,14 +51,7 @@ def make_canary(work: Path) -> None:
         (work / "canary" / name).write_text("nobody may change this\n")
 
 
-def counted(row: dict) -> str:
-    """How many trials of a part have each verdict, the good ones left out."""
-    names = [*BAD, *sorted(row["verdicts"].keys() - {*BAD, "ok"})]
-    return ", ".join(f"{row['verdicts'].get(name, 0):,} {name}" for name in names)
-
-
 def part_of(text: str) -> tuple[str, int]:
-    """`PART=TRIALS`, by default a hundred trials."""
     name, _, trials = text.partition("=")
     if name not in PARTS:
         raise argparse.ArgumentTypeError(f"one of {', '.join(PARTS)}, and how many: {name}=100")
@@ -108,7 +96,8 @@ def main() -> int:
                 print(f"{part}: {number + 1:,} of {trials:,}", file=sys.stderr, flush=True)
         rows.append({"part": part, "seed": given.seed, "trials": trials, "verdicts": dict(sorted(verdicts.items())),
                      "commit": version})
-        print(f"{part}: {trials:,} tried, {counted(rows[-1])}", flush=True)
+        names = [*BAD, *sorted(verdicts.keys() - {*BAD, "ok"})]
+        print(f"{part}: {trials:,} tried, {', '.join(f'{verdicts[name]:,} {name}' for name in names)}", flush=True)
     shutil.rmtree(work / "trial", ignore_errors=True)
     if given.rows is not None:
         append_json_lines(given.rows, rows)

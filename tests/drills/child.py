@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, GRACE, MEMORY_MIB = 20.0, 5.0, 1024
-"""Limits of a trial: time, of the processor or waiting; time to end after SIGINT; further
-memory."""
+"""Limits of a trial: time, working or waiting; time to end after SIGINT; further memory."""
 ADDRESSES, FILE_BYTES = 3 << 30, 256 << 20
 """What a child can have at most, so that the machine is safe from it."""
 PR_SET_PDEATHSIG = 1
@@ -56,8 +55,7 @@ class Streams:
 
 
 def warm_up() -> None:
-    """Import all that a verb imports, before the forks. No backward pass and no threads: neither
-    survives a fork."""
+    """Import all that a verb imports, before the forks: no backward pass, no threads."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                    "TORCH_CPP_LOG_LEVEL": "FATAL"}  # which the command line sets for ranks before it imports torch
     import pandas  # noqa: F401
@@ -87,8 +85,6 @@ def settle() -> None:
 
 
 class Child(NamedTuple):
-    """A process, and the ends of the pipes in which it prints."""
-
     pid: int
     out: int
     err: int
@@ -185,10 +181,8 @@ def redirect(folder: Path, streams: Streams, out: int, err: int) -> None:
 
 
 def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = SECONDS) -> Ended:
-    """Wait for the child to end.
-
-    at: after how many seconds it is sent which signal. A child that is over the time limit gets a
-    SIGINT, and after `GRACE` a SIGKILL."""
+    """Wait for the child to end. at: after how many seconds it is sent which signal. Over the time
+    limit it gets a SIGINT, and after `GRACE` a SIGKILL."""
     pid, started = child.pid, time.monotonic()
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     over, over_at, killed, ended = "", 0.0, False, False
@@ -244,8 +238,7 @@ def take(descriptor: int, text: bytearray) -> bool:
 
 
 def used_by(pid: int) -> tuple[float, bool]:
-    """A child's processor time in seconds, and whether it sleeps: not while it only waits for its
-    turn on a busy machine."""
+    """A child's processor time in seconds, and whether it sleeps, not only waits for its turn."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -259,7 +252,6 @@ def send(pid: int, number: int) -> None:
 
 
 def run(do: Callable[[], object], folder: Path, streams: Streams | None = None, **options) -> Ended:
-    """Start a child and wait for its end."""
     return wait(start(do, folder, streams), **options)
 
 
@@ -285,7 +277,6 @@ def as_verb(function: Callable[[], object]) -> Callable[[], None]:
 
 
 def last_words(err: str) -> int:
-    """The lines that say why a command ended."""
     return sum(line.startswith(("error: ", "stopped by ", "interrupted")) for line in err.splitlines())
 
 

@@ -36,7 +36,7 @@ OUTPUTS = {"out", "predictions", "state"}
 """Options whose path is written."""
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
 LONG = {"train", "finetune", "generate", "score", "read"}
-"""Verbs that may work as long as somebody asks for; they are interrupted after a few seconds."""
+"""Verbs that may work for long; they are interrupted after a few seconds."""
 SECONDS = 6.0
 
 RECIPES: dict[str, list[list[str]]] = {
@@ -150,7 +150,6 @@ def named(arguments: list[str]) -> set[str]:
 
 
 def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
-    """One command line."""
     box = folder / "a" / "box"
     shutil.rmtree(folder, ignore_errors=True)
     box.mkdir(parents=True)

@@ -21,7 +21,6 @@ def in_python(function: Callable[[Path], object]) -> Command:
 
 
 def loaded(it: Path) -> list[float]:
-    """What a model makes of a few tokens."""
     import torch
 
     import lineartime
@@ -36,7 +35,7 @@ FOREIGN = "transformers says"
 
 
 def from_pretrained(it: Path) -> list[object]:
-    """What `transformers` makes of a few tokens. Its errors count as ours."""
+    """Its errors count as ours."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,7 +94,6 @@ OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data
 
 
 def change_bytes(path: Path, random: Random) -> str:
-    """A bit flipped, a byte set, bytes cut off, added or zeroed, or other text."""
     data = path.read_bytes()
     kind = random.choice(["a bit", "a byte", "cut", "extended", "empty", "zeros", "other text"])
     at = random.randrange(min(len(data), 1000) if random.random() < 0.5 else len(data)) if data else 0
@@ -119,7 +117,6 @@ def change_bytes(path: Path, random: Random) -> str:
 
 
 def change_lines(path: Path, random: Random) -> str:
-    """A line deleted, doubled, swapped with another, with another digit, or added."""
     lines = path.read_bytes().splitlines(True)
     at, other = random.randrange(len(lines)), random.randrange(len(lines))
     digits = [match.start() for match in re.finditer(rb"\d", lines[at])]
@@ -145,7 +142,6 @@ def grow(path: Path, random: Random) -> str:
 
 
 def replace(path: Path, random: Random) -> str:
-    """Something else stands in the file's place."""
     path.unlink()
     kind = random.choice(["link to itself", "link to nothing", "link to /dev/null", "folder", "full folder"])
     if "folder" in kind:
@@ -178,14 +174,11 @@ def delete(path: Path, random: Random) -> str:
 
 
 ANY = [*[change_bytes] * 7, delete, replace, grow]
-MORE = {".safetensors": [not_finite] * 5, ".json": [change_bytes] * 2,
-        ".jsonl": [change_lines] * 8}
-"""Damages of every file, and more of those whose names end so."""
+MORE = {".safetensors": [not_finite] * 5, ".json": [change_bytes] * 2, ".jsonl": [change_lines] * 8}
 
 
 def damage(subject: Subject, made: Path, it: Path, random: Random) -> tuple[str, str]:
-    """Damage one file, or put that of another run or of an old version in its place; its name, from
-    the folder above `it` on, and how."""
+    """Damage one file, or put another run's or an old version's in its place; its name and how."""
     files = sorted(path for path in it.rglob("*") if not path.is_dir() or path.is_symlink()) if it.is_dir() else [it]
     path = random.choice([path for path in files if path.is_symlink() or path.stat().st_size] or files)
     twin = made / subject.other / path.relative_to(it) if it.is_dir() else made / subject.other
@@ -229,7 +222,6 @@ def written(it: Path) -> dict[str, object]:
 
 def trial(made: Path, folder: Path, random: Random,
           pairs: Sequence[tuple[Subject, str]] = (*PAIRS, *OFTEN)) -> dict[str, object]:
-    """One file damaged, one reader of it."""
     subject, reader = random.choice(pairs)
     expected = undamaged(made, folder, subject.source, subject.readers[reader])
     it, out = begin(made, folder, subject.source)

@@ -30,12 +30,10 @@ def verb(*arguments: str) -> Command:
 
 
 def train(data: object, out: object, **changes: object) -> list[str]:
-    """A training of six steps."""
     return tiny_runs.command(data, out, **SETTINGS | changes)
 
 
 def train_from(run: object, data: object, out: object) -> list[str]:
-    """A training that begins with the weights of a run."""
     kept = [word for name, value in SETTINGS.items() if name not in MODEL for word in ("--set", f"{name}={value}")]
     return ["train", "--from", str(run), "--data", str(data), "--out", str(out), *kept]
 
@@ -117,8 +115,7 @@ def unfinish(run: Path, out: Path) -> None:
 
 
 def left(folder: Path) -> dict[str, object]:
-    """What a command leaves in a folder: every file's content but clocks, and of a run's
-    checkpoints the newest."""
+    """What a command leaves: every file's content but clocks, and of checkpoints the newest."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name, parent = str(path.relative_to(folder)), path.parent

@@ -1,5 +1,4 @@
-"""Commands that are disturbed and then run again to the end: they leave what undisturbed ones
-do."""
+"""Commands that are disturbed and then run to the end: they leave what undisturbed ones do."""
 
 import errno
 import json
@@ -21,13 +20,12 @@ SIGNALS = (signal.SIGKILL, *child.SIGNALS)
 
 
 class Scenario(NamedTuple):
-    """A command, which leaves everything in the folder `out`, or in `it`, which is in that."""
+    """A command, which leaves everything in `out`. begins_with: a folder of `made`, copied to `it`
+    first. when_done: what it says, with code 2, where all is complete."""
 
     command: Command
     begins_with: str | None = None
-    """A folder of `made` that is copied to `it` first."""
     when_done: str = ""
-    """What a command says, with code 2, that does not go over what is complete."""
 
 
 THERE = "the output exists already"
@@ -52,7 +50,6 @@ ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT]
 
 
 def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
-    """The folder `out` in an empty `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     out = folder / "out"
     out.mkdir(parents=True)
@@ -63,8 +60,7 @@ def begin(made: Path, folder: Path, scenario: Scenario) -> Path:
 
 @cache
 def calm(made: Path, folder: Path, scenario: Scenario) -> tuple[dict[str, object], float, int, int]:
-    """What the undisturbed command leaves, how long it takes, how often it changes the disk, and
-    the bytes of its largest file."""
+    """What the undisturbed command leaves, its seconds, changes of the disk and largest file."""
     out = begin(made, folder, scenario)
     do = scenario.command(made, out / "it", out)
     first = child.run(disturbed(do, out, folder / "changes"), folder)
@@ -130,5 +126,4 @@ def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenari
 
 
 def was_done(ended: child.Ended, scenario: Scenario) -> bool:
-    """Whether a command found that there was nothing left to do, and refused to."""
     return bool(scenario.when_done) and ended.code == 2 and scenario.when_done in ended.err

@@ -57,7 +57,6 @@ def models(made: Path, odd: Path) -> None:
 
 
 def place(made: Path, box: Path, names: set[str]) -> None:
-    """Put into `box` those of the things with these names that there are."""
     for name in sorted(names):
         path = box / name
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > 200 or os.path.lexists(path):

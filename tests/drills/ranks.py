@@ -1,6 +1,5 @@
-"""Runs of several ranks that are disturbed and go on, also with another number of ranks: they end
-in the bits of one that is not disturbed. A launch that is disturbed ends in time, with the right
-exit codes and one line of error."""
+"""Runs of several ranks that are disturbed and go on, also with other numbers of ranks, to the same
+bits. A disturbed launch ends in time, with the right exit codes and one line of error."""
 
 import errno
 import os
@@ -25,16 +24,13 @@ MODES: dict[str, dict[str, object]] = {
     "shared rows": {"context_parallel": 2}, "muon": {"optimizer": "muon"}}
 EVERY = [(2, 2), (3, 3), (4, 3), (2, 5)]
 """save_every and eval_every."""
-TIMEOUT_S, CALM_S = 5, 60
-"""`--rank-timeout` of a launch that is disturbed, and of another, on a busy machine."""
+TIMEOUT_S, CALM_S = 5, 60  # `--rank-timeout` of a disturbed launch, and of another
 CODES = {"signal": {7}, "request": {143, 130, 7}, "change": {7}, "fails": {6, 7}, "full": {6, 7}, "store": {6, 7}}
-"""Kinds of faults, and the exit codes but 0 that those may have whom no signal has ended."""
+"""Kinds of faults, and exit codes of ranks that no signal has ended."""
 
 
 class Fault(NamedTuple):
-    """What happens in a launch.
-
-    port: who has it: "agent" holds the store, as torchrun does, or "rank 0" may take it."""
+    """port: who has it: "agent" holds the store, as torchrun does, or "rank 0" may take it."""
 
     n_ranks: int
     kind: str = ""
@@ -74,7 +70,6 @@ def draw(random: Random, seconds: float, changes: int) -> Fault:
 
 
 def rank(number: int, port: int, given: list[str], fault: Fault, out: Path) -> Callable[[], object]:
-    """What one rank does."""
     def call() -> None:
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(fault.n_ranks),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -155,8 +150,8 @@ def wrong(fault: Fault, ended: list[Ended]) -> tuple[str, str] | None:
 
 @cache
 def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> tuple[dict[str, Any], set[str], float, int]:
-    """The state and the names that a run on one process leaves, and how long it takes and how often
-    it changes the disk on two ranks, which leave the same. Ranks that share a row are two."""
+    """The state and the names that one process leaves, and the seconds and changes of the disk of
+    two ranks, which leave the same."""
     from ranks_here import differences, state_of
 
     def run(n_ranks: int) -> float:

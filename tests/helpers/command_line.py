@@ -13,8 +13,7 @@ from lineartime.cli import verbs
 
 
 class Call(Protocol):
-    """The command in this process, with text on its stdin: exit code, stdout, stderr. app: other
-    verbs."""
+    """The command in this process: exit code, stdout, stderr. app: other verbs."""
 
     def __call__(self, *arguments: object, stdin: str = "", app: typer.Typer = verbs.app) -> tuple[int, str, str]: ...
 

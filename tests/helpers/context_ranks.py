@@ -1,13 +1,11 @@
-"""Rows that ranks share, measured against the same rows in one process: a script, `context_ranks.py
-OUT DATA`.
-
-It forks `WORLD` ranks, which do every case one after the other, and writes the largest errors into
-OUT, by case."""
+"""Rows that ranks share, measured against the same rows in one process: `context_ranks.py OUT DATA`
+forks `WORLD` ranks, which do every case, and writes the largest errors into OUT."""
 
 import datetime
 import json
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -29,19 +27,16 @@ from tiny_runs import SETTINGS
 
 WORLD, LENGTH, N_LAYOUTS = 4, 48, 8
 TIMEOUT = datetime.timedelta(seconds=60)
-"""How long a rank waits for the others, until all of them fail."""
 BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
-"""The tokens with which documents begin in rows that are chosen: none, those with which the parts
-of 2, 3 or 4 ranks begin, and those before them."""
+"""Where documents begin in chosen rows: where the parts of 2, 3 or 4 ranks do, and before it."""
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
           "flash global", "flash key conv", "flash write gate", "flash rope base", "flash+",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks",
           "performer, own grid"]
 """Of `BOTH_GRIDS`, the models whose rows ranks can share."""
 ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "performer, own grid"]
-"""Those that are measured: a model for each thing that ranks exchange."""
-OFTEN = ["flash+"]
-"""Those that 2, 3 and 4 ranks share; the others 3."""
+"""A model for each thing that ranks exchange."""
+OFTEN = ["flash+"]  # what 2, 3 and 4 ranks share; the others 3
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "flash, own grid"]
 SHARDED = {"shard": True, "clip_scope": "global"}
@@ -60,8 +55,8 @@ def run_of(name, model=None, **train):
 
 
 def layouts(n, seed=0):
-    """Segment ids of rows of one to many documents: those of `BEGIN`, a row that ends with its
-    first part, and others, of which some end inside a chunk or leave ranks without a token."""
+    """Segment ids of rows of one to many documents: those of `BEGIN`, one that ends with its first
+    part, and others, which may end inside a chunk or leave ranks without a token."""
     generator = torch.Generator().manual_seed(seed)
     density_N = torch.tensor([0.0, 0.03, 0.1, 0.4])[torch.arange(n) % 4]
     starts_NT = torch.rand(n, LENGTH, generator=generator) < density_N[:, None]
@@ -74,11 +69,9 @@ def layouts(n, seed=0):
 
 
 def losses_of(model, rows_BL, segment_ids_BT, weight_BT, ranks):
-    """The loss of every token of all ranks, and of the weighted sum the gradient of every
-    parameter.
-
-    Ranks take each row as a batch of its own: what one of them leaves out must not depend on the
-    documents, and in a batch of many rows there are documents of every kind."""
+    """The loss of every token of all ranks, and every gradient of their weighted sum. Ranks take
+    each row as a batch of its own: what they leave out must not depend on the documents, and a
+    batch of many rows has every kind."""
     own, losses = ranks.share(LENGTH), []
     model.zero_grad()
     for at in torch.arange(len(rows_BL)).split(len(rows_BL) if ranks.size == 1 else 1):
@@ -93,16 +86,6 @@ def losses_of(model, rows_BL, segment_ids_BT, weight_BT, ranks):
         part.view_as(g) for part, g in zip(split, gradients, strict=True)]
 
 
-def largest_error(found, wanted, weight_BT):
-    """Of losses, and of each parameter's gradient in parts of its largest entry."""
-    (losses_BT, gradients), (wanted_BT, wanted_gradients) = found, wanted
-    most = max(g.abs().max() for g in wanted_gradients)
-    errors = [((losses_BT - wanted_BT) * (weight_BT > 0)).abs().max()]
-    errors += [(a - b).abs().max() / b.abs().max().clamp(min=1e-3 * most)
-               for a, b in zip(gradients, wanted_gradients, strict=True)]
-    return max(map(float, errors))
-
-
 class Case:
     """A model, rows, and what one process makes of them."""
 
@@ -115,33 +98,33 @@ class Case:
         self.wanted = losses_of(self.model, self.rows_BL, self.ids_BT, self.weight_BT, Ranks())
 
     def error(self, ranks):
-        found = losses_of(self.model, self.rows_BL, self.ids_BT, self.weight_BT, ranks)
-        return largest_error(found, self.wanted, self.weight_BT)
+        """The largest error of losses, and of each gradient in parts of its largest entry."""
+        losses_BT, gradients = losses_of(self.model, self.rows_BL, self.ids_BT, self.weight_BT, ranks)
+        wanted_BT, wanted_gradients = self.wanted
+        most = max(g.abs().max() for g in wanted_gradients)
+        errors = [((losses_BT - wanted_BT) * (self.weight_BT > 0)).abs().max()]
+        errors += [(a - b).abs().max() / b.abs().max().clamp(min=1e-3 * most)
+                   for a, b in zip(gradients, wanted_gradients, strict=True)]
+        return max(map(float, errors))
 
 
-class Counted:
-    """The bytes that a rank gives to all-gathers in a block."""
+@contextmanager
+def counted():
+    """A list that gets the bytes of each all-gather in the block."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    sent, send = [], getattr(dist, name)
 
-    def __enter__(self):
-        self.name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-        self.n, send = 0, getattr(dist, self.name)
+    def counting(out, values, group=None):
+        sent.append(values.numel() * values.element_size())
+        return send(out, values, group=group)
 
-        def counting(out, values, group=None):
-            self.n += values.numel() * values.element_size()
-            return send(out, values, group=group)
-
-        self.patch = mock.patch.object(dist, self.name, counting)
-        self.patch.start()
-        return self
-
-    def __exit__(self, *_):
-        self.patch.stop()
+    with mock.patch.object(dist, name, counting):
+        yield sent
 
 
 def numbers_sent(config):
-    """The numbers that a rank sends in a layer for each row that ranks share, forward, and backward
-    again: a state, a count, and whether a document goes on; with a key convolution also the edges
-    of its part."""
+    """The numbers that a rank sends in a layer for each row, forward, and backward again: a state,
+    a count, and whether a document goes on; with a key convolution also the edges of its part."""
     n_directions, h, k = (1 if config.causal else 2), config.n_heads, config.qk_width
     if config.attn_type == "linear":
         return h * n_directions * k * (k + 1) + 1
@@ -150,15 +133,14 @@ def numbers_sent(config):
 
 
 def bytes_per_layer(name, causal, length, ranks):
-    """Bytes of the forward and the backward pass, a rank, layer and row: measured, by formula."""
+    """Of the forward and the backward pass, by rank and row: measured, and by formula."""
     config = replace(CONFIGS[name], context=length, causal=causal)
     model, rows_BL = random_model(config), random_ids(5, length + 1)
-    with Counted() as forward:
+    with counted() as forward:
         loss = model(rows_BL[:, :-1], targets=rows_BL[:, 1:][:, ranks.share(length)], ranks=ranks).sum()
-    with Counted() as backward:
+    with counted() as backward:
         loss.backward()
-    found = [counted.n / (5 * config.n_layers * 8) for counted in (forward, backward)]
-    return [*found, numbers_sent(config)]
+    return [*(sum(sent) / (5 * config.n_layers * 8) for sent in (forward, backward)), numbers_sent(config)]
 
 
 class Tokens:
@@ -172,8 +154,7 @@ class Tokens:
 
 
 def gradient_error(world, causal, clip_scope):
-    """The clipped gradient of a step of 4 micro-batches on 2 x 2 ranks against one process, with
-    its loss and norm."""
+    """Clipped gradient, loss and norm of a step of 4 micro-batches against one process."""
     model = model_of("flash+", causal)
     rows_BL = random_ids(8, LENGTH + 1, seed=3)
     batch = [rows_BL]

@@ -1,5 +1,5 @@
-"""Changes of the disk that this process makes below a folder: they are counted, one of them fails
-or is the process's last, or a power loss takes back what was not flushed."""
+"""Changes of the disk that this process makes below a folder: counted, failing, the process's last,
+or taken back by a power loss where they were not flushed."""
 
 import builtins
 import io
@@ -81,8 +81,6 @@ class Disk:
 
 
 class File(io.FileIO):
-    """A file that tells the disk of its writes."""
-
     def __init__(self, disk: Disk, *arguments):
         super().__init__(*arguments)
         self.disk = disk
@@ -92,9 +90,8 @@ class File(io.FileIO):
 
 
 class Faults(Disk):
-    """at: the change, from 1, at which it happens: `number` is a signal sent to this process, or
-    `error` the errno that the change fails with; with `stays` it happens at every change from there
-    on, but for removals. A write that is cut off is half done."""
+    """At change `at`, from 1, this process gets the signal `number`, or the change fails with the
+    errno `error`; with `stays` so does every later one but removals. A write is half done."""
 
     def __init__(self, folder: Path, at: int = 0, *, number: int = 0, error: int = 0, stays: bool = False):
         super().__init__(folder)
@@ -125,20 +122,16 @@ class Died(BaseException):
 
 
 class PowerLoss(Disk):
-    """Before the `last`-th change the process dies, then the disk loses what was not flushed. Dead
-    is a process that does nothing more: every later change raises too.
-
-    A write that is the last is half done. `loss` is what survives beside the flushed: "nothing" of
-    the rest (files empty, directory entries as they were), "names" (directory entries as they are,
-    files cut in half), or "all" (no power loss). Nothing is ever really flushed: only a power loss
-    could tell, and this is it."""
+    """Before the `last`-th change the process dies (every later one raises too), then the disk
+    loses what was not flushed. A write that is the last is half done. `loss` is what survives
+    beside the flushed: "nothing" of the rest (files empty, directory entries as they were), "names"
+    (entries as they are, files cut in half), or "all". Nothing is ever really flushed."""
 
     def __init__(self, folder: Path, last: int, loss: str):
         super().__init__(folder)
         self.last, self.loss = last, loss
         self.unflushed: set[Path] = set()
-        self.made: list[tuple[Path | None, Path]] = []
-        """Entries that no directory has flushed: what they were, if anything, and what they are."""
+        self.made: list[tuple[Path | None, Path]] = []  # entries no directory has flushed: before, now
 
     def change(self, name, *paths, partly=None):
         super().change(name)
@@ -202,8 +195,7 @@ def moved(path: Path, source: Path, target: Path) -> Path:
 
 
 def disturbed(do: Callable[[], object], folder: Path, counts: Path | None = None, **how) -> Callable[[], object]:
-    """A function on a disk with `Faults`. counts: a file that gets how often it has changed the
-    disk below `folder`."""
+    """A function on a disk with `Faults`. counts: a file that gets the number of changes."""
     def call() -> None:
         disk = Faults(folder, **how)
         try:
@@ -218,7 +210,6 @@ def disturbed(do: Callable[[], object], folder: Path, counts: Path | None = None
 
 @contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
-    """Inside the block this process has at most so much of a resource."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, before[1]))
     try:

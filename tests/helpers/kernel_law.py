@@ -1,5 +1,4 @@
-"""The law for the kernels of both gated attentions: at most twice the reference's error against
-float64. And what they are given."""
+"""The law for the kernels: at most twice the reference's error against float64."""
 
 from collections.abc import Callable
 
@@ -19,12 +18,11 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def flat(op) -> Callable[..., Tensor]:
-    """An op as a function of six tensors: uvz, gamma, beta, sin, cos and w."""
     return lambda uvz, gamma, beta, sin, cos, w, **how: op(uvz, HeadsFromZ(gamma, beta, sin, cos), w, **how)
 
 
 def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
-    """The output, and the gradients of uvz, gamma, beta and w for some gradient of it."""
+    """The output, and the gradients of uvz, gamma, beta and w."""
     inputs = {name: x.detach() for name, x in inputs.items()}
     leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]
     out = flat(op)(*inputs.values(), **how)
@@ -38,8 +36,8 @@ def error(a: Tensor, exact: Tensor) -> float:
 
 def assert_near(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], floor: float = 0.0,
                 names: tuple[str, ...] = ()) -> None:
-    """The reference's dtypes and shapes, and at most twice as far from float64 as the reference is.
-    floor: a relative error that is let pass in float32 and float64."""
+    """The reference's dtypes and shapes, and at most twice as far from float64. floor: a relative
+    error that is let pass in float32 and float64."""
     for n, (a, b, x) in enumerate(zip(ours, theirs, exact, strict=True)):
         name = names[n] if names else n
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
@@ -48,7 +46,6 @@ def assert_near(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor], f
 
 
 def assert_held(kernel, reference, inputs: dict[str, Tensor], floor: float | None = None, **how) -> None:
-    """Output and gradients of a kernel are near, see `assert_near`."""
     exact = run(reference, {name: x.double() for name, x in inputs.items()}, **how)
     # Float32 is at its rounding in both, where twice is a matter of luck.
     floor = floor or (1e-6 if inputs["uvz"].dtype == torch.float32 else 0.0)
@@ -83,8 +80,7 @@ def tiny(preset: str, **fields: object) -> LanguageModel:
 
 
 def head_inputs(n_rows: int, n_tokens: int, s: int, dtype: torch.dtype, chunk: int = 128) -> dict[str, Tensor]:
-    """What attention of made heads takes: but for bias and gates of one type, and the same numbers
-    in every type."""
+    """What attention of made heads takes: the same numbers in every type."""
     return {"uv": random(n_rows, n_tokens, 2 * 64, seed=4).bfloat16().to(dtype),
             "heads": (0.7 * random(4, n_rows, n_tokens, s, seed=7)).bfloat16().to(dtype),
             "w": random(2 * chunk - 1, seed=3) / 3, "gate": random(n_rows, n_tokens, seed=9)}

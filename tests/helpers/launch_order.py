@@ -1,8 +1,5 @@
 """What the programs of a kernel's launch read and write, and a launch with its programs in another
-order.
-
-Triton's interpreter runs the programs of a launch one after another, so a race between them never
-shows in it."""
+order: Triton's interpreter runs them one after another, so that a race never shows in it."""
 
 import random
 from contextlib import contextmanager

@@ -6,8 +6,7 @@ NAMES = ["Ada", "Byron", "Curie", "Darwin", "Euler", "Fermi", "Gauss", "Hopper"]
 
 
 def write_questions(path, first, n):
-    """TriviaQA: who lives where, in a few sentences; every name stands once. The documents are in
-    `evidence/` beside the folder of the questions."""
+    """TriviaQA: who lives where. Documents are in `evidence/` beside the questions' folder."""
     records = []
     evidence = path.parent.parent / "evidence" / "wikipedia"
     for folder in (path.parent, evidence):

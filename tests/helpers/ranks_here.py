@@ -14,8 +14,7 @@ from lineartime.weights import checkpoint
 
 
 class RanksHere:
-    """`lineartime` in several processes; what each prints is in a file `rank-N.txt` of the folder.
-    command: what stands for `python -m lineartime`."""
+    """`lineartime`, or `command`, in several processes, each of which prints into `rank-N.txt`."""
 
     def __init__(self, command, folder):
         self.command, self.folder, self.attempt = command, folder, 0
@@ -39,11 +38,10 @@ class RanksHere:
                     env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
 
     def end(self, timeout=120):
-        """The exit codes."""
         return [process.wait(timeout) for process in self.processes]
 
     def run(self, n_ranks, arguments, **of_rank):
-        """The exit codes of `start`."""
+        """The exit codes."""
         self.start(n_ranks, arguments, **of_rank)
         return self.end()
 
@@ -66,8 +64,7 @@ class RanksHere:
 
 
 def state_of(out):
-    """Weights, moments, metrics without their clock, and scores: what any number of ranks
-    leaves."""
+    """Weights, moments, metrics without their clock, and scores."""
     folder = (out / "latest").resolve()
     metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}

@@ -12,7 +12,7 @@ from lineartime.data.tokens import open_split
 
 
 def make(folder, files):
-    """Write files by name; text as UTF-8, a list as the JSON lines or a parquet column `text`."""
+    """Write files by name: text, or a list as JSON lines or a parquet column `text`."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,6 @@ def documents_of(data, split="train"):
 
 
 def stream_of(data, split="train"):
-    """The tokens of a prepared split."""
     stream = open_split(data, split)
     return stream.read(0, len(stream)).tolist()
 

@@ -1,5 +1,4 @@
-"""Models of a few hundred weights for the laws: every preset and variant, in float64, nothing near
-zero."""
+"""Models of a few hundred weights: every preset and variant, in float64, nothing near zero."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -101,8 +100,7 @@ BIDIRECTIONAL = {
 """What only a bidirectional model can be."""
 
 def case_of(name: str, *more: object, rest: bool = False) -> object:
-    """A case of a test over models. That of a combined model is left to `make test-all`, and so is
-    any other with `rest`."""
+    """A case of a test over models; `make test-all` has those of combined models and `rest`."""
     is_rest = rest or name in COMBINED or name in OWN_GRID.keys() - set(OWN_ON_PUSH)
     return pytest.param(name, *more, marks=pytest.mark.rest if is_rest else ())
 
@@ -113,13 +111,11 @@ def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
-    """Float64 weights from normal(0, 0.5), gains, offsets and biases too, so that no path through
-    the model is dead."""
+    """Float64 weights from normal(0, 0.5), biases too, so that no path is dead."""
     return drawn(LanguageModel(config).double(), seed)
 
 
 def drawn(model: Model, seed: int = 0, of_layers: float = 0.5, of_others: float = 0.5) -> Model:
-    """The model with weights from normal distributions of these spreads."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -28,9 +28,8 @@ def command(data, out, model="flash", **changes):
 
 
 def what_is_left(out):
-    """What a run leaves: every file's content but the clock, the memory, the run's id and the
-    process that held the lock, and links as what they name. Of the checkpoints the last: which one
-    is before it depends on where the run was stopped."""
+    """What a run leaves: every file's `content`, and links as what they name; of checkpoints the
+    last, for which one is before it depends on where the run was stopped."""
     last = f"step-{steps_saved(out):08d}"
     paths = [path for path in sorted(out.rglob("*")) if path.is_symlink() or not path.is_dir()]
     return {str(path.relative_to(out)): os.readlink(path) if path.is_symlink() else content(path)

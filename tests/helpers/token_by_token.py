@@ -1,10 +1,7 @@
-"""Every attention layer of the paper token by token: the definition in plain loops, for one row.
-
-Nothing here is shared with the package but the configuration's fields: no masks, no chunks as
-tensors, no running sums. A layer is given by its configuration and its weights under the package's
-names; `ids` is the document of each token, -1 for padding, whose output means nothing. Gradients
-flow into the weights and x.
-"""
+"""Every attention layer of the paper token by token, in plain loops, for one row: no masks, no
+chunks as tensors, no running sums, and nothing of the package but the configuration's fields. A
+layer is given by its configuration and its weights under the package's names; `ids` is the document
+of each token, -1 for padding, whose output means nothing. Gradients flow into weights and x."""
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +80,8 @@ def quadratic(config: ModelConfig, w: Weights, q_TK: Tensor, k_TK: Tensor, v_TE:
 
 
 def convolved(config: ModelConfig, w: Weights, z_TS: Tensor, ids: list[int]) -> Tensor:
-    """Each dimension of z times a weight per place in a window, summed over the document's tokens
-    in the window, which ends at the token itself, or when not causal has it in the middle."""
+    """Each dimension of z times a weight per place, summed over the document's tokens in a window
+    that ends at the token, or when not causal has it in the middle."""
     if not config.key_conv:
         return z_TS
     own = config.key_conv - 1 if config.causal else config.key_conv // 2
@@ -140,8 +137,7 @@ def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_T
 
 
 def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
-    """Eqs. 3-5, and Section 3.2 with chunks; with heads each takes its slice of z's scaled copies
-    and of v."""
+    """Eqs. 3-5, and Section 3.2 with chunks; a head takes its slice of z's scaled copies and v."""
     n_tokens, e, s, n_heads = len(x_TD), config.d_inner, config.query_key_dim, config.n_heads
     u_TE, v_TE, z_TS = activation(config, dense(normed(x_TD, w), w, "in_proj")).split([e, e, s], dim=1)
     near_TS = convolved(config, w, z_TS, ids)
@@ -173,15 +169,13 @@ def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor
 
 
 def gained(x_TD: Tensor, gain_K: Tensor) -> Tensor:
-    """Each head's slice divided by its root mean square, of which 1e-6 is added to the square,
-    times a gain."""
+    """Each head's slice over its root mean square (its square plus 1e-6), times a gain."""
     x_THK = x_TD.unflatten(1, (-1, len(gain_K)))
     return (x_THK / (x_THK.square().mean(2, keepdim=True) + 1e-6).sqrt() * gain_K).flatten(1)
 
 
 def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
-    """Multi-head attention: softmax, relu^2, MC-TFM++, Performer or Combiner; perhaps gated (Eq.
-    3)."""
+    """Softmax, relu^2, MC-TFM++, Performer or Combiner; perhaps gated (Eq. 3)."""
     n_tokens, n_heads, width = len(x_TD), config.n_heads, config.d_model // config.n_heads
     xn_TD = normed(x_TD, w)
     q_TD, k_TD, v_TD, *gate = dense(xn_TD, w, "in_proj").split(config.d_model, dim=1)
@@ -236,10 +230,9 @@ def performer(config: ModelConfig, q_TK: Tensor, k_TK: Tensor, v_TK: Tensor, ids
 
 def combiner(config: ModelConfig, w: Weights, xn_TD: Tensor, qs: list[Tensor], ks: list[Tensor], vs: list[Tensor],
              ids: list[int]) -> Tensor:
-    """The document in rows of C tokens from its start. summary(f, i): what the token at place i of
-    row f sees of its whole row, later tokens too; its key is made from the token's x and all heads'
-    summaries. A token sees the tokens of its row up to itself and the summaries of earlier rows for
-    its own place; not causal: all of both."""
+    """The document in rows of C tokens. summary(f, i): what the token at place i of row f sees of
+    its whole row; its key is made from the token's x and all heads' summaries. A token sees its row
+    up to itself and the summaries of earlier rows for its place; not causal: all of both."""
     n_tokens, n_heads, width = len(xn_TD), config.n_heads, config.d_model // config.n_heads
     start = [ids.index(ids[t]) if ids[t] >= 0 else t for t in range(n_tokens)]
     row = [(t - start[t]) // config.chunk_size for t in range(n_tokens)]

@@ -1,9 +1,6 @@
-"""`lineartime` in processes forked from one that has imported everything: what a test starts
-without the start-up.
-
+"""`lineartime` without the start-up, in processes forked from one that has imported everything:
 `python warm_command.py SOCKET -- info flash` hands its arguments, folder, environment, descriptors
-and signals on to such a process and ends as that does; it imports little. Tests of the start-up
-itself use `python -m lineartime`."""
+and signals on to such a process and ends as that does."""
 
 import json
 import os
@@ -18,8 +15,7 @@ from pathlib import Path
 
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR1: signal.SIGKILL,
            signal.SIGUSR2: signal.SIGSTOP}
-"""What the process that runs the command gets for a signal to the one that asked for it; some
-cannot be handed on."""
+"""What the command's process gets for a signal to the one that asked; some cannot be handed on."""
 
 
 class WarmCommand:
@@ -36,9 +32,8 @@ class WarmCommand:
         self.command = [sys.executable, "-S", "-E", __file__, self.path, "--"]
 
     def run(self, arguments, printed, **disturbed):
-        """Run the command to its end; how it has ended: a negative number is a signal. printed: the
-        file for what it prints. disturbed: the keywords of `disk.disturbed`, or `memory`: so many
-        bytes more at most in training."""
+        """Run the command; its exit code, negative for a signal. printed: the file for output.
+        disturbed: keywords of `disk.disturbed`, or `memory`: so many bytes more in training."""
         with open(os.devnull) as none, open(printed, "w") as out:
             _, answers = asked(self.path, arguments, [none.fileno(), out.fileno(), out.fileno()], disturbed)
         with answers:
@@ -77,7 +72,7 @@ def ask(path, arguments):
 
 def serve(path):
     """Fork for every request; return it, in the process that is to run a command. End with the
-    process that started this one: it may die of a test that hangs."""
+    parent, which may die of a test that hangs."""
     parent = os.getppid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -99,8 +94,7 @@ def serve(path):
 
 
 def attend(pipe):
-    """Start what one request asks for and say how it ends; return it, in the process that runs
-    it."""
+    """Start what a request asks for and say how it ends; return it, in the process that runs it."""
     text, descriptors, _, _ = socket.recv_fds(pipe, 1 << 16, 3)
     while not text.endswith(b"\n"):
         more = pipe.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""Reports of measured rows: pages are what the rows give, and what is wrong is one line."""
+"""Reports of measured rows: pages are what the rows give, ratios are by hand and within a run."""
 
 import json
 import math
@@ -6,39 +6,26 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.figures import Picture, digest
 from benchmarks.pages import fill_pages, filled
 from benchmarks.paper.results import read_records, steps_to
-from benchmarks.recall.report import section
+from benchmarks.provenance import rows_in
 from benchmarks.recall.study import read_rows as read_recall
+from benchmarks.recall.study import section
+from benchmarks.speed import compare, ratio_table, tables_of
 from benchmarks.speed import read_rows as read_speed
 from lineartime.base.errors import DataError, UsageError
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "rows"
-IMAGE = ROOT / "benchmarks" / "tables" / "images" / "recall-pairs.png"
 
-curve_points = st.lists(st.floats(0.5, 9), min_size=1, max_size=12).map(
-    lambda losses: [(100 * i, loss) for i, loss in enumerate(losses, 1)])
-
-
-@given(curve_points, st.floats(0.4, 9.1))
-def test_steps_to_a_loss_are_where_the_curve_first_is_there(curve, loss):
-    steps = steps_to(loss, pd.Series(dict(curve)))
-    if math.isnan(steps):
-        assert all(value > loss for _, value in curve)
-        return
-    assert all(value > loss for step, value in curve if step < steps)
-    before, after = ([point for point in curve if point[0] <= steps] or curve[:1])[-1], next(
-        point for point in curve if point[0] >= steps)
-    assert after[1] <= loss or steps == before[0]
-    if steps not in [step for step, _ in curve]:
-        share = (steps - before[0]) / (after[0] - before[0])
-        assert before[1] + share * (after[1] - before[1]) == pytest.approx(loss)
+@pytest.mark.parametrize(("loss", "steps"), [(9.0, 100), (4.0, 200), (3.0, 250), (2.0, 300), (1.0, 500), (0.9, None)])
+def test_steps_to_a_loss_are_where_the_curve_first_is_there(loss, steps):
+    """Linear between points, and before the curve rises again."""
+    found = steps_to(loss, pd.Series({100: 9.0, 200: 4.0, 300: 2.0, 400: 5.0, 500: 1.0}))
+    assert math.isnan(found) if steps is None else found == pytest.approx(steps)
 
 
 @pytest.mark.parametrize("broken", [{"kind": "other"}, {"curve": []}, {"held_out": None}, {"settings": {}},
@@ -92,3 +79,41 @@ def test_a_run_that_is_not_the_studys_leaves_the_studys_line(task, other):
     before, after = (section(given, task).splitlines() for given in (rows, [*rows, row]))
     assert {line for line in before if "| flash" in line} <= {*after}
     assert any("| flash, steps=9 | " in line and "1.00" in line for line in after) == (task == "pairs")
+
+
+FLASH = next(row for row in rows_in(ROWS / "speed.jsonl")
+             if row["benchmark"] == "step" and (row["label"], row["dtype"]) == ("flash", "float32") and "cpu_ms" in row)
+
+
+def made(model, ms, run="1", quartiles=(0.9, 1.1), time="2026-01-01T00:00:00Z", **wrong):
+    """A row; quartiles are in medians."""
+    q1, q3 = ms * quartiles[0], ms * quartiles[1]
+    times = {"median": ms, "q1": q1, "q3": q3, "min": q1, "max": q3, "n": 5} | wrong
+    return FLASH | {"model": model, "label": model, "run": run, "cpu_ms": times, "time": time}
+
+
+def table_of(tmp_path, *rows):
+    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (table,) = tables_of(read_speed(tmp_path / "rows"))
+    return table
+
+
+def test_a_ratio_is_the_others_time_over_ours_with_the_quartiles_apart(tmp_path):
+    table = table_of(tmp_path, made("flash", 100, quartiles=(0.9, 1.25)),
+                     made("transformer++", 150, quartiles=(0.8, 1.2)))
+    (both,) = compare(table, "transformer++", by_type=True).itertuples()
+    assert (both.value, both.low, both.high) == pytest.approx((1.5, 150 * 0.8 / 125, 150 * 1.2 / 90))
+
+
+def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
+    new = {"time": "2026-02-01T00:00:00Z"}
+    text = ratio_table(table_of(tmp_path, made("flash", 100, "b", **new), made("transformer++", 130, "b", **new),
+                                made("flash", 10, "a"), made("transformer++", 999, "a"),
+                                made("flash-pytorch", 70, "c", **new)))
+    assert "1.30" in text and "99.9" not in text and "FLASH-pytorch" not in text
+
+
+@pytest.mark.parametrize("wrong", [{"q1": 0}, {"q1": -1.0}, {"q3": 0.5}, {"median": 10**9}])
+def test_times_that_are_no_quartiles_are_refused(tmp_path, wrong):
+    with pytest.raises(DataError, match="not a row of a measurement"):
+        table_of(tmp_path, made("flash", 100, **wrong))
