@@ -10,15 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing h
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-)
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import lineartime
 import lineartime.hf  # registers the classes
@@ -47,7 +40,7 @@ def trainer_of(out, rows=None, side="left", **more):
     tokenizer.padding_side = side
     return Trainer(model, arguments(TrainingArguments, out, **more),
                    train_dataset=rows or [{"input_ids": tokenizer(text).input_ids} for text in TEXTS],
-                   data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+                   data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False))
 
 
 def losses(trainer, checkpoint=None):
@@ -61,20 +54,6 @@ def test_accelerate_places_a_model_on_one_device():
     AutoModelForCausalLM.from_pretrained(SMALL, device_map="auto")
     with pytest.raises(UsageError, match="whole on one device: device_map has cpu, disk; name a device"):
         AutoModelForCausalLM.from_pretrained(SMALL, device_map=outer | layers)
-
-
-def test_datasets_gives_the_rows_of_prepared_text(tmp_path):
-    import datasets
-
-    from lineartime.data.tokens import Rows
-
-    data = tmp_path / "data"
-    lineartime.prepare([Path(lineartime.__file__).parent / "text/jane_eyre.txt"], data, tokenizer=SMALL, held_out=0.1)
-    rows = Rows(data, "validation", 512, seed=3)
-    found = list(datasets.IterableDataset.from_generator(lambda: (rows[i] for i in range(len(rows)))))
-    assert len(found) == len(rows) > 40
-    for one, row in zip(found, rows, strict=True):
-        assert all(torch.equal(torch.tensor(one[name]), row[name]) for name in row)
 
 
 def test_accelerate_and_trainer_smooth_labels(tmp_path):
@@ -108,10 +87,11 @@ def test_accelerate_and_trainer_learn_labels(tmp_path):
     found = []
     for more in ({}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}):
         torch.manual_seed(0)
-        model, tokenizer = AutoModelForSequenceClassification.from_pretrained(SMALL, num_labels=3), opened()[1]
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(SMALL, num_labels=3)
+        tokenizer = opened()[1]
         rows = [{"input_ids": tokenizer(text).input_ids, "labels": i % 3} for i, text in enumerate(TEXTS)]
         found.append(losses(Trainer(model, arguments(TrainingArguments, tmp_path, max_steps=12, **more),
-                                    train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))))
+                                    train_dataset=rows, data_collator=transformers.DataCollatorWithPadding(tokenizer))))
     assert found[0][-1] < found[0][0] - 0.5 and found[1] == pytest.approx(found[0], rel=1e-3)
 
 

@@ -79,22 +79,3 @@ def test_datatrove_tokenizes_what_is_prepared(tmp_path):
         lineartime.prepare([tmp_path / name], tmp_path / f"{name}-data", tokenizer=tmp_path / "part-data", held_out=0.1)
     for path in (tmp_path / "books-data").glob("*.bin"):
         assert path.read_bytes() == (tmp_path / "tokens-data" / path.name).read_bytes()
-
-
-def test_a_model_is_exported_and_opened_by_its_address(bucket, tmp_path):
-    """Trained on tokens in a store; what is said of it and its text are those of an export into a
-    folder."""
-    def call(*arguments):
-        command = [sys.executable, "-m", "lineartime", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    (tmp_path / "text.txt").write_bytes(SAMPLE.read_bytes()[:10_000])
-    lineartime.prepare([tmp_path / "text.txt"], "s3://bucket/text", tokenizer="bytes", held_out=0.2)
-    lineartime.train({"model": "flash", "data": "s3://bucket/text", "out": tmp_path / "run", "n_layers": 1, "steps": 2,
-                      "context": 32, "d_model": 16, "query_key_dim": 8, "chunk_size": 8, "tokens_per_step": 128})
-    for out in (tmp_path / "model", "s3://bucket/model"):
-        call("export", tmp_path / "run", "--out", out)
-    for verb in (["info"], ["generate", "--max-new-tokens", "9"]):
-        own, there = (call(*verb, model) for model in (tmp_path / "model", "s3://bucket/model"))
-        assert there == own.replace(str(tmp_path / "model"), "s3://bucket/model")
-    assert "SHA-256" in call("info", "s3://bucket/text", "--verify")

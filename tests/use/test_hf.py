@@ -219,7 +219,7 @@ def test_search_and_sampling_with_the_cache_as_without(hf64, search):
     assert len(results[0]) == len(PROMPTS) * search.get("num_return_sequences", 1)
 
 
-def test_generation_goes_on_from_a_returned_cache(hf64, ours):
+def test_generation_goes_on_from_a_returned_cache_or_its_file(hf64, ours, tmp_path):
     batch = padded(PROMPTS, n_more=2)
     ids_BT, mask_BT = batch.values()
     options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -229,10 +229,17 @@ def test_generation_goes_on_from_a_returned_cache(hf64, ours):
     assert isinstance(cache, LineartimeCache) and cache.get_seq_length() == ids_BT.shape[1] + 8
     n_bytes, fork = cache.state.n_bytes, copy.deepcopy(cache)
     mask_BT = torch.nn.functional.pad(mask_BT, [0, 9], value=1)
-    more = hf64.generate(first.sequences, attention_mask=mask_BT, past_key_values=cache, max_new_tokens=16, **options)
-    assert torch.equal(more.sequences, at_once)
-    assert more.past_key_values is cache and cache.get_seq_length() == ids_BT.shape[1] + 24
-    assert (cache.state.n_bytes == n_bytes) == (ours.config.chunk_size is not None)
+    cache.save_pretrained(tmp_path / "cache", hf64)
+    for each in (cache, LineartimeCache.from_pretrained(tmp_path / "cache", hf64)):
+        more = hf64.generate(first.sequences, attention_mask=mask_BT, past_key_values=each, max_new_tokens=16,
+                             **options)
+        assert torch.equal(more.sequences, at_once)
+        assert more.past_key_values is each and each.get_seq_length() == ids_BT.shape[1] + 24
+        assert (each.state.n_bytes == n_bytes) == (ours.config.chunk_size is not None)
+    with pytest.raises(CheckpointError, match="another model or precision"):
+        LineartimeCache.from_pretrained(tmp_path / "cache", copy.deepcopy(hf64).float())
+    with pytest.raises(UsageError, match="the cache is empty"):
+        LineartimeCache().save_pretrained(tmp_path / "cache", hf64)
     # Another turn from the same place: the cache that went on has not touched its copy.
     said_BT = torch.cat([first.sequences, torch.tensor([[65, 66], [67, 68], [EOD, 69]])], dim=1)
     options |= {"attention_mask": torch.nn.functional.pad(mask_BT, [0, 2], value=1), "max_new_tokens": 9}
@@ -240,21 +247,6 @@ def test_generation_goes_on_from_a_returned_cache(hf64, ours):
         torch.compile(hf64.forward, backend="eager")(said_BT[:, -3:], options["attention_mask"], fork, unknown=1)
     turn = hf64.generate(said_BT, past_key_values=fork, **options)
     assert torch.equal(turn.sequences, hf64.generate(said_BT, **options).sequences)
-
-
-def test_a_cache_is_a_file(hf64, tmp_path):
-    """With the padding that its rows have had."""
-    batch, options = padded(PROMPTS, n_more=2), {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    first = hf64.generate(**batch, max_new_tokens=9, return_dict_in_generate=True, **options)
-    options |= {"attention_mask": torch.nn.functional.pad(batch["attention_mask"], [0, 9], value=1)}
-    first.past_key_values.save_pretrained(tmp_path / "cache", hf64)
-    cache = LineartimeCache.from_pretrained(tmp_path / "cache", hf64)
-    found = hf64.generate(first.sequences, past_key_values=cache, max_new_tokens=16, **options)
-    assert torch.equal(found, hf64.generate(first.sequences, max_new_tokens=16, **options))
-    with pytest.raises(CheckpointError, match="another model or precision"):
-        LineartimeCache.from_pretrained(tmp_path / "cache", copy.deepcopy(hf64).float())
-    with pytest.raises(UsageError, match="the cache is empty"):
-        LineartimeCache().save_pretrained(tmp_path / "cache", hf64)
 
 
 @pytest.mark.rest
@@ -522,14 +514,6 @@ def test_exported_with_any_length(hf64):
             assert (difference if mask is None else difference[mask[:, -n:]]).max() < 1e-11
 
 
-def test_an_adapter_on_the_embedding_is_warned_of(hf64):
-    """The head is tied to it. PEFT warns by names that this model does not have."""
-    wrapped = copy.deepcopy(hf64)
-    wrapped.model.embed.base_layer = None
-    with pytest.warns(UserWarning, match="an adapter on `embed` of a model whose head is tied to it"):
-        wrapped(packed_ids())
-
-
 def test_text_generation_pipeline(hf64, folder):
     """In batches, and up to a string."""
     with torch.no_grad():
@@ -544,8 +528,9 @@ def test_text_generation_pipeline(hf64, folder):
     assert stopped["generated_text"] == texts[0] + new[0][: new[0].index(stop) + len(stop)]
 
 
-def test_what_trl_asks_of_a_model(hf):
-    """Its trainers take the trunk and the head apart, and call the trunk themselves."""
+def test_what_peft_and_trl_ask_of_a_model(hf):
+    """TRL's trainers take the trunk and the head apart, and call the trunk themselves. PEFT warns
+    of an adapter on a tied embedding by names that this model does not have."""
     ids_BT, forward = packed_ids(), hf.forward
     hf.forward = lambda *arguments, **more: forward(*arguments, **more)
     trunk, head = hf.base_model, hf.get_output_embeddings()
@@ -553,6 +538,9 @@ def test_what_trl_asks_of_a_model(hf):
                        output_router_logits=False).last_hidden_state
     logits_BTV = torch.nn.functional.linear(states_BTD, head.weight, head.bias)
     assert torch.equal(logits_BTV, hf(ids_BT).logits) and trunk.base_model is trunk.model
+    hf.model.embed.base_layer = None
+    with pytest.warns(UserWarning, match="an adapter on `embed` of a model whose head is tied to it"):
+        hf(ids_BT)
 
 
 def test_what_would_be_ignored_is_refused(hf):
