@@ -14,7 +14,7 @@ from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require, require_name
 from lineartime.config import PRESETS, ModelConfig
-from lineartime.model.attention.softmax import Softmax
+from lineartime.model.attention.quadratic import Softmax
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.model.layers import SequenceInfo
 from lineartime.model.mhsa import MultiHeadAttention

@@ -17,9 +17,9 @@ from lineartime.config import ModelConfig, check_context_parallel
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
-from lineartime.model.document_grid import Layout, in_order, lay_out, padding_last
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, check_shape, make_norm, sequence_info
+from lineartime.model.layout import Layout, in_order, lay_out, padding_last
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 
 
@@ -27,8 +27,7 @@ class LanguageModel(nn.Module):
     """Tokens to logits, for every preset of `config.PRESETS`.
 
     The token `config.end_of_document` starts a new document in a row; attention does not cross
-    documents, unless `document_mask` is "paper". It is one of the `end_tokens`, at which `generate`
-    ends a text."""
+    documents, unless `document_mask` is "paper". `generate` ends a text at `end_tokens`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -38,26 +37,29 @@ class LanguageModel(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"
                         else nn.Embedding(config.context, config.d_model))
-        self.layers = nn.ModuleList(layer for i in range(config.n_layers) for layer in make_layers(config.layer(i)))
+        self.layers = nn.ModuleList()
+        for block in map(config.layer, range(config.n_layers)):
+            kinds = [GatedAttentionUnit] if block.ffn == "gau" else [MultiHeadAttention, FeedForward]
+            self.layers.extend(kind(block) for kind in kinds)
+        self.layers_per_block = len(self.layers) // config.n_layers
         self.norm = make_norm(config)
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
         init_weights(self)
 
-    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
-                padding_mask_BT: Tensor | None = None, at_K: Tensor | None = None,
-                targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
+    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
+                at_K: Tensor | None = None, targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
         ids_BT: integers below `vocab_size`. segment_ids_BT, padding_mask_BT: see `lay_out`; by
         default a new document starts at each `config.end_of_document`. at_K: indices into the
         flattened rows; only the logits_KV of these tokens are computed. targets: tokens `[B, T]`,
-        or `[K]` with at_K; with targets, -ln p of each is returned instead, see `losses`. ranks:
-        the ranks that share the rows, which all call this with the whole rows; what is returned,
-        at_K and targets are of this rank's part of them, `[B, T / W]`.
+        or `[K]` with at_K, whose `losses` are returned instead. ranks: those that share the rows;
+        all call this with the whole rows; what is returned, at_K and targets are of this rank's
+        part, `[B, T / W]`.
 
-        Raises UsageError for a row longer than the position tables allow, wrong segment ids, a
-        mask, segment ids or targets of another shape, rows of several documents with learned chunk
-        weights, and rows or a model that ranks cannot share."""
+        Raises UsageError for a row longer than the position tables, wrong segment ids, another
+        shape of the arguments, several documents in a row with learned chunk weights, and rows or a
+        model that ranks cannot share."""
         # The head is the largest matmul: it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
@@ -68,9 +70,8 @@ class LanguageModel(nn.Module):
                collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
         """`forward` without the head: x_BTD after the last norm. Raises as `forward` does.
 
-        collected: a list to which the input of each block is added, `[B, T, D]`. embeds_BTD:
-        vectors in place of the embeddings of ids_BT, which then only say where documents begin; not
-        for ranks that share rows."""
+        collected: a list to which each block's input is added, `[B, T, D]`. embeds_BTD: in place of
+        the embeddings of ids_BT, which then only say where documents begin; for whole rows."""
         laid = self.layout_of(ids_BT, segment_ids_BT, padding_mask_BT)
         if ranks.size > 1:
             ids_BT, laid = self.part_of_rows(ids_BT, laid, ranks)
@@ -82,7 +83,7 @@ class LanguageModel(nn.Module):
         return self.norm(laid.give_back(x_BLD))
 
     def layout_of(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None) -> Layout:
-        """The layout of rows, whose documents are numbered here if they are not given."""
+        """The layout of rows; documents are numbered here if they are not given."""
         require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
@@ -93,9 +94,8 @@ class LanguageModel(nn.Module):
         return lay_out(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, padding_mask_BT)
 
     def part_of_rows(self, ids_BT: Tensor, laid: Layout, ranks: Ranks) -> tuple[Tensor, Layout]:
-        """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions are those in
-        the whole row. Segment ids are shifted: 0 is the document of the token before the part, even
-        if the part has no token of it."""
+        """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions count from the
+        row's beginning. Segment id 0 is the document of the token before the part."""
         n_tokens = ids_BT.shape[1]
         check_context_parallel(replace(self.config, context=n_tokens), ranks.size)
         require(laid.order_BL is None, "ranks that share a row take no padding mask", "padding_mask",
@@ -107,8 +107,8 @@ class LanguageModel(nn.Module):
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
-        """All layers, without the norm after them: `[B, T, D]`. inputs, caches: for the next tokens
-        of rows, where each layer that attends has a cache. collected: see `hidden`."""
+        """All layers, without the norm after them: `[B, T, D]`. inputs: of the next tokens of rows;
+        then each layer that attends has a cache. collected: see `hidden`."""
         delta_BTD: Tensor | None = None
         remaining = iter(caches)
         for i, layer in enumerate(self.residual_layers()):
@@ -130,7 +130,6 @@ class LanguageModel(nn.Module):
             layer.add = torch.compile(layer.add)  # type: ignore[method-assign]
 
     def set_impl(self, impl: str | None) -> None:
-        """Set `ResidualLayer.impl` of all layers."""
         for layer in self.residual_layers():
             layer.impl = impl
 
@@ -156,7 +155,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_outer_weights(self) -> None:
-        """Set the initial values of what is not in a layer, see `init_weights`."""
+        """Set the initial values outside the layers."""
         nn.init.normal_(self.embed.weight, std=self.config.init_std)
         if isinstance(self.abs_pos, ScaledSin):
             nn.init.constant_(self.abs_pos.scalar, self.config.d_model**-0.5)
@@ -166,11 +165,6 @@ class LanguageModel(nn.Module):
             nn.init.constant_(parameter, 0.0 if name == "bias" else 1.0)
         nn.init.zeros_(self.head_bias)
 
-    @property
-    def layers_per_block(self) -> int:
-        """Layers of one of the `config.n_layers` blocks, see `make_layers`."""
-        return len(self.layers) // self.config.n_layers
-
     def in_sizes(self) -> dict[str, tuple[int, ...]]:
         """`ResidualLayer.in_sizes` of all layers, by the name of the parameter."""
         return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())}
@@ -179,8 +173,8 @@ class LanguageModel(nn.Module):
         return cast(Iterable[ResidualLayer], self.layers)
 
     def decoding_state(self, batch_size: int) -> DecodingState:
-        """The decoding state of `batch_size` rows that have no token yet, with a cache for each
-        layer that attends. Raises UsageError for a model that does not decode."""
+        """The state of `batch_size` rows that have no token yet, with a cache for each layer that
+        attends. Raises UsageError for a model that does not decode."""
         caches = [layer.empty_cache(batch_size) for layer in self.residual_layers() if layer.attends]
         zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
         return DecodingState(caches, zeros_B, zeros_B.clone(), self)
@@ -193,25 +187,23 @@ class LanguageModel(nn.Module):
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         if ids_BN.numel() == 0:
             return self.norm(embeds_BND)
-        extend = self.extend_rows
-        if self.config.document_grid == "own" and ids_BN.shape[1] > 1:
-            extend = self.extend_by_document
+        by_document = self.config.document_grid == "own" and ids_BN.shape[1] > 1
+        extend = self.extend_by_document if by_document else self.extend_rows
         return extend(embeds_BND, self.begins(ids_BN), n_new_B, state, collected)
 
     def extend_by_document(self, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor, state: DecodingState,
                            collected: list[Tensor] | None) -> Tensor:
-        """`extend` where each document is a row of its own: the new tokens up to the next document
-        of each row, then those up to the one after it, and so on."""
+        """`extend` by the new tokens of the rows' first documents, then the second, and so on."""
         index_N = torch.arange(begins_BN.shape[1], device=begins_BN.device)
         number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
         outputs: list[Tensor] = []  # the hidden states of all tokens, then what is collected
-        for number in range(max(int(number_BN.max()), 0) + 1):  # the rows' first documents, then their second, ...
+        for number in range(max(int(number_BN.max()), 0) + 1):
             here_BN = number_BN == number
             n_B = here_BN.sum(1)
             order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]  # their tokens at the front of each row
-            embeds_BMD, begins_BM = in_order(embeds_BND, order_BN), in_order(begins_BN, order_BN)
             blocks: list[Tensor] | None = None if collected is None else []
-            made = [self.extend_rows(embeds_BMD, begins_BM, n_B, state, blocks), *(blocks or ())]
+            made = [self.extend_rows(in_order(embeds_BND, order_BN), in_order(begins_BN, order_BN), n_B, state, blocks)]
+            made += blocks or []
             outputs = outputs or [torch.zeros_like(embeds_BND, dtype=each.dtype) for each in made]
             for whole_BND, each_BMD in zip(outputs, made, strict=True):
                 whole_BND[here_BN] = each_BMD[index_N[: each_BMD.shape[1]] < n_B[:, None]]
@@ -233,26 +225,18 @@ class LanguageModel(nn.Module):
         return x_BND
 
     def begins(self, ids_BN: Tensor) -> Tensor:
-        """True for tokens that start a document: `[B, N]`."""
-        if self.config.end_of_document is None:
-            return torch.zeros_like(ids_BN, dtype=torch.bool)
-        return ids_BN == self.config.end_of_document
+        """True for tokens that start a document."""
+        end = self.config.end_of_document
+        return ids_BN == (-1 if end is None else end)
 
     def extend_layers(self, embeds_BND: Tensor, inputs: DecodeInputs, caches: Sequence[Cache],
                       collected: list[Tensor] | None = None) -> Tensor:
-        """`extend` without the update of `DecodingState`; only the caches are updated."""
-        # Padding may count past the table's end; what it gets there is never read.
-        position_BN = (inputs.position_BN if self.config.max_len is None
-                       else inputs.position_BN.clamp(max=self.config.max_len - 1))
+        """`extend`, but only the caches are updated."""
+        position_BN = inputs.position_BN
+        if self.config.max_len is not None:  # padding may count past the table's end; nobody reads what it gets
+            position_BN = position_BN.clamp(max=self.config.max_len - 1)
         info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
         return self.norm(self.run_layers(embeds_BND + self.abs_pos(position_BN), info, inputs, caches, collected))
-
-
-def make_layers(config: ModelConfig) -> list[ResidualLayer]:
-    """The layers of one block: a GAU, or an attention layer and a feed-forward layer."""
-    if config.ffn == "gau":
-        return [GatedAttentionUnit(config)]
-    return [MultiHeadAttention(config), FeedForward(config)]
 
 
 @torch.no_grad()
@@ -293,24 +277,23 @@ def number_of_parameters(config: ModelConfig) -> int:
 
 
 def token_losses(model: nn.Module, rows_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """-ln p of each token given those before it in its row, nats, float32 at least: `[B, T-1]` for
-    rows of T tokens, or where W `ranks` share the rows this rank's part, `[B, (T-1) / W]`."""
+    """-ln p of each token given those before it in its row, nats, float32 at least: `[B, T-1]`, or
+    where W `ranks` share the rows this rank's part, `[B, (T-1) / W]`."""
     inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
     return model(inputs_BT, targets=targets_BT[:, ranks.share(targets_BT.shape[1])], ranks=ranks)
 
 
 def masked_token_losses(model: nn.Module, ids_BT: Tensor, targets_BT: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """-ln p of the K targets that are not -1, in order of the flattened rows, in nats and float32
-    at least: `[K]`, or where `ranks` share the rows those of this rank's part."""
+    """-ln p of the K targets that are not -1, in order of the flattened rows, nats, float32 at
+    least: `[K]`, or where `ranks` share the rows this rank's."""
     targets_N = targets_BT[:, ranks.share(targets_BT.shape[1])].flatten()
     at_K = (targets_N >= 0).nonzero().flatten()
     return model(ids_BT, at_K=at_K, targets=targets_N[at_K], ranks=ranks)
 
 
 class SpanModel(LanguageModel):
-    """A `LanguageModel` that is not causal, with two logits per token, for the first and the last
-    token of an answer. The language model's head is unused but stays in the state dict. Raises
-    UsageError for a causal config."""
+    """A bidirectional `LanguageModel` with two logits per token, for the first and the last token
+    of an answer. The language model's head stays unused. Raises UsageError for a causal config."""
 
     def __init__(self, config: ModelConfig):
         require(not config.causal, "questions need a model that sees both ways", "causal = true",
@@ -325,6 +308,6 @@ class SpanModel(LanguageModel):
 
 
 def init_head(head: nn.Linear) -> None:
-    """Set the initial values of a new head: weights normal(0, 0.02), bias 0."""
+    """Set the initial values: weights normal(0, 0.02), bias 0."""
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)

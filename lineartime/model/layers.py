@@ -21,13 +21,12 @@ from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.document_grid import lay_out
+from lineartime.model.layout import lay_out
 from lineartime.ops.context import exchange_states
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
 
-BIAS_WIDTH = 128
-"""Width of the two vectors of the rotated position bias (Code 4), whatever `query_key_dim` is."""
+BIAS_WIDTH = 128  # of the two vectors of the rotated position bias (Code 4), whatever `query_key_dim` is
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
@@ -87,19 +86,19 @@ class RelPosBias(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-5) times one learned scalar (Code 5)."""
+    """x / sqrt(mean(x^2) + 1e-5) times a learned scalar (Code 5)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: `[..., D]`. Returns x's shape and dtype; computed in float32 at least."""
+        """Of x's shape `[..., D]` and dtype; computed in float32 at least."""
         return scale_norm(x, self.scalar).to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
-    """LayerNorm or ScaleNorm over the last axis (Code 5)."""
+    """LayerNorm or ScaleNorm (Code 5)."""
     return nn.LayerNorm(config.d_model, eps=NORM_EPS) if config.norm == "layer_norm" else ScaleNorm()
 
 
@@ -116,16 +115,12 @@ class ScaleOffset(nn.Module):
 class SequenceInfo:
     """Positions and documents of a batch of rows: made once, read by every attention layer."""
 
-    rotary: tuple[Tensor, Tensor] | None
-    """sin and cos `[1 or B, T, width / 2]` of the positions; None without RoPE."""
-    segment_ids_BT: Tensor | None = None
-    """The document of each token, see `document_grid.lay_out`. None: every row is one document."""
-    cu_seqlens: list[int] | None = None
-    """The result of `cu_seqlens`, for attention that runs once per document."""
+    rotary: tuple[Tensor, Tensor] | None  # sin and cos of the positions, `[1 or B, T, width / 2]`; None without RoPE
+    segment_ids_BT: Tensor | None = None  # see `layout.lay_out`; None: every row is one document
+    cu_seqlens: list[int] | None = None  # for attention that runs once per document, see `cu_seqlens`
     shared_by: Ranks | None = None
-    """The ranks that share the rows. All other fields are then of this rank's part; segment ids are
-    given, and 0 is the document of the token before the part. None: this rank alone (torch.compile
-    can make no other default)."""
+    """The ranks that share the rows. The other fields are then of this rank's part, and 0 is the
+    document of the token before it. None, the one default torch.compile takes: this rank alone."""
 
     @property
     def ranks(self) -> Ranks:
@@ -149,10 +144,10 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
     masks = config.attn_kernel == "softmax" and config.attn_type == "quadratic"
     if config.by_document and not (torch.compiler.is_compiling() and masks):
         info.cu_seqlens = cu_seqlens(segment_ids_BT)
-    if config.chunk_pooling == "attention":
-        if not ((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
-            raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
-                             "give each document its own row")
+    if config.chunk_pooling == "attention" and not (
+            (segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
+        raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
+                         "give each document its own row")
     return info
 
 
@@ -163,8 +158,8 @@ def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Document boundaries in the flattened rows: `[0, ..., B T]`. A run of padding counts as a
-    document; rows without a token are one empty document."""
+    """Document boundaries in the flattened rows, `[0, ..., B T]`: a run of padding counts as a
+    document, and rows without a token are one."""
     if segment_ids_BT.numel() == 0:
         return [0, 0]
     # A document begins at the first token of a row and wherever the id changes.
@@ -174,8 +169,8 @@ def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
 
 
 def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:
-    """Tensors `[B, T, ...]` split by document, each document a batch of one; without `cu_seqlens`
-    one entry, the batch. Concatenated in order along T, the documents are the flattened rows."""
+    """Tensors `[B, T, ...]` of the flattened rows split by document, each document a batch of one;
+    without `cu_seqlens` one entry, the batch."""
     if info.cu_seqlens is None:
         return [list(parts)]
     flat = [part.flatten(0, 1)[None] for part in parts]
@@ -193,33 +188,28 @@ def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
 class ResidualLayer(nn.Module):
     """x + f(norm(x)); a subclass defines f as `branch`.
 
-    A model passes the residual stream from layer to layer as a pair: x, and delta, the output of
-    the last branch, not yet added to x. The next layer adds delta and normalises the sum by one op
-    (`reference.add_norm`)."""
+    A model passes the residual stream from layer to layer as a pair: x, and delta, the last
+    branch's output, which the next layer adds and normalises by one op (`reference.add_norm`)."""
 
-    kind: ClassVar[str]
-    """What its projections are called in a list of parameters."""
-    attends: ClassVar[bool] = True
-    """Whether tokens read others. Then decoding needs a cache, see `empty_cache` and `extend`."""
+    kind: ClassVar[str]  # what its projections are called in a list of parameters
+    attends: ClassVar[bool] = True  # whether tokens read others; then decoding needs a cache
     norm: nn.LayerNorm | ScaleNorm
     in_proj: nn.Linear
-    in_sizes: tuple[int, ...]
-    """How many outputs each matrix has; `in_proj` holds these matrices one below the other."""
+    in_sizes: tuple[int, ...]  # outputs of each matrix in `in_proj`, which holds them one below the other
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.impl: str | None = None
-        """"reference" (PyTorch), "triton" (kernels), or None, see the table of `ops`."""
+        self.impl: str | None = None  # "reference", "triton" or None, see the table of `ops`
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without a compiled `add`: a copy would run on the original's weights."""
+        # Without a compiled `add`, which would run on the original's weights.
         return {name: value for name, value in super().__getstate__().items() if name != "add"}
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
-        """Set the initial values that `language_model.init_weights` lists; std: of matrices."""
-        # Matrices are drawn first. A parameter's name says what it is.
+        """Set the initial values that `language_model.init_weights` lists; std: of matrices, which
+        are drawn first. A parameter's name says what it is."""
         for child, module in sorted(self.named_children(), key=lambda each: not isinstance(each[1], nn.Linear)):
             if hasattr(module, "init_weights"):  # an option beyond the paper
                 module.init_weights()  # type: ignore[operator]
@@ -251,9 +241,8 @@ class ResidualLayer(nn.Module):
         return laid.give_back(x_BLD + delta_BLD)
 
     def check_input(self, x_BTD: Tensor) -> None:
-        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Under
-        autocast float64 alone needs its own, and any dtype will do where another module has
-        replaced the projection."""
+        """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Autocast
+        casts all but float64, and another module in the projection's place takes any dtype."""
         width, weight = self.config.d_model, self.in_proj.weight
         if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
             raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
@@ -284,13 +273,13 @@ class ResidualLayer(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """An empty tensor with the dtype and device of caches: those of the norm, because matrices
-        may be quantised. It has no elements, because a parameter may be sharded."""
+        """A tensor without elements (a parameter may be sharded) that has the dtype and device of
+        caches: those of the norm, because matrices may be quantised."""
         norm = next(self.norm.parameters())
         return torch.empty(0, dtype=norm.dtype, device=norm.device)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """f of the normed stream: `[B, T, D]`."""
+        """f of the normed stream."""
         raise NotImplementedError
 
     def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
@@ -304,8 +293,7 @@ class ResidualLayer(nn.Module):
 
     def keep_scores(self, old: ModelConfig) -> None:
         """Scale queries, in a layer with weights of the configuration `old`, so that q k / n of
-        relu(q k / n + b)^2 keeps its value: inside chunks, and between chunks that have learned
-        weights. The linear half stays as it is."""
+        relu(q k / n + b)^2 keeps its value, also between chunks with learned weights."""
 
 
 def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:

@@ -11,16 +11,18 @@ from lineartime.config import COMBINER, MC_TFM_PLUS_PLUS, PERFORMER, TRANSFORMER
 from lineartime.model.attention.combiner import Combiner
 from lineartime.model.attention.mixed_chunk import MixedChunk
 from lineartime.model.attention.performer import Performer
-from lineartime.model.attention.relu2 import ReluSquared
-from lineartime.model.attention.softmax import Softmax
+from lineartime.model.attention.quadratic import ReluSquared, Softmax
 from lineartime.model.decoding.cache import Cache
+from lineartime.model.decoding.extend import empty_cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.gau_options import KeyConv, WriteGate
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 
 Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
-"""Attention between the projections of a layer. q, k, v: `[B, T, H, K]`, before RoPE. x_BTD: the
-normed input of the projection. Results: `[B, T, D]`, the heads concatenated."""
+"""Attention between the projections of a layer. `attend` of whole rows takes q, k and v `[B, T, H,
+K]`, before RoPE, and the normed input of the projection, x_BTD, which Combiner alone reads; it
+returns the heads concatenated, `[B, T, D]`. `extend` is `attend` for the next tokens of rows whose
+past is in `cache`, which is updated; for causal models."""
 
 
 class MultiHeadAttention(ResidualLayer):
@@ -34,11 +36,10 @@ class MultiHeadAttention(ResidualLayer):
     | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
     | rowmajor_axial, softmax | Combiner | softmax over a chunk's tokens and summaries of chunks |
 
-    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The norm and the residual are
-    inside. A token sees itself and those before it, or with causal=False all. The arguments are a
-    `ModelConfig`, or fields of one by name (d_model, n_heads, attn_type, ...); other fields are
-    those of the preset with this attn_type. It is used as a `GatedAttentionUnit` is. Raises
-    UsageError for a wrong field or ffn = gau."""
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The arguments are a `ModelConfig`,
+    or fields of one by name (d_model, n_heads, attn_type, ...); other fields are those of the
+    preset with this attn_type. It is used as a `GatedAttentionUnit` is. Raises UsageError for a
+    wrong field or ffn = gau."""
 
     kind = "attention"
 
@@ -50,12 +51,10 @@ class MultiHeadAttention(ResidualLayer):
         super().__init__(config)
         d = config.d_model
         self.norm = make_norm(config)
-        # q, k, v and perhaps a gate are made by one matmul.
-        self.in_sizes = (d,) * (4 if config.gate else 3)
+        self.in_sizes = (d,) * (4 if config.gate else 3)  # q, k, v and perhaps a gate, by one matmul
         self.in_proj = nn.Linear(d, sum(self.in_sizes))
         self.out_proj = nn.Linear(d, d)
-        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, relu^2's
-        # position bias, and softmax attention's norms of queries and keys.
+        # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, ...
         if config.attn_type == "mixed_chunk":
             self.scale_offset = ScaleOffset(2, d)
         if config.attn_type == "rowmajor_axial":
@@ -72,7 +71,6 @@ class MultiHeadAttention(ResidualLayer):
 
     @property
     def core(self) -> Core:
-        """The attention between the projections, by attn_type and attn_kernel."""
         config = self.config
         if config.attn_type == "mixed_chunk":
             return MixedChunk(config, self.scale_offset, self.rel_pos_bias, self.key_conv, self.linear_gate)
@@ -85,7 +83,6 @@ class MultiHeadAttention(ResidualLayer):
         return Softmax(config, self.query_norm, self.key_norm)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """W_o of the concatenated heads: `[B, T, D]`."""
         q_BTHK, k_BTHK, v_BTHK, *gate = self.project(normed_BTD)
         if self.key_conv is not None and self.config.attn_type == "quadratic":
             k_BTHK = self.key_conv(k_BTHK.flatten(2), info.segment_ids_BT).view_as(k_BTHK)
@@ -93,19 +90,19 @@ class MultiHeadAttention(ResidualLayer):
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, ...]:
         """q, k and v, and with `gate` the gate before its activation: `[B, T, H, K]` each."""
-        n_parts, h = 4 if self.config.gate else 3, self.config.n_heads
-        return self.in_proj(normed_BTD).unflatten(-1, (n_parts, h, -1)).unbind(2)
+        return self.in_proj(normed_BTD).unflatten(-1, (len(self.in_sizes), self.config.n_heads, -1)).unbind(2)
 
     def output(self, out_BTD: Tensor, gate: list[Tensor]) -> Tensor:
-        """W_o of the heads, multiplied by the gate if there is one: `[B, T, D]`."""
+        """W_o of the heads, multiplied by the gate if there is one."""
         if gate:
             out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * out_BTD
         return self.out_proj(out_BTD)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """The core's cache, see `ResidualLayer.empty_cache`."""
         check_rules(self.config, self.config.decoding_rules())
-        cache = self.core.empty_cache(n_rows, self.like)
+        core = self.core
+        cache = (core.empty_cache(n_rows, self.like) if isinstance(core, Combiner | Performer)
+                 else empty_cache(n_rows, self.config, self.like, self.rel_pos_bias))
         if self.key_conv is not None:
             self.key_conv.add_to(cache)
         return cache
@@ -128,8 +125,7 @@ class MultiHeadAttention(ResidualLayer):
 class FeedForward(ResidualLayer):
     """x + W_o act(W_u y), y = norm(x); with ffn "glu" x + W_o (act(W_u y) * W_v y) (Eqs. 1-2).
 
-    The arguments are a `ModelConfig`, or fields of one by name; other fields are those of
-    Transformer++. Raises UsageError for a wrong field or ffn = gau."""
+    Arguments are as of `MultiHeadAttention`; other fields are those of Transformer++."""
 
     kind, attends = "FFN", False
 
@@ -147,7 +143,6 @@ class FeedForward(ResidualLayer):
             self.init_weights(config.init_std)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """W_o of the inner activations: `[B, T, D]`."""
         u_BTE, *v = self.in_proj(normed_BTD).split(self.config.d_inner, dim=-1)
         inner_BTE = ACTIVATIONS[self.config.activation](u_BTE)
         return self.out_proj(inner_BTE * v[0] if v else inner_BTE)

@@ -23,7 +23,7 @@ from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
 from lineartime.data.read_text import BYTE_ORDER_MARK, LAST_WORD, cut_pieces, not_utf8
 from lineartime.data.tokenizer import Tokenizer
-from lineartime.model.decoding.state import DecodingState, load_state, save_state
+from lineartime.model.decoding.state import DecodingState, load_state
 from lineartime.model.language_model import LanguageModel
 
 SHOWN_CHARACTERS = 80
@@ -71,7 +71,7 @@ class ScoringState:
 
     def save(self, path: Path) -> None:
         """Replace a file by this state, which comes from `open_state`. Raises ResourceError."""
-        self.of_model = save_state(path, self.decoding, self.facts(), self.of_model)
+        self.of_model = self.decoding.save(path, self.facts(), self.of_model)
 
 
 def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = None) -> ScoringState:

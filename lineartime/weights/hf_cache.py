@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 
 from lineartime.base.errors import UsageError
 from lineartime.base.settings import require
-from lineartime.model.decoding.state import DecodingState, load_state, save_state
-from lineartime.model.document_grid import in_order, padding_last
+from lineartime.model.decoding.state import DecodingState, load_state
 from lineartime.model.language_model import LanguageModel
+from lineartime.model.layout import in_order, padding_last
 from lineartime.weights.generation.step import DecodeStep
 
 
@@ -94,7 +94,7 @@ class LineartimeCache(Cache):
         """
         if self.state is None:
             raise UsageError("the cache is empty", path, "give it to a model first")
-        save_state(Path(path), dataclasses.replace(self.state, model=model.model), {"n_columns": int(self.n_columns)})
+        dataclasses.replace(self.state, model=model.model).save(path, {"n_columns": int(self.n_columns)})
 
     @classmethod
     def from_pretrained(cls, path: Path | str, model: Any) -> "LineartimeCache":

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernel_law import assert_near, tiny
 from lineartime.config import ModelConfig
-from lineartime.model.document_grid import lay_out
 from lineartime.model.language_model import LanguageModel, masked_token_losses, token_losses
+from lineartime.model.layout import lay_out
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, random_ids, random_model, same, with_end
 

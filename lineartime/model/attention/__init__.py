@@ -1,1 +1,1 @@
-"""Multi-head attention between the two projections of a layer: five cores, one file each."""
+"""Multi-head attention between the two projections of a layer: five cores."""

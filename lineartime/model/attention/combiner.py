@@ -1,6 +1,5 @@
-"""Combiner's core: rowmajor-axial attention (Ren et al. 2021), an op, its cache, and a core.
-
-The op takes one document, `[B, T, H, K]`. The core splits rows into documents."""
+"""Combiner's core: an op, rowmajor-axial attention (Ren et al. 2021), for one document; its cache;
+and a core, which splits rows into documents."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
-from lineartime.model.decoding.cache import Cache, with_room
+from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
@@ -21,9 +20,9 @@ from lineartime.ops.reference import rope, rotary, to_chunks
 def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                              summarise: Callable[[Tensor], Tensor], *, chunk_size: int, causal: bool,
                              earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Combiner's rowmajor-axial attention (Ren et al. 2021). The document is cut into rows of C
-    tokens. A query at place i of a row sees the tokens of its row, and the summary for place i of
-    other rows. Returns `[B, T, H, K]` and keys and values of the summaries, `[B, G, C, H, K]` each.
+    """A document is cut into rows of C tokens. A query at place i of a row sees the tokens of its
+    row, and the summary for place i of other rows. Returns `[B, T, H, K]` and keys and values of
+    the summaries, `[B, G, C, H, K]` each.
 
     q and k are after RoPE. summarise: maps summary values `[B, G, C, H, K]` to summary keys. A
     causal query sees the summaries of earlier rows only; a summary covers its whole row. A query
@@ -71,15 +70,13 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
 
 @dataclasses.dataclass
 class RowCache(Cache):
-    """The cache of one layer: the open row of the current document, and the summaries of its full
-    rows. The summaries are as large as keys and values, so the cache grows with T."""
+    """The open row of the current document, and the summaries of its full rows. These are as large
+    as keys and values, so the cache grows with T."""
 
     growing: ClassVar[tuple[str, ...]] = ("ks_BLCHK", "vs_BLCHK")
-    n_open_B: Tensor
-    """Tokens in the open row."""
-    n_full_B: Tensor
-    """Full rows of the current document. Below: the open row, and the summaries."""
-    x_BCD: Tensor
+    n_open_B: Tensor  # tokens in the open row
+    n_full_B: Tensor  # full rows of the current document
+    x_BCD: Tensor  # the open row; then the summaries
     q_BCHK: Tensor
     k_BCHK: Tensor
     v_BCHK: Tensor
@@ -90,7 +87,7 @@ class RowCache(Cache):
         """Append new summaries to the first `n_full` summaries of a row of the batch."""
         length = n_full + len(ks_LCHK)
         if length > self.ks_BLCHK.shape[1]:
-            self.ks_BLCHK, self.vs_BLCHK = with_room(self.ks_BLCHK, length), with_room(self.vs_BLCHK, length)
+            self.reserve(max(length, 2 * self.ks_BLCHK.shape[1]))
         self.ks_BLCHK[row, n_full:length], self.vs_BLCHK[row, n_full:length] = ks_LCHK, vs_LCHK
 
 
@@ -106,7 +103,6 @@ class Combiner:
     summary_norm: nn.Module
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads concatenated: `[B, T, D]`. x_BTD: the normed input of q, k and v."""
         q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
         # Each document by itself, for its rows of C tokens begin at its first token.
         angles = () if info.rotary is None else tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary)
@@ -114,9 +110,8 @@ class Combiner:
                  for q, k, v, x, *sin_cos in by_document((q_BTHK, k_BTHK, v_BTHK, x_BTD, *angles), info)]
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
-    def attend_document(self, x_BTD: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
-                        angles: Sequence[Tensor], earlier: tuple[Tensor, Tensor] | None = None,
-                        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def attend_document(self, x_BTD: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, angles: Sequence[Tensor],
+                        earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """`rowmajor_axial_attention` of one document. angles: sin and cos, or empty."""
         config = self.config
         assert config.chunk_size is not None
@@ -135,7 +130,6 @@ class Combiner:
                                         earlier=earlier)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
         h, k, c = self.config.n_heads, self.config.qk_width, self.config.chunk_size
         assert c is not None
         none_B = torch.zeros(n_rows, dtype=torch.long, device=weight.device)
@@ -145,8 +139,6 @@ class Combiner:
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens of rows whose past is in `cache`, which is updated. For
-        causal models. The open row goes with the new tokens; full rows before are `earlier`."""
         assert isinstance(cache, RowCache)
         out, c = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1]
         new = (x_BND, rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK)

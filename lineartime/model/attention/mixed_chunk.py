@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, ChunkState
-from lineartime.model.decoding.extend import empty_cache, extend_chunks
+from lineartime.model.decoding.extend import extend_chunks
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.gau_options import KeyConv, WriteGate, ablated_attention, gated_keys
 from lineartime.model.layers import RelPosBias, ScaleOffset, SequenceInfo, fold_heads, rotate_heads, unfold_heads
@@ -25,7 +25,6 @@ class MixedChunk:
     linear_gate: WriteGate | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         config, ids_BT = self.config, info.segment_ids_BT
         # The keys as they are, or with `key_conv` mixed with those of the tokens around them.
         k_BTD = k_BTHK.flatten(2)
@@ -41,8 +40,7 @@ class MixedChunk:
     def make_heads(self, q_BTHK: Tensor, k_BTHK: Tensor, conv_BTD: Tensor,
                    info: SequenceInfo) -> tuple[Tensor, Tensor | None]:
         """q and k of the quadratic half, then of the linear half, after RoPE: `[4, B H, T, K]`; and
-        the gates that chunk_pooling "written" divides by, gate_BT, else None. conv_BTD: k, or its
-        convolution."""
+        gate_BT of `gated_keys`. conv_BTD: k, or its convolution."""
         config, gamma, beta = self.config, self.scale_offset.gamma, self.scale_offset.beta
         # The linear half: scale and offset, RoPE, then the gate.
         q_lin_BTD, k_lin_BTD = q_BTHK.flatten(2) * gamma[0] + beta[0], conv_BTD * gamma[1] + beta[1]
@@ -54,13 +52,8 @@ class MixedChunk:
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_quad_BTHK, info), q_lin_BTHK, k_lin_BTHK)
         return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
 
-    def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows that have no token yet, see `decoding.extend.empty_cache`."""
-        return empty_cache(n_rows, self.config, weight, self.rel_pos_bias)
-
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens whose past is in `cache`, which is updated. Causal alone."""
         assert isinstance(cache, ChunkState)
         h, conv_BND = self.config.n_heads, k_BNHK.flatten(2)
         if self.key_conv is not None:

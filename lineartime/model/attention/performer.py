@@ -25,19 +25,17 @@ def relu_features(x: Tensor) -> Tensor:
 
 
 def with_ones(v_BTHK: Tensor) -> Tensor:
-    """v with a column of ones appended, float32 at least: a state has both sums."""
+    """v and a column of ones, float32 at least: a state has both sums."""
     v_BTHK = at_least_float32(v_BTHK)
     return torch.cat([v_BTHK, torch.ones_like(v_BTHK[..., :1])], dim=-1)
 
 
 def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causal: bool,
                         prefix_sum: str = "blocks", past_BHMK: Tensor | None = None) -> Tensor:
-    """(phi(q_t) sum_s phi(k_s) v_s) / (phi(q_t) sum_s phi(k_s)), s <= t when causal: `[B, T, H,
-    K]`.
+    """sum_s phi(q_t) phi(k_s) v_s / sum_s phi(q_t) phi(k_s), s <= t when causal: `[B, T, H, K]`.
 
-    The rows are one document each; q and k are after RoPE. prefix_sum: the algorithm of the causal
-    sums, see `prefix_read`; the results are equal up to rounding. past_BHMK: the sum of phi(k_s)
-    [v_s, 1] over the document's tokens that are not in the rows, or None."""
+    The rows are one document each; q and k are after RoPE. prefix_sum: see `prefix_read`.
+    past_BHMK: the sum of phi(k_s) [v_s, 1] over the document's tokens that are not in the rows."""
     fq, fk, v1 = relu_features(q_BTHK), relu_features(k_BTHK), with_ones(v_BTHK)
     if causal:
         y = prefix_read(fq, fk, v1, prefix_sum, past_BHMK)[0]
@@ -49,12 +47,12 @@ def performer_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, causa
 
 def prefix_read(fq_BTHM: Tensor, fk_BTHM: Tensor, v_BTHK: Tensor, prefix_sum: str,
                 initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK. M:
-    features.
+    """q_t (initial + sum_{s <= t} k_s^T v_s), `[B, T, H, K]`, and the last sum state_BHMK.
 
-    prefix_sum "scan": a cumulative sum over T states of M x K. "matmul": the same states by matmuls
-    with triangles of ones, in blocks (the paper's Performer-Matmul). "blocks": one state per block,
-    and masked scores inside a block. No sum is a difference, whose rounding would leak."""
+    prefix_sum "scan": a cumulative sum over T states of M x K, for M features. "matmul": the same
+    states by matmuls with triangles of ones, in blocks (the paper's Performer-Matmul). "blocks":
+    one state per block, and masked scores inside a block. They are equal up to rounding. No sum is
+    a difference, whose rounding would leak."""
     n_rows, n_tokens, n_heads, width = fq_BTHM.shape
     if initial is None:
         initial = v_BTHK.new_zeros(n_rows, n_heads, width, v_BTHK.shape[-1])
@@ -94,10 +92,8 @@ class Performer:
     config: ModelConfig
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads concatenated: `[B, T, D]`. x_BTD is unused."""
         heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
-        documents = by_document(heads, info)
-        exchange = info.exchange
+        documents, exchange = by_document(heads, info), info.exchange
         pasts = [None] * len(documents) if exchange is None else self.pasts(*heads[1:], info, exchange)
         parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks",
                                      past_BHMK=past) for qkv, past in zip(documents, pasts, strict=True)]
@@ -128,14 +124,11 @@ class Performer:
         return pasts
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows without a token, on `weight`'s device, in float32 at least."""
         k = self.config.qk_width
         return PrefixState(at_least_float32(weight.new_zeros(n_rows, self.config.n_heads, k, k + 1)))
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens whose past is in `cache`. A new document resets the
-        state."""
         assert isinstance(cache, PrefixState)
         # A step is one update, one read and one division.
         fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))

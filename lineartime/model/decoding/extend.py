@@ -22,21 +22,15 @@ def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v."""
     k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
-    bias, index_BNL = bias_of_row(rel_pos_bias, inputs.longest, cache), inputs.bias_index()
-    if index_BNL is not None:
-        bias = bias[index_BNL]
-    a_BNL = attention_weights(decode_scores(q_BNS, k_BLS, bias, config), inputs.visible(), config.attn_kernel)
-    return weigh_values(a_BNL, v_BLE)
-
-
-def bias_of_row(rel_pos_bias: RelPosBias, length: int, cache: KeyValueCache) -> Tensor:
-    """`RelPosBias.before`, which is kept in the cache."""
-    # A gradient needs a new one, and so does a graph, which may not depend on how long rows were.
-    if cache.bias_L is None or torch.compiler.is_exporting() or torch.is_grad_enabled() or len(cache.bias_L) < length:
+    # The bias is kept. A gradient needs a new one, and so does a graph, for rows of any length.
+    makes_graph, length = torch.compiler.is_exporting(), inputs.longest
+    if cache.bias_L is None or makes_graph or torch.is_grad_enabled() or len(cache.bias_L) < length:
         cache.bias_L = rel_pos_bias.before(cache.k_BL.shape[1])
-    require(torch.compiler.is_exporting() or length <= len(cache.bias_L), "row longer than the position table",
+    require(makes_graph or length <= len(cache.bias_L), "row longer than the position table",
             f"{length} tokens, the table has {len(cache.bias_L)}", "make it with a larger context")
-    return cache.bias_L[cache.bias_L.shape[0] - length :]
+    bias, index_BNL = cache.bias_L[cache.bias_L.shape[0] - length :], inputs.bias_index()
+    score_BNL = decode_scores(q_BNS, k_BLS, bias if index_BNL is None else bias[index_BNL], config)
+    return weigh_values(attention_weights(score_BNL, inputs.visible(), config.attn_kernel), v_BLE)
 
 
 def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:
@@ -73,7 +67,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
         buffer[at.place] = new_BN[:, 0].to(buffer.dtype)  # autocast makes a shorter type
 
-    out_BNE = None  # the local half: the open chunk up to the token, and with overlap the chunk before it
+    halves_BNE = []  # the local half: the open chunk up to the token, and with overlap the chunk before it
     if config.chunk_parts != "global":
         k_BMS, v_BME = cache.k_quad_BCS[:, : at.n_open], cache.v_BCE[:, : at.n_open]
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
@@ -81,24 +75,19 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
             v_BME = torch.cat([cache.v_before_BCE, v_BME], dim=1)
         bias = None if cache.bias_M is None else cache.bias_M[at.bias_index]
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
-        out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
+        halves_BNE.append(weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME))
     if config.chunk_parts != "local":  # the linear half reads the sum over closed chunks
-        linear_BNE = weigh_values(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE)
-        out_BNE = linear_BNE if out_BNE is None else linear_BNE + out_BNE
-    assert out_BNE is not None
+        halves_BNE.append(weigh_values(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE))
     if at.full is not None:
         cache.close(at)
-    return out_BNE.to(v_BNE.dtype)
+    return sum(halves_BNE[1:], halves_BNE[0]).to(v_BNE.dtype)
 
 
 def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
                   rel_pos_bias: RelPosBias | None, gate_BN: Tensor | None = None) -> Tensor:
     """Causal mixed chunk attention of the next tokens of rows whose past is in `cache`, which is
-    updated: out_BNE. The open chunk and the new tokens are laid out in whole chunks, from the start
-    of the open chunk on.
-
-    heads: q and k of the quadratic half, then of the linear half. gate_BN: with chunk_pooling
-    "written" the gates of the linear keys."""
+    updated: out_BNE. The open chunk and the new tokens are laid out in chunks. heads: q and k of
+    the quadratic half, then of the linear half. gate_BN: see `gau_options.gated_keys`."""
     heads, bias = list(heads), [] if rel_pos_bias is None else rel_pos_bias.parameters()
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (v_BNE, *heads, *bias))
     if inputs.single_token and (inputs.window is not None or not wants_gradient):  # it writes in place
@@ -120,7 +109,8 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     k_lin_BGCS, k_quad_BGCS = to_slots(k_lin_BNS, cache.k_lin_BCS), to_slots(k_quad_BNS, cache.k_quad_BCS)
     v_BGCE = to_slots(v_BNE, cache.v_BCE)
     out_BGCE = torch.zeros_like(v_BGCE)
-    rows, n_closed_B = torch.arange(v_BNE.shape[0], device=v_BNE.device), inputs.n_closed_B(c)
+    # The chunk of each row that the new tokens leave open.
+    now_open = torch.arange(v_BNE.shape[0], device=v_BNE.device), (offset_B + inputs.n_new_B) // c
 
     if config.chunk_parts != "global":
         q_quad, k_quad, v, ids = to_slots(q_quad_BNS), k_quad_BGCS, v_BGCE, segment_ids_BGC
@@ -136,18 +126,18 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
                                                 kernel=config.attn_kernel, overlap=config.overlap)
         out_BGCE = out_BGCE + quad_BGCE[:, -segment_ids_BGC.shape[1]:]
         if cache.k_before_BCS is not None:
-            cache.k_before_BCS, cache.v_before_BCE = k_quad[rows, n_closed_B], v[rows, n_closed_B]
+            cache.k_before_BCS, cache.v_before_BCE = k_quad[now_open], v[now_open]
 
     # The linear half moves the state on. Then the chunk that is open now becomes the cache's.
     gate_BGC = None if gate_BN is None else to_slots(gate_BN, cache.gate_BC)
-    lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, inputs, config.chunk_pooling,
-                             gate_BGC)
+    lin_BGCE = cache.advance(to_slots(q_lin_BNS), k_lin_BGCS, v_BGCE, segment_ids_BGC, cache.past(inputs), now_open,
+                             config.chunk_pooling, gate_BGC)
     if config.chunk_parts != "local":
         out_BGCE = out_BGCE + lin_BGCE
     if gate_BGC is not None:
-        cache.gate_BC = F.pad(gate_BGC, [0, 0, 0, 1])[rows, n_closed_B]
+        cache.gate_BC = F.pad(gate_BGC, [0, 0, 0, 1])[now_open]
     for name, all_BGC in (("k_quad_BCS", k_quad_BGCS), ("k_lin_BCS", k_lin_BGCS), ("v_BCE", v_BGCE)):
-        setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[rows, n_closed_B].to(getattr(cache, name).dtype))
+        setattr(cache, name, F.pad(all_BGC, [0, 0, 0, 0, 0, 1])[now_open].to(getattr(cache, name).dtype))
     return out_BGCE.flatten(1, 2).gather(1, slot_BN.clamp(min=0)[..., None].expand_as(v_BNE))
 
 

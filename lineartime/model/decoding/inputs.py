@@ -1,4 +1,5 @@
-"""Positions and documents of the next tokens of rows, which may differ in length."""
+"""Positions and documents of the next tokens of rows, which may differ in length. As in training,
+attention does not cross documents."""
 
 import dataclasses
 import itertools
@@ -7,24 +8,20 @@ import torch
 from torch import Tensor
 
 from lineartime.config import ModelConfig
-from lineartime.model.document_grid import in_order
+from lineartime.model.layout import in_order
 
 
 @dataclasses.dataclass
 class DecodeInputs:
     """The next N tokens of each row: made once per call, read by every layer."""
 
-    seq_lens_B: Tensor
-    """Tokens of each row so far, without the new ones."""
-    start_B: Tensor
-    """Start position of each row's current document."""
-    n_new_B: Tensor
-    """New tokens of each row; the rest of N is padding."""
-    begins_BN: Tensor
-    """True for tokens that start a document."""
+    seq_lens_B: Tensor  # tokens of each row so far, without the new ones
+    start_B: Tensor  # start position of each row's current document
+    n_new_B: Tensor  # new tokens of each row; the rest of N is padding
+    begins_BN: Tensor  # True for tokens that start a document
     window: int | None = None
-    """Set for a graph: the number of cached keys that are read. There is no host synchronisation,
-    and no shape depends on the position."""
+    """For a graph: the number of cached keys that are read. There is no host synchronisation, and
+    no shape depends on the position."""
 
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)
@@ -34,23 +31,17 @@ class DecodeInputs:
         starts_BN = torch.where(begins_BN, self.position_BN, -1)
         if begins_BN.shape[1] > 1:  # ONNX has no cummax, and one token needs none
             starts_BN = starts_BN.cummax(1)[0]
-        self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])
-        """Start position of each token's document."""
+        self.start_BN = torch.maximum(starts_BN, self.start_B[:, None])  # start position of each token's document
+        # 0 for the row's current document, then 1, 2, ...; padding has the last token's, or -1.
         self.document_BN = begins_BN.cumsum(1)
-        """0 for the row's current document, then 1, 2, ...; for padding as for the last token."""
         self.segment_ids_BN = torch.where(self.valid_BN, self.document_BN, -1)
-        """The same; -1 for padding."""
-        self.longest = self.window or 0
-        """Tokens of the longest row, with the new ones; with a window the window."""
-        self.any_begins, self.one_document = True, False
-        """Whether a new token may start a document; whether each row is known to be one."""
-        self.single_token = begins_BN.shape[1] == 1
-        """Whether every row has exactly one new token, the common case of decoding."""
-        self.common_position: int | None = None
-        """Position of the first new token, if it is the same in all rows and no row has padding."""
-        self.lengths: tuple[int, ...] = ()
+        self.longest = self.window or 0  # tokens of the longest row, with the new ones
+        self.any_begins = True  # whether a new token may start a document
+        self.one_document = False  # whether each row is known to be one
+        self.single_token = begins_BN.shape[1] == 1  # whether every row has exactly one new token, as in most steps
+        self.common_position: int | None = None  # of the first new tokens, if no row has padding
+        self.lengths: tuple[int, ...] = ()  # `seq_lens_B` and `n_new_B`; with a window unknown
         self.n_new: tuple[int, ...] = ()
-        """`seq_lens_B` and `n_new_B`; with a window unknown."""
         if self.window is None:
             self.lengths, self.n_new = tuple(self.seq_lens_B.tolist()), tuple(self.n_new_B.tolist())
             self.longest = max(map(sum, zip(self.lengths, self.n_new, strict=True)))
@@ -76,9 +67,9 @@ class DecodeInputs:
         return self.folded
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
-        """Where to cut each row's new tokens, so that whole chunks can be computed together: behind
-        what fills its open chunk, if any row adds to one, else behind its whole chunks, which may
-        be all new tokens. Empty if no row fills a chunk other than the open one."""
+        """Where to cut each row's new tokens, so that whole chunks are computed together: behind
+        what fills its open chunk, if any row adds to one, else behind its whole chunks. Empty if no
+        row fills a chunk other than the open one."""
         # The quick way out of every step of decoding, and of a graph, which knows no lengths.
         if not self.lengths or self.begins_BN.shape[1] < chunk_size:
             return ()
@@ -94,7 +85,7 @@ class DecodeInputs:
         return self.cuts[first]
 
     def without_padding(self, x_BN: Tensor) -> Tensor:
-        """A tensor `[B, N, ...]` with 0 for padding."""
+        """`[B, N, ...]` with 0 for padding."""
         if self.common_position is not None:
             return x_BN
         return torch.where(self.valid_BN.view(*self.valid_BN.shape, *[1] * (x_BN.dim() - 2)), x_BN, 0.0)
@@ -102,8 +93,7 @@ class DecodeInputs:
     def documents(self, row: int) -> list[tuple[int, int, bool]]:
         """The row's new tokens by document: start, stop, and whether it begins at the start."""
         n_new = int(self.n_new_B[row])
-        starts = [n for n in self.begins_BN[row, :n_new].nonzero().flatten().tolist() if n]
-        bounds = [0, *starts, n_new]
+        bounds = [0, *(n for n in self.begins_BN[row, :n_new].nonzero().flatten().tolist() if n), n_new]
         return [(a, b, bool(self.begins_BN[row, a])) for a, b in itertools.pairwise(bounds) if b > a]
 
     def visible(self) -> Tensor | None:
@@ -131,16 +121,8 @@ class DecodeInputs:
         position_BN = self.position_BN if self.common_position is None else self.position_BN[:1]
         return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
 
-    def n_carried_B(self, chunk_size: int) -> Tensor:
-        """Tokens of each row's current document in closed chunks."""
-        return (self.seq_lens_B - self.seq_lens_B % chunk_size - self.start_B).clamp(min=0)
-
-    def n_closed_B(self, chunk_size: int) -> Tensor:
-        """Chunks of each row that the new tokens fill."""
-        return (self.seq_lens_B % chunk_size + self.n_new_B) // chunk_size
-
     def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
-        """`TokenPosition` of each row's only new token. dtype: that of `kv_BSE`."""
+        """Of each row's only new token. dtype: of `kv_BSE`."""
         if dtype not in self.token_positions:
             self.token_positions[dtype] = TokenPosition(self, config, dtype)
         return self.token_positions[dtype]
@@ -162,13 +144,12 @@ class Cut:
         # The second part begins in the document of the first part's last token.
         first_B, (begins_BN, others_begin_BN) = first_B1[:, 0], self.split(inputs.begins_BN)
         last_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]
-        self.inputs = (
-            DecodeInputs(inputs.seq_lens_B, inputs.start_B, first_B, begins_BN),
-            DecodeInputs(inputs.seq_lens_B + first_B, torch.where(first_B > 0, last_B, inputs.start_B),
-                         inputs.n_new_B - first_B, others_begin_BN))
+        start_B = torch.where(first_B > 0, last_B, inputs.start_B)
+        self.inputs = (DecodeInputs(inputs.seq_lens_B, inputs.start_B, first_B, begins_BN),
+                       DecodeInputs(inputs.seq_lens_B + first_B, start_B, inputs.n_new_B - first_B, others_begin_BN))
 
     def split(self, x_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Both parts of a tensor `[B, N, ...]`."""
+        """`[B, N, ...]` as two parts."""
         return in_order(x_BN, self.orders[0]), in_order(x_BN, self.orders[1])
 
     def join(self, first_BN: Tensor, others_BN: Tensor) -> Tensor:
@@ -184,29 +165,25 @@ class TokenPosition:
         assert config.chunk_size is not None
         position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
         rows, n_before = torch.arange(position_B.shape[0], device=position_B.device), c if config.overlap else 0
-        # Where the token is: at which slot of its chunk, and how far its document reaches back.
+        # Slots of the token and of its document's first token: below 0 in an earlier chunk.
         offset_B = position_B % c
         self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
-        """Slots of the token and of its document's first: below 0 in an earlier chunk."""
+        # Factor of the linear half: 0 if the document has no closed chunk.
         n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
         each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
         self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
-        """Factor of the linear half: 0 if the document has no closed chunk."""
         # It sees its document up to itself, in its own chunk and with overlap in the one before.
         distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
         of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
+        # The slots of a full chunk that hold the current document; None: all.
         self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
-        """True for the slots of a full chunk that hold the current document; None: all."""
-        self.place: tuple[Tensor | slice, Tensor | int]
-        self.bias_index: Tensor | slice
-        self.visible_B1M: Tensor | None
-        self.full: Tensor | slice | None
         if inputs.common_position is None:
-            self.place, self.n_open = (rows, offset_B), c
-            self.bias_index = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
-            self.visible_B1M = (of_document_BM & (distance_BM <= 0))[:, None]
-            full_B = offset_B == c - 1
-            self.full = full_B.nonzero().flatten() if inputs.window is None and full_B.any() else None
+            self.n_open, full_B = c, offset_B == c - 1
+            self.place: tuple[Tensor | slice, Tensor | int] = (rows, offset_B)
+            self.bias_index: Tensor | slice = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
+            self.visible_B1M: Tensor | None = (of_document_BM & (distance_BM <= 0))[:, None]
+            self.full: Tensor | slice | None = (
+                full_B.nonzero().flatten() if inputs.window is None and full_B.any() else None)
         else:
             offset = inputs.common_position % c
             self.place, self.n_open, self.bias_index = (slice(None), offset), offset + 1, slice(c - 1 - offset, None)

@@ -1,7 +1,5 @@
-"""The decoding state of a model: the caches of its layers, and where each row is.
-
-It can be saved in a file of safetensors. The file has the hash of the model, and one of all that is
-in it: a state of another model and a damaged file are refused."""
+"""The decoding state of a model: its layers' caches, and where each row is. Its file has hashes of
+the model and of all that is in it: a state of another model and a damaged file are refused."""
 
 import copy
 import dataclasses
@@ -35,20 +33,26 @@ class DecodingState:
     seq_lens_B: Tensor
     start_B: Tensor
     model: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The `LanguageModel` whose state this is. `deepcopy` shares it; a pickle has None."""
-    text: str = ""
-    """The last word that `read` has read: it is tokenised together with what follows it."""
+    """The `LanguageModel` whose state this is, which `deepcopy` shares."""
+    text: str = ""  # the last word that `read` has read: it is tokenised together with what follows it
     tokenizer_sha256: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         return self.repeated(len(self.seq_lens_B))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "model": None}
-
-    def save(self, path: Path | str) -> None:
-        """Replace a file by this state. Raises ResourceError, or UsageError without the model."""
-        save_state(Path(path), self, {})
+    def save(self, path: Path | str, facts: Mapping[str, Any] | None = None, of_model: str = "") -> str:
+        """Replace a file by this state, and return its model's hash. facts: more to save, for JSON.
+        of_model: the hash, if it is known. Raises ResourceError, or UsageError without the model."""
+        if self.model is None:
+            raise UsageError("the state does not know its model", path, "say state.model = model")
+        tensors = self.tensors()
+        of_model = of_model or model_sha256(self.model)
+        content = json.dumps([of_model, self.text, self.tokenizer_sha256, facts or {}])
+        # One entry: safetensors writes several in any order, and the same state has the same bytes.
+        metadata = {"state": json.dumps([content_sha256(tensors, content), content])}
+        with replaced(Path(path)) as file:
+            file.write(safetensors.torch.save(tensors, metadata))
+        return of_model
 
     @classmethod
     def load(cls, path: Path | str, model: Any) -> "DecodingState":
@@ -61,8 +65,8 @@ class DecodingState:
 
     def inputs(self, config: ModelConfig, n_new_B: Tensor, begins_BN: Tensor,
                window: int | None = None) -> DecodeInputs:
-        """The inputs of the next tokens, see `DecodeInputs`. With `document_grid` "own" each
-        document counts as a row of its own, so only the first of the tokens may begin one."""
+        """With `document_grid` "own" each document counts as a row of its own, so only the first of
+        the tokens may begin one."""
         if config.document_grid == "row":
             return DecodeInputs(self.seq_lens_B, self.start_B, n_new_B, begins_BN, window)
         before_B = torch.where(begins_BN[:, 0] & (n_new_B > 0), 0, self.in_grid_B(config))
@@ -75,7 +79,7 @@ class DecodingState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows' state in all caches, with room for more tokens; constant for FLASH."""
+        """Bytes of the rows' state, with room for more tokens; constant for FLASH."""
         return sum(tensor.nbytes for cache in self.caches for tensor in cache.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -92,9 +96,10 @@ class DecodingState:
             setattr(self.caches[int(n)] if n else self, field, tensor)
 
     def reserve(self, n_tokens: int) -> None:
-        """Allocate room for rows of `n_tokens` tokens, so that appending moves nothing."""
+        """Allocate room for the keys and values of rows of `n_tokens` tokens."""
         for cache in self.caches:
-            cache.reserve(n_tokens)
+            if isinstance(cache, KeyValueCache):
+                cache.reserve(n_tokens)
 
     def reserve_in_graph(self, n_new: int) -> int | None:
         """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be
@@ -106,7 +111,7 @@ class DecodingState:
         return lengths[0] + n_new
 
     def repeated(self, n_rows: int) -> "DecodingState":
-        """A copy with `n_rows` rows: of the only row, or of as many rows, else UsageError."""
+        """A copy with `n_rows` rows, of one row or as many, else UsageError."""
         n_own = len(self.seq_lens_B)
         require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
         made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
@@ -119,20 +124,6 @@ class DecodingState:
         for cache in self.caches:
             cache.select(rows_B)
         self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)
-
-
-def save_state(path: Path, state: DecodingState, facts: Mapping[str, Any], of_model: str = "") -> str:
-    """`DecodingState.save`. facts: for JSON. of_model: the model's hash, if known. Returns it."""
-    if state.model is None:
-        raise UsageError("the state does not know its model", path, "say state.model = model")
-    tensors = state.tensors()
-    of_model = of_model or model_sha256(state.model)
-    content = json.dumps([of_model, state.text, state.tokenizer_sha256, facts])
-    # One entry: safetensors writes several in any order, and the same state has the same bytes.
-    metadata = {"state": json.dumps([content_sha256(tensors, content), content])}
-    with replaced(path) as file:
-        file.write(safetensors.torch.save(tensors, metadata))
-    return of_model
 
 
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:

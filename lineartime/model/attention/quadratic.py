@@ -1,4 +1,4 @@
-"""The Transformers' core: softmax attention, by PyTorch's fused kernels."""
+"""The cores of quadratic attention: softmax, by PyTorch's fused kernels, and relu^2 of a GAU."""
 
 import dataclasses
 import itertools
@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, KeyValueCache
-from lineartime.model.decoding.extend import empty_cache
+from lineartime.model.decoding.extend import extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layers import SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
+from lineartime.model.layers import RelPosBias, SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
+from lineartime.ops.reference import quadratic_attention
 
 
 @dataclasses.dataclass
 class Softmax:
-    """softmax(q k^T / sqrt(K)) v of each document, so that no T x T mask is needed."""
+    """softmax(q k^T / sqrt(K)) v of each document, so that no T x T mask is needed. On CUDA in
+    bfloat16 and float16 all documents run in one call."""
 
     config: ModelConfig
     query_norm: nn.RMSNorm | None
     key_norm: nn.RMSNorm | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """The heads concatenated: `[B, T, D]`. x_BTD is unused. On CUDA in bfloat16 and float16,
-        all documents run in one call of variable-length attention. Compiled models take a mask."""
         q_BTHK, k_BTHK = self.positioned(q_BTHK, k_BTHK, info)
         if info.cu_seqlens is not None and q_BTHK.is_cuda and q_BTHK.dtype in (torch.bfloat16, torch.float16):
             return attend_varlen(q_BTHK, k_BTHK, v_BTHK, info.cu_seqlens, self.config.causal).flatten(2)
@@ -41,21 +41,15 @@ class Softmax:
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
 
     def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norm, if there is one, and RoPE: `[B, T, H, K]` each."""
+        """Queries and keys after their norm, if there is one, and RoPE."""
         q_BTHK, k_BTHK = normed_heads(q_BTHK, self.query_norm), normed_heads(k_BTHK, self.key_norm)
         return rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
 
-    def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        """The cache of `n_rows` rows that have no token yet, of `weight`'s dtype and device."""
-        return empty_cache(n_rows, self.config, weight, None)
-
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`attend` for the next tokens whose past is in `cache`, which is updated. Causal alone."""
         assert isinstance(cache, KeyValueCache)
         h = self.config.n_heads
-        q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h)
-                               for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
+        q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h) for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
         # The new keys and values join those of the cache; a mask hides others.
         k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
@@ -82,3 +76,32 @@ def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: li
     out_THK = varlen_attn(q_THK, k_THK, v_THK, cumulative, cumulative, longest, longest, window_size=window)
     assert isinstance(out_THK, Tensor)
     return out_THK.view_as(q_BTHK)
+
+
+@dataclasses.dataclass
+class ReluSquared:
+    """relu(q k^T / n + b)^2 v, with one bias for all heads, which are folded into the batch: an
+    ablation of the paper."""
+
+    config: ModelConfig
+    rel_pos_bias: RelPosBias
+
+    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
+        config, h, ids_BT = self.config, self.config.n_heads, info.segment_ids_BT
+        q, k, v = (x_BTK[:, None] for x_BTK in self.fold(q_BTHK, k_BTHK, v_BTHK, info))
+        ids_BGC = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)[:, None]
+        out = quadratic_attention(q, k, v, self.rel_pos_bias(q.shape[2]), scale_len=config.scale_len,
+                                  causal=config.causal, segment_ids_BGC=ids_BGC)
+        return unfold_heads(out[:, 0], h)
+
+    def fold(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, ...]:
+        """q and k after RoPE, and v: `[B H, T, K]` each."""
+        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
+        return tuple(fold_heads(x.flatten(2), self.config.n_heads) for x in heads)
+
+    def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
+               inputs: DecodeInputs, cache: Cache) -> Tensor:
+        assert isinstance(cache, KeyValueCache)
+        q, k, v = self.fold(q_BNHK, k_BNHK, v_BNHK, info)
+        h = self.config.n_heads
+        return unfold_heads(extend_row(q, k, v, inputs.for_heads(h), cache, self.rel_pos_bias, self.config), h)

@@ -1,9 +1,8 @@
 """The layout of rows: which token lies where, once for all layers, and the way back.
 
 Padding goes to the end of its row, where it shifts neither positions nor chunks. With
-`document_grid` "row" positions and chunks count from the beginning of the row, as in the paper's
-listings. With "own" positions count from the beginning of each document, and a document begins with
-a chunk or lies in one. The layers compute as always."""
+`document_grid` "row" positions and chunks count from the row's beginning, as in the paper's
+listings. With "own" positions count from each document's, which begins a chunk or lies in one."""
 
 import itertools
 from typing import NamedTuple
@@ -19,21 +18,17 @@ from lineartime.config import ModelConfig
 class Layout(NamedTuple):
     """Rows of T tokens as layers take them, in L places."""
 
-    position_BL: Tensor
-    """The position of each place, `[1 or B, L]`."""
-    segment_ids_BL: Tensor | None
-    """The document of each place, see `layers.SequenceInfo`."""
-    order_BL: Tensor | None = None
-    """The token at each place; None: the tokens as they are, and L = T."""
-    back_BT: Tensor | None = None
-    """The place of each token, if there is an `order_BL`."""
+    position_BL: Tensor  # `[1 or B, L]`
+    segment_ids_BL: Tensor | None  # the document of each place, see `layers.SequenceInfo`
+    order_BL: Tensor | None = None  # the token at each place; None: the tokens as they are, and L = T
+    back_BT: Tensor | None = None  # the place of each token, if there is an `order_BL`
 
     def take(self, x_BT: Tensor) -> Tensor:
-        """`[B, L, ...]`: what each place has of ids or vectors of the tokens, `[B, T, ...]`."""
+        """Ids or vectors of the tokens, `[B, T, ...]`, as `[B, L, ...]`."""
         return x_BT if self.order_BL is None else in_order(x_BT, self.order_BL)
 
     def give_back(self, x_BL: Tensor) -> Tensor:
-        """The inverse of `take`: `[B, T, ...]`."""
+        """The inverse of `take`."""
         return x_BL if self.back_BT is None else in_order(x_BL, self.back_BT)
 
 
@@ -42,9 +37,9 @@ def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_id
     """The layout of rows of `n_tokens` tokens.
 
     segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a
-    row, -1 for padding at its end; None: every row is one document. padding_mask_BT: True for
-    tokens, False for padding, which may be anywhere in a row; the segment id of padding does not
-    matter. Raises UsageError for wrong segment ids."""
+    row, -1 for padding at its end; None: every row is one document. padding_mask_BT: False for
+    padding, which may be anywhere in a row and have any segment id. Raises UsageError for wrong
+    segment ids."""
     order_BT = None
     if padding_mask_BT is not None:
         order_BT = padding_last(padding_mask_BT.bool())
