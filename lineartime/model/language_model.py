@@ -27,7 +27,7 @@ class LanguageModel(nn.Module):
     """Tokens to logits, for every preset of `config.PRESETS`.
 
     The token `config.end_of_document` starts a new document in a row; attention does not cross
-    documents, unless `document_mask` is "paper". `generate` ends a text at `end_tokens`."""
+    documents, unless `document_mask` is "paper". At `end_tokens` `generate` ends a text."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -65,9 +65,8 @@ class LanguageModel(nn.Module):
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
 
-    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None,
-               padding_mask_BT: Tensor | None = None, ranks: Ranks = ALONE,
-               collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
+    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
+               ranks: Ranks = ALONE, collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
         """`forward` without the head: x_BTD after the last norm. Raises as `forward` does.
 
         collected: a list to which each block's input is added, `[B, T, D]`. embeds_BTD: in place of

@@ -1,6 +1,7 @@
 """The paper's other models and its ablations are their definitions: each layer against the same
-token by token."""
+token by token. And what Performer's three sums have to keep."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.config import PRESETS, ModelConfig
+from lineartime.model.attention import performer
+from lineartime.model.attention.performer import performer_attention, relu_features
 from lineartime.model.gau_options import WriteGate
 from lineartime.model.language_model import LanguageModel
 from tiny_models import BIDIRECTIONAL, CONFIGS, FLASH, UNPACKED, difference, random_ids, random_model
@@ -93,11 +96,8 @@ def test_gates_of_short_types_are_made_in_float32() -> None:
     assert gate_BTH.dtype == torch.float32 and (gate_BTH - exact_BTH).abs().max() < 1e-6
 
 
-SHORT = [*PRESETS, "transformer++ relu2", "flash softmax", "flash heads", "flash learned weights",
-         "flash cls", "flash first to all"]
-
-
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [*PRESETS, "transformer++ relu2", "flash softmax", "flash heads",
+                                  "flash learned weights", "flash cls", "flash first to all"])
 def test_bfloat16_is_near(name: str) -> None:
     """Under autocast, as in training and evaluation: the loss and every gradient are near those of
     float32, and with bfloat16 weights the output too."""
@@ -108,13 +108,13 @@ def test_bfloat16_is_near(name: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
-    gradients = []
+    found = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = F.cross_entropy(model(ids_BT, segment_ids_BT).float().flatten(0, 1), ids_BT.roll(-1, 1).flatten())
-        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()),
-                                                                             materialize_grads=True)]))
-    full, low = gradients
+        gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    full, low = found
     assert low.dtype == torch.float32
     assert (low - full).norm() / full.norm() < 0.05
     with torch.no_grad():
@@ -128,3 +128,67 @@ def test_bfloat16_is_near(name: str) -> None:
             pieces = [model.extend(ids_BT[:, :21], torch.tensor([21, 21]), state)]
             pieces += [model.extend(ids_BT[:, t : t + 1], torch.tensor([1, 1]), state) for t in range(21, 50)]
             assert (torch.cat(pieces, 1).float() - whole.float()).norm() / whole.float().norm() < 0.05
+
+
+PREFIX_SUMS = ["scan", "matmul", "blocks"]
+EVERY_PREFIX_SUM = pytest.mark.parametrize("prefix_sum", PREFIX_SUMS)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@settings(max_examples=6)
+@given(seed=SEEDS, n_tokens=st.integers(1, 300), data=st.data())
+def test_three_ways_to_sum_are_one(causal: bool, seed: int, n_tokens: int, data: st.DataObject) -> None:
+    """Against the T x T matrix, and behind a state that a first part left."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, n_tokens, 2, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    mask = torch.ones(n_tokens, n_tokens, dtype=torch.float64).tril() if causal else 1.0
+    a_BHTS = torch.einsum("bthm,bshm->bhts", relu_features(q), relu_features(k)) * mask
+    wanted = torch.einsum("bhts,bshk->bthk", a_BHTS / a_BHTS.sum(-1, keepdim=True), v)
+    for prefix_sum in PREFIX_SUMS:
+        found = performer_attention(q, k, v, causal=causal, prefix_sum=prefix_sum)
+        assert (found - wanted).abs().max() < 1e-11
+    cut = data.draw(st.integers(0, n_tokens - 1))
+    fq, fk = relu_features(q), relu_features(k)
+    for prefix_sum, later_sum in itertools.product(PREFIX_SUMS, repeat=2):
+        whole, last = performer.prefix_read(fq, fk, v, prefix_sum)
+        state = performer.prefix_read(fq[:, :cut], fk[:, :cut], v[:, :cut], prefix_sum)[1] if cut else None
+        found, found_last = performer.prefix_read(fq[:, cut:], fk[:, cut:], v[:, cut:], later_sum, state)
+        assert (found - whole[:, cut:]).abs().max() < 1e-10
+        assert (found_last - last).abs().max() < 1e-10
+
+
+@EVERY_PREFIX_SUM
+def test_a_large_entry_changes_nothing_before_it(prefix_sum: str) -> None:
+    """In float32, bit for bit: a sum that is taken back by subtraction would keep rounding."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 2, 4, generator=generator) for _ in range(3))
+    small = performer_attention(q, k, v, causal=True, prefix_sum=prefix_sum)
+    wanted = performer_attention(q.double(), k.double(), v.double(), causal=True, prefix_sum="scan")
+    assert (small - wanted).abs().max() < 1e-5
+    for at in (100, 200, 299):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, at], v2[:, at] = 1e4, 1e4
+        large = performer_attention(q, k2, v2, causal=True, prefix_sum=prefix_sum)
+        assert torch.equal(large[:, :at], small[:, :at])
+        assert (large[:, at:] != small[:, at:]).any()
+
+
+@EVERY_PREFIX_SUM
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 weights", "autocast"])
+def test_sums_over_thousands_of_tokens_in_bfloat16(prefix_sum: str, autocast: bool,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running sum in bfloat16 stops growing after some hundred terms: the mean of later values
+    would be lost."""
+    monkeypatch.setattr(performer, "PREFIX_BLOCK", 8)
+    generator = torch.Generator().manual_seed(0)
+    n_tokens = 4096
+    q, k = (torch.rand(1, n_tokens, 1, 4, generator=generator).bfloat16() for _ in range(2))
+    v = torch.linspace(-1, 1, n_tokens)[None, :, None, None].expand_as(q).bfloat16()
+    wanted = performer_attention(q.double(), k.double(), v.double(), causal=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = performer_attention(q, k, v, causal=True, prefix_sum=prefix_sum)
+        state = performer.prefix_read(q.float(), k.float(), torch.ones(1, n_tokens, 1, 1), prefix_sum)[1]
+    counted = k.double().sum(1)[0, 0]
+    assert state.dtype == torch.float32
+    assert (state.flatten() / counted - 1).abs().max() < 1e-4  # a bfloat16 is off by up to 4e-3
+    assert (found.double() - wanted).abs().max() < 2e-2

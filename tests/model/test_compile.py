@@ -1,7 +1,5 @@
 """Compiled layers against the reference: the same loss and the same gradient of every parameter.
-
-PyTorch's compiler writes C++ for a CPU, which `make test-all` needs a compiler for, as
-docs/guide.md says. """
+For a CPU PyTorch's compiler writes C++, which `make test-all` needs a compiler for."""
 
 import copy
 import math

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lineartime.base.errors import UsageError
-from lineartime.config import PRESETS, ModelConfig
+from lineartime.config import PRESETS
 from lineartime.model.attention.combiner import RowCache
 from lineartime.model.attention.performer import PrefixState
 from lineartime.model.decoding.cache import ChunkState, KeyValueCache
@@ -21,26 +21,11 @@ from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import sequence_info
 from lineartime.weights.generation import generate
-from tiny_models import (
-    BOTH_GRIDS,
-    CHUNK,
-    CONTEXT,
-    FLASH,
-    case_of,
-    difference,
-    random_ids,
-    random_model,
-    with_end,
-)
+from tiny_models import BOTH_GRIDS, CHUNK, CONTEXT, FLASH, case_of, difference, random_ids, random_model, with_end
 
 END = 0
-EVERY_MODEL = pytest.mark.parametrize("name", [*map(case_of, BOTH_GRIDS)])
 PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in PRESETS) for name in BOTH_GRIDS])
 """The presets, and in `make test-all` every model."""
-
-
-def with_documents(name: str) -> ModelConfig:
-    return with_end(BOTH_GRIDS[name], END)
 
 
 def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor:
@@ -54,20 +39,19 @@ def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor
     ("flash+", 1, "key_conv"), ("mc-tfm++", 1, "gamma")])
 def test_what_is_read_into_a_state_has_gradients(name: str, width: int, trained: str) -> None:
     """Also where values have none."""
-    model, ids_BT = random_model(with_documents(name)), random_ids(2, 3 * CHUNK + 2) % 12 + 1
+    model, ids_BT = random_model(with_end(BOTH_GRIDS[name])), random_ids(2, 3 * CHUNK + 2) % 12 + 1
     learning = [p for name, p in model.layers.named_parameters() if trained in name]
     for p in model.parameters():
         p.requires_grad_(any(p is each for each in learning))
     state = model.decoding_state(2)
     read_BTD = torch.cat([extend(model, part_BN, state) for part_BN in ids_BT.split(width, 1)], 1)
-    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), learning)
-                     for x_BTD in (read_BTD, model.hidden(ids_BT)))
+    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), learning) for x_BTD in (read_BTD, model.hidden(ids_BT)))
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("name", "n_new"), [("flash", 1), ("flash-quad", 3)])
 def test_the_position_bias_has_a_gradient_after_a_prompt_without(name: str, n_new: int) -> None:
-    model, ids_BT = random_model(with_documents(name)), random_ids(2, 16)
+    model, ids_BT = random_model(with_end(BOTH_GRIDS[name])), random_ids(2, 16)
     with torch.no_grad():  # the last token makes room for more
         state = model.decoding_state(2)
         extend(model, ids_BT[:, :12], state)
@@ -76,12 +60,12 @@ def test_the_position_bias_has_a_gradient_after_a_prompt_without(name: str, n_ne
     assert torch.autograd.grad(x_BND.square().sum(), [*model.layers[0].rel_pos_bias.parameters()])[0].any()
 
 
-@EVERY_MODEL
+@pytest.mark.parametrize("name", [*map(case_of, BOTH_GRIDS)])
 @torch.no_grad()
 def test_every_split(name: str) -> None:
     """After any number of tokens the others come at once, or one at a time. Documents begin and end
     inside chunks, at their ends and not at all."""
-    model = random_model(with_documents(name))
+    model = random_model(with_end(BOTH_GRIDS[name]))
     ids_BT = random_ids(4, 3 * CHUNK + 2) % 12 + 1
     ids_BT[1, [3, 4, 9]] = END
     ids_BT[2, [0, 4, 5, 8, 12]] = END
@@ -106,17 +90,15 @@ def test_every_split(name: str) -> None:
 def test_any_split_of_rows_of_any_lengths(name: str, lengths: list[int], vocab_size: int, seed: int,
                                           data: st.DataObject) -> None:
     """Each row gets its next tokens in pieces of its own sizes, with anything behind them."""
-    model = random_model(with_documents(name), seed)
+    model = random_model(with_end(BOTH_GRIDS[name]), seed)
     rows = [random_ids(length, seed=seed + row, vocab_size=vocab_size) for row, length in enumerate(lengths)]
     state, done = model.decoding_state(len(rows)), [0] * len(rows)
     outputs: list[list[Tensor]] = [[] for _ in rows]
     while any(n < length for n, length in zip(done, lengths, strict=True)):
         most = data.draw(st.sampled_from([1, 1, 2, CHUNK, CONTEXT]))
         left = [length - n for n, length in zip(done, lengths, strict=True)]
-        least = 1 if most == 1 else 0
-        n_new = [min(data.draw(st.integers(least, most)), n) for n in left]
-        if sum(n_new) == 0:
-            n_new = left
+        n_new = [min(data.draw(st.integers(most == 1, most)), n) for n in left]
+        n_new = n_new if any(n_new) else left
         ids_BN = random_ids(len(rows), max(n_new), seed=seed + 99)
         for row, (start, n) in enumerate(zip(done, n_new, strict=True)):
             ids_BN[row, :n] = rows[row][start : start + n]
@@ -133,7 +115,7 @@ def test_any_split_of_rows_of_any_lengths(name: str, lengths: list[int], vocab_s
 @torch.no_grad()
 def test_rows_of_a_state_are_chosen(name: str) -> None:
     """As beam search does: some rows twice, some dropped, in another order."""
-    model = random_model(with_documents(name))
+    model = random_model(with_end(BOTH_GRIDS[name]))
     ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
     chosen = torch.tensor([2, 0, 2, 1])
     state = model.decoding_state(3)
@@ -147,28 +129,28 @@ def test_rows_of_a_state_are_chosen(name: str) -> None:
 @torch.no_grad()
 def test_what_of_a_state_grows(name: str) -> None:
     """Nothing in FLASH, MC-TFM++ and Performer; keys and values, and Combiner's summaries."""
-    config = with_documents(name)
+    config = with_end(BOTH_GRIDS[name])
     model = random_model(config)
     state = model.decoding_state(2)
     kinds = {"linear": PrefixState, "rowmajor_axial": RowCache, "quadratic": KeyValueCache, "mixed_chunk": ChunkState}
-    growing = {RowCache: {"ks_BLCHK", "vs_BLCHK"}, KeyValueCache: {"k_BL", "v_BL"}}
+    growing = {RowCache: ("ks_BLCHK", "vs_BLCHK"), KeyValueCache: ("k_BL", "v_BL")}
     for i, cache in enumerate(state.caches):
-        assert type(cache) is kinds[config.layer(i).attn_type] and {*cache.growing} >= growing.get(type(cache), set())
+        assert type(cache) is kinds[config.layer(i).attn_type] and cache.growing == growing.get(type(cache), ())
     at_first, n_bytes, n_tokens = [cache.tensors() for cache in state.caches], state.n_bytes, 0
     for n_new in (1, 7, 10) if config.max_len else (1, 7, 100, 1, 1, 1100):
         model.extend(random_ids(2, n_new, vocab_size=12) + 1, torch.tensor([n_new, n_new // 2]), state)
         n_tokens += n_new
         for cache, before in zip(state.caches, at_first, strict=True):
             now, n_kept = cache.tensors(), n_tokens // (config.chunk_size or 1 if isinstance(cache, RowCache) else 1)
-            assert now.keys() == before.keys() and len(cache.growing) <= 2
+            assert now.keys() == before.keys()
             for part, tensor in now.items():
                 assert tensor.dtype == before[part].dtype
-                if part in growing.get(type(cache), ()):
+                if part in cache.growing:
                     assert n_kept <= tensor.shape[1] <= max(2 * n_kept, 7), part
                 else:
                     assert tensor.shape == before[part].shape, part
         assert state.n_bytes == sum(t.nbytes for cache in state.caches for t in cache.tensors().values()) > 0
-    assert (state.n_bytes > n_bytes) == any(type(cache) in growing for cache in state.caches)
+    assert (state.n_bytes > n_bytes) == any(cache.growing for cache in state.caches)
 
 
 @pytest.mark.parametrize(("name", "kept"), [("flash", "kv_BSE"), ("performer", "kv_BHMK")])
@@ -189,7 +171,7 @@ def test_the_sum_of_a_short_type_is_float32(name: str, kept: str) -> None:
 @pytest.mark.parametrize("name", ["transformer++", "flash, own grid", "transformer++, own grid", "flash overlap"])
 @torch.no_grad()
 def test_rows_of_any_lengths_under_autocast(name: str) -> None:
-    model = random_model(with_documents(name)).float()
+    model = random_model(with_end(BOTH_GRIDS[name])).float()
     ids_BT, state = random_ids(2, 20, vocab_size=4), model.decoding_state(2)
     with torch.autocast("cpu", torch.bfloat16):
         x_BTD = model.hidden(ids_BT)

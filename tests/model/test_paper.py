@@ -56,8 +56,8 @@ class Case:
         self.leaves = {key: tensor.clone().requires_grad_() for key, tensor in tensors.items()}
 
     def check(self, out: Tensor) -> None:
-        """The output and every recorded gradient. A recorded output may be only the first rows of a
-        large one: the cotangent is zero below them."""
+        """The output and every recorded gradient, in float32. A recorded output may be only the
+        first rows of a large one: the cotangent is zero below them."""
         out = out[: len(self.out)]
         found = torch.autograd.grad((out * self.cotangent).sum(), [self.leaves[name] for name in self.grads],
                                     materialize_grads=True)
@@ -98,17 +98,6 @@ def gated_attention_unit(var: Weights, n: int, causal: bool, norm_type: str, *, 
                               expansion_factor=var["dense_1/kernel"].shape[0] // d, norm=norm_type, abs_pos="learned",
                               **fields)
         return GatedAttentionUnit(config)
-
-
-def flash(x_BGCD: Tensor, causal: bool, segment_ids_BGC: Tensor, var: Weights, norm_type: str,
-          document_mask: str) -> Tensor:
-    """The package's FLASH layer with the signature of the listing."""
-    n = x_BGCD.shape[2]
-    layer = gated_attention_unit(var, n, causal, norm_type, chunks=True, document_mask=document_mask)
-    return call(layer, var, x_BGCD.flatten(1, 2), segment_ids_BGC.flatten(1)).unflatten(1, (-1, n))
-
-
-# The recorded cases, in float32 as they were recorded.
 
 
 def test_scaled_sin() -> None:
@@ -187,8 +176,9 @@ def test_segment_mask_is_its_definition(causal: bool) -> None:
 @cases("flash")
 def test_flash_layer(name: str) -> None:
     case = Case(name)
-    norm_type = case.settings.get("norm_type", "layer_norm")
-    case.check(flash(case.leaves["x"], case.settings["causal"], case.inputs["seg"], case.leaves, norm_type, "paper"))
+    norm_type, x = case.settings.get("norm_type", "layer_norm"), case.leaves["x"]
+    layer = gated_attention_unit(case.var, x.shape[2], case.settings["causal"], norm_type, chunks=True)
+    case.check(call(layer, case.leaves, x.flatten(1, 2), case.inputs["seg"].flatten(1)).view_as(x))
 
 
 @cases("flash_g4_n16_docs1")
@@ -200,8 +190,6 @@ def test_one_document_needs_no_segment_ids(name: str) -> None:
     x = case.leaves["x"]
     case.check(call(layer, case.leaves, x.flatten(1, 2)).view_as(x))
 
-
-# The specification tables.
 
 ABLATIONS_IN_MILLIONS = [
     # Tables 1 and 2.

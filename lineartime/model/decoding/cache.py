@@ -74,7 +74,7 @@ class ChunkState(Cache):
             self.written_B[at.full] = written_B + gate_BC.sum(-1)
 
     def past(self, inputs: DecodeInputs) -> Past:
-        # Tokens of each row's current document in closed chunks.
+        """What precedes the open chunk in each row's current document, see `reference.Past`."""
         in_chunks_B = inputs.seq_lens_B - inputs.seq_lens_B % self.chunk_size
         n_carried_B = (in_chunks_B - inputs.start_B).clamp(min=0).to(self.kv_BSE.dtype)
         # What divides the sum: its tokens, or with chunk_pooling "written" the sum of their gates.

@@ -1,0 +1,193 @@
+"""A layer alone: what it takes, the feed-forward layer's formula, initial values, and adapters in
+place of its projections."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineartime import FeedForward, GatedAttentionUnit, MultiHeadAttention
+from lineartime.base.errors import UsageError
+from lineartime.config import PRESETS, ModelConfig, model_config
+from lineartime.model.language_model import LanguageModel, init_weights
+from lineartime.model.layers import ResidualLayer
+from lineartime.weights.generation.generate import decode_step, prefill
+from marks import rest
+from tiny_models import CONFIGS, random_ids, random_model
+from token_by_token import dense, normed
+
+GAU = GatedAttentionUnit(d_model=16, query_key_dim=8, context=32)
+WRONG = [
+    (GatedAttentionUnit, (64,), {}, "a layer takes a ModelConfig, or its fields by name"),
+    (GatedAttentionUnit, (), {"kernel": "softmax"}, "unknown setting: kernel; did you mean attn_kernel?"),
+    (GatedAttentionUnit, (), {"norm": "rms"}, "norm"),
+    (GatedAttentionUnit, (model_config("flash-quad"),), {"d_model": 64}, "not both: d_model"),
+    (GatedAttentionUnit, (model_config("performer"),), {}, "ffn = mlp"),
+    (MultiHeadAttention, (model_config("flash"),), {}, "ffn = gau"),
+    (FeedForward, (model_config("flash"),), {}, "FeedForward"),
+]
+
+
+def test_wrong_fields_are_refused_in_one_line() -> None:
+    for layer, given, fields, said in WRONG:
+        with pytest.raises(UsageError) as caught:
+            layer(*given, **fields)
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("made", "fields"), [
+    (GatedAttentionUnit, {"d_model": 24, "chunk_size": 4}), (GatedAttentionUnit, {"d_model": 25}),
+    (GatedAttentionUnit, {"d_model": 24, "key_conv": 3, "attn_kernel": "softmax"}),
+    (GatedAttentionUnit, {"d_model": 24, "chunk_size": 4, "overlap": True, "gate": False, "n_heads": 4}),
+    (GatedAttentionUnit, {"d_model": 24, "chunk_size": 4, "key_conv": 3, "linear_gate": True, "linear_rope": False,
+                          "chunk_pooling": "written"}),
+    (FeedForward, {"d_model": 25}), (MultiHeadAttention, {"d_model": 24, "n_heads": 2}),
+    (MultiHeadAttention, {"d_model": 24, "n_heads": 2, "attn_type": "mixed_chunk", "chunk_size": 4})])
+def test_a_layer_alone_is_that_of_its_configuration(made: type[ResidualLayer], fields: dict) -> None:
+    """By fields or by a configuration, with initial values that are finite."""
+    torch.manual_seed(0)
+    layer = made(**fields)
+    assert isinstance(layer.config, ModelConfig) and all(p.isfinite().all() for p in layer.parameters())
+    again = made(layer.config)
+    again.load_state_dict(layer.state_dict())
+    x_BTD = torch.randn(2, 9, layer.config.d_model)
+    y_BTD = layer(x_BTD)
+    assert y_BTD.shape == x_BTD.shape and torch.equal(again(x_BTD), y_BTD)
+
+
+def test_wrong_inputs_are_refused_in_one_line() -> None:
+    wrong = [(torch.zeros(3, 16), r"wrong shape of a layer's input: \[3, 16\]; give \[batch, tokens, 16\]"),
+             (torch.zeros(1, 3, 8), r"wrong shape of a layer's input: \[1, 3, 8\]; give"),
+             (torch.zeros(1, 3, 16).long(), "wrong dtype of a layer's input: torch.int64, the weights are"),
+             (torch.zeros(1, 3, 16).bfloat16(), "torch.bfloat16, the weights are torch.float32; convert the")]
+    cases = [(layer, x, said) for x, said in wrong
+             for layer in (GAU, MultiHeadAttention(d_model=16, n_heads=2), FeedForward(d_model=16))]
+    cases.append((GAU, torch.zeros(1, 40, 16), "row longer than the position table: 40 tokens, the table has 32; make"))
+    for layer, x, said in cases:
+        with pytest.raises(UsageError, match=said) as caught:
+            layer(x)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_dtype_that_autocast_converts_and_a_projection_of_its_own_dtype() -> None:
+    """Under autocast any floating type but float64 will do, and another projection converts."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert GAU(torch.zeros(1, 3, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        for wrong in (torch.long, torch.double):
+            with pytest.raises(UsageError, match="wrong dtype"):
+                GAU(torch.zeros(1, 3, 16, dtype=wrong))
+
+    class Converting(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+    layer = FeedForward(d_model=16)
+    layer.in_proj = Converting(16, layer.in_proj.out_features).double()
+    assert layer(torch.zeros(1, 3, 16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
+@pytest.mark.parametrize("ffn", ["mlp", "glu"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_feed_forward(activation: str, ffn: str, norm: str) -> None:
+    """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x) (Eqs. 1-2)."""
+    layer = FeedForward(d_model=24, expansion_factor=2, norm=norm, activation=activation, ffn=ffn).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    w = dict(layer.named_parameters())
+    x_TD = torch.randn(11, 24, dtype=torch.float64, generator=generator)
+    inner, e = dense(normed(x_TD, w), w, "in_proj"), layer.config.d_inner
+    act = inner[:, :e] * (0.5 * (1 + torch.erf(inner[:, :e] / 2**0.5)) if activation == "gelu"
+                          else torch.sigmoid(inner[:, :e]))
+    expected = x_TD + dense(act * inner[:, e:] if ffn == "glu" else act, w, "out_proj")
+    assert torch.allclose(layer(x_TD[None])[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("task", "init_std"), [("c4", 0.02), ("wiki40b", 0.07)])
+@pytest.mark.parametrize(("preset", "options"), [
+    *((preset, {}) for preset in PRESETS if preset != "flash+"),
+    ("transformer++", {"attn_kernel": "relu2", "gate": True}),
+    ("mc-tfm++", {"attn_kernel": "relu2"}), ("flash", {"chunk_pooling": "attention", "overlap": True}),
+    ("flash-quad", {"gate": False}), ("flash", {"causal": False, "first_to_all": True}),
+], ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
+def test_initial_values(preset: str, options: dict, task: str, init_std: float) -> None:
+    """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, all else normal(0, 0.02),
+    or in matrices and embeddings `init_std`."""
+    torch.manual_seed(0)
+    fields = options | {"init_std": init_std} | ({"n_heads": 4} if PRESETS[preset].ffn != "gau" else {})
+    model = LanguageModel(model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    drawn = []
+    for name, parameter in model.named_parameters():
+        *_, owner, kind = ("model." + name).split(".")
+        if owner in ("norm", "summary_norm") and kind in ("weight", "scalar"):
+            assert (parameter == 1).all(), name
+        elif name == "abs_pos.scalar":
+            assert parameter == 64**-0.5
+        elif kind in ("bias", "beta", "head_bias"):
+            assert (parameter == 0).all(), name
+        else:
+            std = init_std if kind == "weight" and parameter.dim() == 2 else 0.02
+            drawn.append(parameter.detach().flatten() / std)
+            assert abs(parameter.std() / std - 1) < 4 / (2 * parameter.numel()) ** 0.5, name
+            assert abs(parameter.mean()) < 4 * std / parameter.numel() ** 0.5, name
+    assert abs(torch.cat(drawn).std() - 1) < 0.01
+
+
+@pytest.mark.parametrize("preset", ["flash", "mc-tfm++", "flash-quad", "transformer++"])
+def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
+    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; gains of 1. The other
+    weights of the first layer are those without the options."""
+    gau, chunks = PRESETS[preset].ffn == "gau", PRESETS[preset].chunk_size is not None
+    fields = {"n_layers": 1, "d_model": 256, "vocab_size": 500} | ({"query_key_dim": 256} if gau else {"n_heads": 4})
+    options = {"key_conv": 3, "linear_gate": chunks, "qk_norm": not (gau or chunks)}
+    plain = LanguageModel(model_config(preset, **fields))
+    torch.manual_seed(0)
+    init_weights(plain)
+    for causal in (True, False):
+        made = LanguageModel(model_config(preset, causal=causal, **fields, **options))
+        torch.manual_seed(0)
+        init_weights(made)
+        old, new = dict(plain.layers[0].named_parameters()), dict(made.layers[0].named_parameters())
+        taps_KS = new.pop("key_conv.taps")
+        taps_KS = taps_KS - F.one_hot(torch.tensor(2 if causal else 1), 3)[:, None]
+        assert abs(taps_KS.mean()) < 0.05 and abs(taps_KS.std() - 0.3) < 0.03
+        if chunks:
+            assert abs(new.pop("linear_gate.weight").std() - 0.1) < 0.02 and not new.pop("linear_gate.bias").any()
+        if not (gau or chunks):
+            assert all((new.pop(f"{name}_norm.weight") == torch.ones(64)).all() for name in ("query", "key"))
+        assert new.keys() == old.keys() and all(torch.equal(old[name], new[name]) for name in old)
+
+
+class LowRank(nn.Module):
+    """W x + b + 2 B A x: LoRA."""
+
+    def __init__(self, base: nn.Linear, generator: torch.Generator):
+        super().__init__()
+        self.base = base
+        self.a, self.b = (nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64) / 4)
+                          for shape in ((2, base.in_features), (base.out_features, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * F.linear(F.linear(x, self.a), self.b)
+
+
+@pytest.mark.parametrize("name", ["flash", "transformer++", "flash+",
+                                  *rest("flash-quad", "flash heads", "mc-tfm++", "performer", "combiner")])
+def test_low_rank_adapters_attach_train_and_decode(name: str) -> None:
+    """Projections are called as modules."""
+    model, ids_BT = random_model(CONFIGS[name]), random_ids(2, 11)
+    before, generator = model(ids_BT), torch.Generator().manual_seed(0)
+    for layer in model.layers:
+        layer.in_proj, layer.out_proj = LowRank(layer.in_proj, generator), LowRank(layer.out_proj, generator)
+    adapted = model(ids_BT)
+    assert (adapted - before).abs().max() > 1e-3
+    adapted.square().mean().backward()
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    assert len(adapters) == 2 * len(model.layers)
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for each in adapters for p in (each.a, each.b))
+    logits_BV, state = prefill(model, ids_BT[:, :6].tolist())
+    decoded = torch.stack([logits_BV, *(decode_step(model, ids_B, state) for ids_B in ids_BT[:, 6:].T)], dim=1)
+    assert (decoded - adapted[:, 5:]).abs().max() <= 1e-11 * adapted.abs().max()
