@@ -41,8 +41,8 @@ class DecodingState:
         return self.repeated(len(self.seq_lens_B))
 
     def save(self, path: Path | str, facts: Mapping[str, Any] | None = None, of_model: str = "") -> str:
-        """Replace a file by this state, and return its model's hash. facts: more to save, for JSON.
-        of_model: the hash, if it is known. Raises ResourceError, or UsageError without the model."""
+        """Replace a file by this state; returns its model's hash. facts: more to save, as JSON.
+        of_model: the hash, if known. Raises ResourceError, or UsageError without the model."""
         if self.model is None:
             raise UsageError("the state does not know its model", path, "say state.model = model")
         tensors = self.tensors()
