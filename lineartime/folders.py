@@ -80,8 +80,7 @@ def read_result(out: Path) -> dict[str, Any]:
 
 
 def read_fine_tuning(out: Path) -> dict[str, Any]:
-    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError if it is
-    missing or damaged."""
+    """The result of a completed folder of `lineartime finetune`. Raises CheckpointError."""
     result = read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
         if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
@@ -107,17 +106,17 @@ def require_numbers(*values: Any) -> None:
             raise ValueError(f"{value!a:.40} is no number")
 
 
-# A model's config.json: its specification, in fields that `transformers` reads too
+# A model's config.json, which `transformers` reads too
 
 
-def model_config_json(config: ModelConfig, kind: str | None = None) -> str:
+def model_config_json(config: ModelConfig, kind: str | None = None, **more: Any) -> str:
     """The text of a model's `config.json`. kind: the class that `transformers` loads, by default
-    the language model's."""
+    the language model's. more: further fields."""
     special = {"bos_token_id": config.end_of_document, "eos_token_id": config.end_of_document,
                "pad_token_id": config.vocab_size if config.causal else config.end_of_document}
     kind = kind or ("LineartimeForCausalLM" if config.causal else "LineartimeForMaskedLM")
     return json.dumps({"model_type": "lineartime", "architectures": [kind], "dtype": "float32",
-                       "tie_word_embeddings": True, **special, **to_dict(config)}, indent=1) + "\n"
+                       "tie_word_embeddings": True, **special, **to_dict(config), **more}, indent=1) + "\n"
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
@@ -174,8 +173,7 @@ def named_folder(name: Name) -> Path:
 
 def weights_folder(name: str) -> Path:
     """The folder with the configuration and the tokenizer of `named_folder`: itself, or a run's
-    newest checkpoint that has them. Weights at an address are not copied. Raises UsageError if
-    there is none."""
+    newest checkpoint that has them. Weights at an address stay there. Raises UsageError."""
     folder = copied(name, (".json",)) if is_address(name) else best_run(named_folder(name))
     saved = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for each in (folder, *saved):

@@ -134,9 +134,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Replace a file atomically, or make it: yields the file to write. A link stays, and what it
-    points to is replaced. A pipe and a device such as /dev/stdout are written in place. Raises
-    ResourceError."""
+    """Replace a file atomically, or make it. A link stays, and what it points to is replaced. A
+    pipe and a device such as /dev/stdout are written in place. Raises ResourceError."""
     with system_errors(path):
         if path.exists() and not path.is_file():  # first: `realpath` names no pipe that is /dev/stdout
             with open(path, "wb") as file:

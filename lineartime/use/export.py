@@ -27,7 +27,7 @@ from lineartime.use.info import describe
 from lineartime.weights.checkpoint import MANIFEST, manifest_of, write_file
 from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import is_exported, load_model
-from lineartime.weights.transformers_files import CODE, CODE_FILE, config_with_code, tokenizer_files
+from lineartime.weights.transformers_files import AUTO_MAP, CODE, CODE_FILE, tokenizer_files
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 120, 0.8
 """The card has a sample: so many tokens at most, and how they are drawn."""
@@ -86,7 +86,7 @@ def manifests_of_run(run: Path, description: dict[str, Any], named: str, is_give
 def write_folder(out: Name, model: LanguageModel, tokenizer: Tokenizer, card: str) -> int:
     """Write the weights in bfloat16, what `transformers` reads beside them, a manifest of these,
     and the card. `out` is there when all of it is. Returns the bytes of the weights."""
-    texts = {CONFIG_FILE: config_with_code(model_config_json(model.config)), CODE_FILE: CODE,
+    texts = {CONFIG_FILE: model_config_json(model.config, auto_map=AUTO_MAP), CODE_FILE: CODE,
              **tokenizer_files(tokenizer)}
     weights = {name: weight.detach().to(torch.bfloat16) for name, weight in model.named_parameters()}
     with system_errors(out), (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:

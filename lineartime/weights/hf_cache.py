@@ -17,8 +17,7 @@ from lineartime.weights.generation.step import DecodeStep
 
 
 class LineartimeCache(Cache):
-    """A `DecodingState` as a cache of `generate`. It is empty at first; its first tokens fix the
-    batch size."""
+    """A `DecodingState` as a cache of `generate`, whose first tokens fix the batch size."""
 
     layers: list[Any] = []  # noqa: RUF012  # the library's own, of which there are none: `state` holds everything
 
@@ -90,8 +89,7 @@ class LineartimeCache(Cache):
                 "generate without an assistant")
 
     def save_pretrained(self, path: Path | str, model: Any) -> None:
-        """Write this cache of `model` to a file. Raises ResourceError; UsageError if it is empty.
-        """
+        """Write this cache of `model` to a file. Raises ResourceError, or UsageError if empty."""
         if self.state is None:
             raise UsageError("the cache is empty", path, "give it to a model first")
         dataclasses.replace(self.state, model=model.model).save(path, {"n_columns": int(self.n_columns)})

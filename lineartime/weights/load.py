@@ -111,9 +111,8 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, names: Iterable[str]) -> int | None:
-    """Compare files with a folder's manifest, if it has one; returns the step of a checkpoint.
-    Raises CheckpointError for a difference and for a checkpoint without its manifest, UsageError
-    for weights in parts."""
+    """Compare files with a folder's manifest, if it has one; returns its step. Raises UsageError
+    for weights in parts, CheckpointError for a difference and a checkpoint without it."""
     if (folder / checkpoint.index_name(WEIGHTS)).exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")

@@ -6,17 +6,9 @@ import torch
 from torch import Tensor
 
 from lineartime.base.errors import CheckpointError, UsageError
-from lineartime.base.settings import replace_fields
 from lineartime.config import MODEL_FIELDS, ModelConfig
 from lineartime.model.language_model import LanguageModel, empty_model
 from lineartime.weights import checkpoint
-
-
-def with_context(model: LanguageModel, context: int, changes: dict[str, Any]) -> ModelConfig:
-    """A pretrained model's configuration with rows of another length, then `changes`; n of
-    relu(q k / n + b)^2 stays. Raises UsageError for rows longer than the position tables."""
-    model.check_length(context)
-    return replace_fields(model.config, {"context": context, **model.config.kept_scale, **changes})
 
 
 def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
@@ -29,11 +21,6 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
             f"{name} = {getattr(config, name)}, the weights have {getattr(source, name)}" for name in changed),
             "leave it out; what changes no shape may be set")
     empty_model(config).check_length(config.context)
-
-
-def is_flash(config: ModelConfig) -> bool:
-    """Whether a model has GAUs with chunks, which Section 4.3 fine-tunes in a way of its own."""
-    return config.ffn == "gau" and config.chunk_size is not None
 
 
 @torch.no_grad()

@@ -21,13 +21,9 @@ CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
            "AutoModelForQuestionAnswering": "LineartimeForQuestionAnswering",
            "AutoModelForSequenceClassification": "LineartimeForSequenceClassification"}
 AUTO_MAP = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
+"""What names the classes in `CODE_FILE` in a `config.json`."""
 LONGEST = 1 << 30
 """More tokens than any text has."""
-
-
-def config_with_code(config_json: str) -> str:
-    """A `config.json` that names the classes in `CODE_FILE` too."""
-    return json.dumps({**json.loads(config_json), "auto_map": AUTO_MAP}, indent=1) + "\n"
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:

@@ -41,7 +41,7 @@ from lineartime.training.run_config import RunConfig
 from lineartime.training.runtime import StopSignal, pick_device
 from lineartime.weights import checkpoint
 from lineartime.weights.load import load_model
-from lineartime.weights.transfer import copy_weights, is_flash, with_context
+from lineartime.weights.transfer import copy_weights
 from lineartime.weights.transformers_files import tokenizer_files
 
 QUESTIONS_CONTEXT, ROWS_PER_STEP, WARMUP_SHARE, N_SCORINGS = 4096, 32, 0.1, 5
@@ -169,12 +169,12 @@ def span_config(model: LanguageModel, context: int, changes: dict[str, Any]) -> 
         require(name in CHANGEABLE, "the pretrained model decides this", name,
                 f"fine-tuning may change {', '.join(CHANGEABLE)}")
     fields: dict[str, Any] = {}
-    if is_flash(config):
-        assert config.chunk_size is not None
+    if config.ffn == "gau" and config.chunk_size is not None:
         fields["chunk_size"] = min(CHUNK_SIZE, config.chunk_size)
         if config.attn_kernel == "relu2" and config.n_heads == 1 and config.chunk_parts != "global":
             fields |= {"cls_softmax": True, "document_grid": "row"}  # a window is one document
-    return with_context(model, context, fields | changes)
+    model.check_length(context)
+    return replace_fields(config, {"context": context, **config.kept_scale, **fields, **changes})
 
 
 def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> SpanModel:
@@ -216,8 +216,9 @@ def config_at_rate(plan: FineTuning, rate: float, config: ModelConfig, n_rows: i
     micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)
     steps = given.get("steps", max(-(-round(n_rows * plan.epochs) // rows), 1))
     own = {"tokens_per_step": tokens_per_step, "micro_batch_tokens": micro_rows * context, "steps": steps,
-           "warmup_steps": round(WARMUP_SHARE * steps), "clip": None if is_flash(config) else TrainConfig().clip,
-           "keep": 1, "eval_every": max(steps // N_SCORINGS, 1), "save_every": min(max(steps // 10, 1), 500)}
+           "warmup_steps": round(WARMUP_SHARE * steps), "keep": 1,
+           "clip": None if config.ffn == "gau" and config.chunk_size is not None else TrainConfig().clip,
+           "eval_every": max(steps // N_SCORINGS, 1), "save_every": min(max(steps // 10, 1), 500)}
     return replace_fields(TrainConfig(), {**own, **given, "learning_rate": rate})
 
 

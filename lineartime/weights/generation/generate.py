@@ -90,10 +90,9 @@ def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Te
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
            generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row, `[B]`, each from its row's generator. temperature 0 takes the most likely
-    token. top_k keeps the k most likely tokens and all that are as likely as the last of these,
-    top_p the most likely ones that together reach probability p. Raises NumericsError for logits
-    that are not numbers."""
+    """One token per row, `[B]`, each from its row's generator. temperature 0 takes the likeliest
+    token. top_k keeps the k likeliest tokens and all that are as likely as the last of these, top_p
+    the likeliest that together reach probability p. Raises NumericsError for NaN and infinity."""
     if not (logits_BV < math.inf).all():
         raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
                             "the weights are damaged, or too large for float16: take float32 or bfloat16")
@@ -137,8 +136,7 @@ def generate(model: LanguageModel, prompts: Sequence[Prompt], *, max_new_tokens:
     new_ids)`, which is called after each token, is true. Row r draws from a generator seeded with
     (seed, r). on_prompt: `prefill`'s progress. state: what every prompt goes on from, such as the
     text that `read` has read, or a state of as many rows as there are prompts; it stays as it is.
-    Raises UsageError as `check_sampling`, `ids_of_prompts` and `prefill` do, NumericsError as
-    `sample` does."""
+    Raises UsageError for wrong settings and prompts, NumericsError as `sample` does."""
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if len(prompts) == 0:
         return []

@@ -33,8 +33,8 @@ class DecodeStep(nn.Module):
 
     window: for models with keys and values the most tokens of a row; FLASH needs none. Position
     biases are computed now, so load and move the model before. Raises UsageError for a window that
-    is missing, not needed or past a position table's end, and for a model that does not decode, or
-    that is a combiner."""
+    is missing, not needed or past a position table's end, a model that does not decode, a combiner.
+    """
 
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()
@@ -61,8 +61,7 @@ class DecodeStep(nn.Module):
         return self.to_tensors(self.model.decoding_state(n_rows))
 
     def to_tensors(self, state: DecodingState) -> dict[str, Tensor]:
-        """A copy of a state, of `prefill` for example, as tensors. Raises UsageError for rows that
-        fill the window."""
+        """A copy of a state as tensors. Raises UsageError for rows that fill the window."""
         longest = int(state.in_grid_B(self.model.config).max()) if self.grows else 0
         require(longest < self.window, "the rows fill the window", f"{longest} tokens, window = {self.window}",
                 "make the step with a larger window")
