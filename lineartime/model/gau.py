@@ -1,8 +1,6 @@
-"""The Gated Attention Unit (Section 2, Code 6), also with mixed chunk attention (Section 3.2, Code
-8).
-
-FLASH-Quad stacks the first, FLASH the second. With equal n, a causal FLASH layer of one chunk
-computes the first. The paper's ablations and options beyond the paper are in `gau_options.py`."""
+"""The Gated Attention Unit (Section 2, Code 6), which FLASH-Quad stacks, also with mixed chunk
+attention (Section 3.2, Code 8), which FLASH stacks. `gau_options.py` has the paper's ablations and
+options beyond the paper."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,11 +29,10 @@ class GatedAttentionUnit(ResidualLayer):
     1, 3-5).
 
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk
-    size, A is the same inside a chunk (n = chunk_size) plus linear attention across chunks. The
-    norm and the residual are inside. A token sees itself and those before it, or with causal=False
-    all. The arguments are a `ModelConfig`, or fields of one by name (d_model, chunk_size, causal,
-    query_key_dim, ...); other fields are those of FLASH, without chunk_size those of FLASH-Quad.
-    `model.init_weights` lists the initial values.
+    size, A is the same inside a chunk (n = chunk_size) plus linear attention across chunks. A token
+    sees itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or
+    fields of one by name (d_model, chunk_size, ...); other fields are those of FLASH, without
+    chunk_size those of FLASH-Quad. `model.init_weights` lists the initial values.
 
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md,
     section 8). For second derivatives set `layer.impl = "reference"`.
@@ -71,8 +68,7 @@ class GatedAttentionUnit(ResidualLayer):
             ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
         if not config.attends_as_flash:
             return self.out_proj(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))
-        # One op does all between the two matmuls: SiLU, heads, attention and the gate. So kernels
-        # can do it together, with less traffic to memory.
+        # One op does all between the two matmuls, with less traffic to memory.
         if config.chunk_size is None:
             out_BTE = ops.gated_quadratic_attention(
                 uvz_BTF, self.heads_from_z(info), bias(uvz_BTF.shape[1]), scale_len=config.scale_len,

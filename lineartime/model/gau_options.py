@@ -1,10 +1,8 @@
 """Options of GAUs that the paper's FLASH and FLASH-Quad do not use; MC-TFM++ has some of them.
 
-First options beyond the paper for a longer memory of the linear half: keys made from several
-tokens, in quadratic attention too, and a gate on what is written. Then the paper's ablations and
-variants: several heads, softmax, another activation, no gate, one half of mixed chunk attention,
-overlapping chunks, learned chunk weights (Appendix A), first-to-all and softmax for [CLS] (Section
-4.3), and the paper's document mask, which leaks."""
+First options beyond the paper, for a longer memory of the linear half: keys made from several
+tokens, and a gate on what is written. Then the paper's ablations, for which see `ops.ablations`,
+several heads, another activation, and no gate."""
 
 from collections.abc import Sequence
 
@@ -42,7 +40,7 @@ class KeyConv(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set the initial values: normal(0, 0.3), plus 1 for the token itself."""
+        """normal(0, 0.3), plus 1 for the token itself."""
         nn.init.normal_(self.taps, std=CONV_NOISE)
         self.taps[-1 - self.n_after] += 1
 
@@ -136,9 +134,7 @@ def heads_of_z(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offse
     (sin, cos), heads, gate_BT = (angle[..., None, :] for angle in rotary), [], None
     # Heads 2 and 3 are the linear half's, 1 and 3 are keys. These are made from the convolution:
     from_conv = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
-    wide_BTS = wide_conv_BTS = at_least_float32(z_BTS)
-    if conv_BTS is not z_BTS:
-        wide_conv_BTS = at_least_float32(conv_BTS)
+    wide_BTS, wide_conv_BTS = at_least_float32(z_BTS), at_least_float32(conv_BTS)
     for n in range(len(scale_offset.gamma)):
         made_BTS = (wide_conv_BTS if n in from_conv else wide_BTS) * scale_offset.gamma[n] + scale_offset.beta[n]
         head_BTHS = made_BTS.unflatten(-1, (config.n_heads, -1))

@@ -26,18 +26,10 @@ from types import ModuleType
 from torch import Tensor
 
 from lineartime.base.settings import require
-from lineartime.ops import reference, windows
-from lineartime.ops.dispatch import (
-    HAS_TRITON,
-    unsupported_chunks,
-    unsupported_rows,
-    unsupported_step,
-    use_kernels,
-    use_windows,
-)
+from lineartime.ops import dispatch, reference, windows
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 
-if HAS_TRITON:
+if dispatch.HAS_TRITON:
     from lineartime.ops import decode_step, mixed_chunk, quadratic
 
 __all__ = ["HeadsFromZ", "chunk_decode_step", "gated_chunk_attention", "gated_quadratic_attention"]
@@ -70,9 +62,10 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
     require(not isinstance(exchange, CarriedState) or (causal and n_tokens % chunk_size == 0),
             "a state is carried over whole chunks of causal rows",
             f"{n_tokens} tokens in chunks of {chunk_size}" if causal else "causal = false")
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_chunks, uvz_BTF, heads, chunk_size, pooling)
+    in_kernels = dispatch.use_kernels(impl, uvz_BTF.device, dispatch.unsupported_chunks, uvz_BTF, heads, chunk_size,
+                                      pooling)
     module: ModuleType = mixed_chunk if in_kernels and uvz_BTF.numel() > 0 else reference
-    if use_windows(impl, exchange is not None, uvz_BTF, *heads, w):
+    if dispatch.use_windows(impl, exchange is not None, uvz_BTF, *heads, w):
         module = windows
     return module.gated_chunk_attention(uvz_BTF, heads, w, chunk_size=chunk_size, causal=causal,
                                         segment_ids_BT=segment_ids_BT, pooling=pooling, gate_BT=gate_BT,
@@ -87,7 +80,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
     scale_len: integer, n.
 
     The other arguments, the result and the errors are as in `gated_chunk_attention`."""
-    in_kernels = use_kernels(impl, uvz_BTF.device, unsupported_rows, uvz_BTF, heads)
+    in_kernels = dispatch.use_kernels(impl, uvz_BTF.device, dispatch.unsupported_rows, uvz_BTF, heads)
     module = quadratic if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_quadratic_attention(uvz_BTF, heads, w, scale_len=scale_len, causal=causal,
                                             segment_ids_BT=segment_ids_BT)
@@ -113,7 +106,7 @@ def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS:
     A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise
     RuntimeError if one is required, ValueError for heads or buffers of another dtype, or gaps in
     buffers. UsageError: see `use_kernels`."""
-    in_kernels = use_kernels(impl, uvz_B1F.device, unsupported_step, k_quad_BCS, v_BCE)
+    in_kernels = dispatch.use_kernels(impl, uvz_B1F.device, dispatch.unsupported_step, k_quad_BCS, v_BCE)
     module = decode_step if in_kernels else reference
     return module.chunk_decode_step(uvz_B1F, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
                                     weight_B)

@@ -8,17 +8,8 @@ leaks (Code 7)."""
 import torch
 from torch import Tensor
 
+from lineartime.ops import reference
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import (
-    attention_weights,
-    ids_or_zeros,
-    product,
-    read_states,
-    same_document,
-    scores,
-    visible_keys,
-    weigh_values,
-)
 
 
 def score_scale(kernel: str, width: int, scale_len: int) -> float:
@@ -48,27 +39,27 @@ def ablated_quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, 
     of a row's first query is softmax. w: the position bias, or None."""
     n_queries, width, key_segment_ids_BGM, n_before = *q_BGCS.shape[-2:], None, 0
     if overlap:  # keys of the neighbouring chunks beside those of the own
-        segment_ids_BGC = ids_or_zeros(segment_ids_BGC, q_BGCS)
+        segment_ids_BGC = reference.ids_or_zeros(segment_ids_BGC, q_BGCS)
         k_BGCS, v_BGCE = with_neighbour_chunks(k_BGCS, causal), with_neighbour_chunks(v_BGCE, causal)
         key_segment_ids_BGM, n_before = with_neighbour_chunks(segment_ids_BGC, causal, fill=-1), n_queries
-    visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC, key_segment_ids_BGM, n_before)
-    score_BGCM = scores(q_BGCS, k_BGCS, score_scale(kernel, width, scale_len), w)
-    a_BGCM = attention_weights(score_BGCM, visible, kernel)
+    visible = reference.visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC, key_segment_ids_BGM, n_before)
+    score_BGCM = reference.scores(q_BGCS, k_BGCS, score_scale(kernel, width, scale_len), w)
+    a_BGCM = reference.attention_weights(score_BGCM, visible, kernel)
     if cls_softmax:  # replace the weights of the first query of the first chunk
-        score_B11M = scores(q_BGCS[:, :1, :1], k_BGCS[:, :1], score_scale("softmax", width, scale_len),
-                            None if w is None else w[n_queries - 1 :])
-        cls_B11M = attention_weights(score_B11M, None if visible is None else visible[:, :1, :1], "softmax")
+        score_B11M = reference.scores(q_BGCS[:, :1, :1], k_BGCS[:, :1], score_scale("softmax", width, scale_len),
+                                      None if w is None else w[n_queries - 1 :])
+        cls_B11M = reference.attention_weights(score_B11M, None if visible is None else visible[:, :1, :1], "softmax")
         first_B1CM = torch.cat([cls_B11M, a_BGCM[:, :1, 1:]], dim=2)
         a_BGCM = torch.cat([first_B1CM, a_BGCM[:, 1:]], dim=1)
-    return weigh_values(a_BGCM, v_BGCE)
+    return reference.weigh_values(a_BGCM, v_BGCE)
 
 
 def first_to_all_attention(q_BGS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor) -> Tensor:
     """Softmax of each chunk's first token over its whole document (Section 4.3): `[B, G, E]`."""
     k_BTS, v_BTE = k_BGCS.flatten(1, 2), v_BGCE.flatten(1, 2)
-    visible_BGT = same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
-    score_BGT = at_least_float32(product("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
-    return weigh_values(attention_weights(score_BGT, visible_BGT, "softmax"), v_BTE)
+    visible_BGT = reference.same_document(segment_ids_BGC[:, :, 0], segment_ids_BGC.flatten(1, 2))
+    score_BGT = at_least_float32(reference.product("bgs,bts->bgt", q_BGS / q_BGS.shape[-1] ** 0.5, k_BTS))
+    return reference.weigh_values(reference.attention_weights(score_BGT, visible_BGT, "softmax"), v_BTE)
 
 
 def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_BGG: Tensor, *,
@@ -76,10 +67,10 @@ def weighted_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, a_
     """q_g [sum_h a_gh k_h^T v_h] (Appendix A), with k_h^T v_h divided by the number of the chunk's
     tokens as in Code 8: `[B, G, C, E]`. For rows of one document."""
     valid_BGC = segment_ids_BGC >= 0
-    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    kv_BGSE = at_least_float32(reference.product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
     kv_BGSE = kv_BGSE / valid_BGC.sum(-1).clamp(min=1)[..., None, None]
-    pooled_BGSE = product("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
-    return read_states(q_BGCS, pooled_BGSE, valid_BGC)
+    pooled_BGSE = reference.product("bgh,bhse->bgse", a_BGG.to(kv_BGSE.dtype), kv_BGSE)
+    return reference.read_states(q_BGCS, pooled_BGSE, valid_BGC)
 
 
 def paper_chunk_weights(segment_ids_BGC: Tensor, causal: bool) -> Tensor:
@@ -101,8 +92,8 @@ def paper_linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, ca
     # Padding takes the document before it, so that the ranges of documents of chunks stay in order.
     valid_BGC = segment_ids_BGC >= 0
     in_order = segment_ids_BGC.flatten(1).cummax(1).values.view_as(segment_ids_BGC)
-    kv_BGSE = (at_least_float32(product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
+    kv_BGSE = (at_least_float32(reference.product("bgcs,bgce->bgse", k_BGCS * valid_BGC[..., None], v_BGCE))
                / q_BGCS.shape[-2])
     w_BGG = paper_chunk_weights(in_order, causal).to(kv_BGSE.dtype)
-    pooled_BGSE = product("bhse,bgh->bgse", kv_BGSE, w_BGG)
-    return read_states(q_BGCS, pooled_BGSE, torch.ones_like(valid_BGC))
+    pooled_BGSE = reference.product("bhse,bgh->bgse", kv_BGSE, w_BGG)
+    return reference.read_states(q_BGCS, pooled_BGSE, torch.ones_like(valid_BGC))

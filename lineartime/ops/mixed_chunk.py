@@ -15,14 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops import reference
-from lineartime.ops.dispatch import (
-    QUERY_KEY_DIM,
-    TileClass,
-    on_own_device,
-    refuse_forward_mode,
-    schema_of,
-    tile_class,
-)
+from lineartime.ops.dispatch import QUERY_KEY_DIM, TileClass, on_own_device, refuse_forward_mode, schema_of, tile_class
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile

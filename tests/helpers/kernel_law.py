@@ -52,12 +52,13 @@ def assert_held(kernel, reference, inputs: dict[str, Tensor], floor: float | Non
     assert_near(*(run(op, inputs, **how) for op in (kernel, reference)), exact, floor, NAMES)
 
 
-def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int = 128,
+def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int = 64, chunk: int | None = 128,
                 parameters: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
-    """As under autocast: uvz is short, parameters and angles are not."""
+    """As under autocast: uvz is short, parameters and angles are not. chunk None: of FLASH-Quad."""
     sin, cos = rotary(torch.arange(n_tokens)[None], S, torch.float32)
-    made = {"gamma": 0.5 + random(4, S, seed=1) / 3, "beta": random(4, S, seed=2) / 3, "sin": sin, "cos": cos,
-            "w": random(2 * chunk - 1, seed=3) / 3}
+    n_heads = 4 if chunk else 2
+    made = {"gamma": 0.5 + random(n_heads, S, seed=1) / 3, "beta": random(n_heads, S, seed=2) / 3, "sin": sin,
+            "cos": cos, "w": random(2 * (chunk or n_tokens) - 1, seed=3) / 3}
     return {"uvz": random(n_rows, n_tokens, 2 * d_inner + S, seed=4).to(dtype),
             **{name: x.to(parameters or dtype) for name, x in made.items()}}
 

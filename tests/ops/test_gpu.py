@@ -19,6 +19,7 @@ from context_ranks import Tokens
 from kernel_law import documents, flat
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.model.language_model import LanguageModel
+from lineartime.ops import mixed_chunk, quadratic, reference
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.optimizers import make_optimizer
 from lineartime.training.ordered import parameter_parts
@@ -161,11 +162,8 @@ def op_config(name: str, chunk: int | None, causal: bool, n_tokens: int) -> Mode
 
 def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) -> list[Callable[..., Tensor]]:
     """A gated attention of an op's inputs, by its kernel and by its reference."""
-    from lineartime.ops import mixed_chunk, quadratic, reference
-
     module, size = (mixed_chunk, "chunk_size") if name == "gated_chunk_attention" else (quadratic, "scale_len")
     given = {"causal": config.causal, "segment_ids_BT": segment_ids_BT, size: config.scale_len}
-
     return [partial(flat(getattr(each, name)), **given) for each in (module, reference)]
 
 
@@ -258,11 +256,9 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(("n_rows", "n_tokens"), [(1, 24 * LENGTHS[0]), (12, 5 * LENGTHS[0])])
 def test_long_rows(n_rows: int, n_tokens: int) -> None:
     """Chunk states in two levels, which few rows of many chunks get, and in one."""
-    name = "gated_chunk_attention"
-    config = op_config(name, 256, True, n_tokens)
-    ids_BT = documents(max(n_rows, 2), n_tokens)[-n_rows:].to(DEVICE)
-    inputs = op_inputs(name, config, n_rows, torch.bfloat16)
-    assert too_far(name, *attentions(name, config, ids_BT), inputs, torch.bfloat16) == {}
+    config = op_config("gated_chunk_attention", 256, True, n_tokens)
+    functions = attentions("gated_chunk_attention", config, documents(n_rows, n_tokens).to(DEVICE))
+    assert too_far(*functions, op_inputs(config, n_rows, torch.bfloat16), torch.bfloat16) == {}
 
 
 @pytest.mark.usefixtures("alone")
@@ -270,11 +266,11 @@ def test_more_numbers_than_32_bits_count() -> None:
     """The last of several long rows is what it is alone: uvz has 2.5e9 numbers."""
     config = op_config("gated_chunk_attention", 256, True, 2**18)
     kernel, _ = attentions("gated_chunk_attention", config, None)
-    inputs = op_inputs("gated_chunk_attention", config, 1, torch.bfloat16)
+    inputs = op_inputs(config, 1, torch.bfloat16)
 
     def found(uvz: Tensor) -> tuple[Tensor, Tensor]:
         given = {**inputs, "uvz": uvz.requires_grad_()}
-        made = value_and_gradients(kernel, given, [torch.ones_like(uvz[..., :1]).expand(-1, -1, config.d_inner)])
+        made = value_and_gradients(kernel, given, torch.ones_like(uvz[..., :1]).expand(-1, -1, config.d_inner))
         return made["output"][-1], made["gradient of uvz"][-1]
 
     last = inputs["uvz"].detach()

@@ -176,10 +176,7 @@ def test_what_runs_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     (gated_chunk_attention, 4, {"chunk_size": 128}), (gated_quadratic_attention, 2, {"scale_len": 140})])
 def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, int]) -> None:
     """And rows without a token have an empty result, and gradients of zero."""
-    inputs = make_inputs(1, 140, torch.float32)
-    inputs["gamma"], inputs["beta"] = inputs["gamma"][:n_heads], inputs["beta"][:n_heads]
-    if n_heads == 2:
-        inputs["w"] = random(2 * 140 - 1, seed=3)
+    inputs = make_inputs(1, 140, torch.float32, chunk=how.get("chunk_size"))
     by_default, kernel, definition = (flat(op)(*inputs.values(), causal=True, impl=impl, **how)
                                       for impl in (None, "triton", "reference"))
     default = windows if n_heads == 4 else reference

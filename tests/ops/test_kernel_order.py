@@ -1,33 +1,29 @@
-"""No launch of a kernel depends on the order in which a GPU happens to run its programs."""
+"""No launch of a kernel depends on the order in which a GPU happens to run its programs; each is on
+the device of its tensors."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import GridExecutor
 
 import launch_order
-from kernel_law import S, documents, make_inputs, run
+from kernel_law import S, documents, make_inputs, random, run
 from lineartime.model.layers import rotary
 from lineartime.ops import decode_step, gradients, mixed_chunk, quadratic
 from lineartime.ops.reference import HeadsFromZ
 
 
-def numbers(*shape, seed=0, dtype=torch.float32):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2).to(dtype).requires_grad_()
+def chunks(n_tokens=140):
+    return run(mixed_chunk.gated_chunk_attention, make_inputs(2, n_tokens, torch.bfloat16), chunk_size=128, causal=True,
+               segment_ids_BT=documents(2, n_tokens))
 
 
-def chunks():
-    return run(mixed_chunk.gated_chunk_attention, make_inputs(2, 140, torch.bfloat16), chunk_size=128, causal=True,
-               segment_ids_BT=documents(2, 140))
-
-
-def row():
-    inputs = make_inputs(2, 140, torch.bfloat16, chunk=140)
-    inputs |= {name: inputs[name][:2] for name in ("gamma", "beta")}
-    return run(quadratic.gated_quadratic_attention, inputs, scale_len=100, causal=True,
-               segment_ids_BT=documents(2, 140))
+def row(n_tokens=140):
+    return run(quadratic.gated_quadratic_attention, make_inputs(2, n_tokens, torch.bfloat16, chunk=None),
+               scale_len=100, causal=True, segment_ids_BT=documents(2, n_tokens))
 
 
 @torch.no_grad()
@@ -37,12 +33,12 @@ def decode():
     offset, n = position % 128, len(position)
     carried = (position - offset - start).clamp(min=0)
     angles = rotary(position[:, None], S, torch.float32)
-    parameters = HeadsFromZ(numbers(4, S, seed=1), numbers(4, S, seed=2), *angles)
+    uvz, parameters = random(n, 1, 2 * 96 + S, seed=0), HeadsFromZ(random(4, S, seed=1), random(4, S, seed=2), *angles)
     made = []
-    for given in ((numbers(n, 1, 2 * 96 + S), parameters), (numbers(n, 1, 2 * 96), numbers(4, n, 1, S, seed=5))):
-        buffers = [numbers(n, 128, width, seed=width).detach() for width in (S, S, 96)]
+    for given in ((uvz, parameters), (uvz[..., :-S], random(4, n, 1, S, seed=5))):
+        buffers = [random(n, 128, width, seed=width) for width in (S, S, 96)]
         out = decode_step.chunk_decode_step(
-            *given, numbers(128, seed=3), *buffers, numbers(n, S, 96, seed=4), offset, start - position + offset,
+            *given, random(128, seed=3), *buffers, random(n, S, 96, seed=4), offset, start - position + offset,
             torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
         made += [out, *buffers]
     return made
@@ -89,3 +85,27 @@ def test_a_race_is_seen(monkeypatch):
             made.append(x.tolist())
     assert "a program reads what another stores" in launches[0].faults()
     assert made[0] == [1, 2, 3, 4, 5, 6, 7, 8] != made[1]
+
+
+def test_the_device_of_the_tensors_is_current_at_every_launch(monkeypatch):
+    """Triton launches on the current device; a model on cuda:1 would otherwise run on cuda:0."""
+    current, launched = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        assert isinstance(tensor, torch.Tensor)
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def launch(self, *args, **kwargs):
+        launched.append((self.fn.__name__, bool(current)))
+        return whole(self, *args, **kwargs)
+
+    whole = GridExecutor.__call__
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    assert len(chunks(40)) == len(row(40)) and decode()
+    assert {name for name, _ in launched} >= {"attend_queries", "differentiate_keys", "walk_states", "weigh", "add_up",
+                                              "decode_columns"}
+    assert [name for name, guarded in launched if not guarded] == []

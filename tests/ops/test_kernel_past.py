@@ -75,11 +75,13 @@ EVERY_PART = torch.tensor(list(PARTS.values()))
 
 
 @pytest.mark.parametrize(("of_heads", "how", "ids_BT"), [
-    (False, {"causal": True, "carried": False}, EVERY_PART),
-    (False, {"causal": True, "carried": True}, WITHOUT_PADDING),
-    (True, {"causal": True, "carried": False, "pooling": "written"}, EVERY_PART[1::2]),
-    (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING),
-    *rest((False, {"causal": False, "carried": False}, EVERY_PART),
+    (False, {"causal": True, "carried": False}, EVERY_PART[1::2]),
+    (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING[1::2]),
+    *rest((False, {"causal": True, "carried": False}, EVERY_PART),
+          (False, {"causal": True, "carried": True}, WITHOUT_PADDING),
+          (True, {"causal": True, "carried": False, "pooling": "written"}, EVERY_PART[1::2]),
+          (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING),
+          (False, {"causal": False, "carried": False}, EVERY_PART),
           (False, {"causal": True, "carried": True}, None),
           (True, {"causal": False, "carried": False, "pooling": "sum"}, EVERY_PART[1::2]),
           (True, {"causal": True, "carried": True, "pooling": "sum"}, None))])
@@ -93,7 +95,7 @@ def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_B
     ours, theirs = (run_part(op, inputs, ids_BT, **how)
                     for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
     assert_near([*ours.values()], [*theirs.values()], [*exact.values()], 1e-6 if of_heads else 0.0, tuple(exact))
-    if ids_BT is EVERY_PART:  # a past that no token belongs to has no gradient
+    if not how["carried"]:  # a past that no token belongs to has no gradient
         unread = exact["past"].abs().amax(-1) == 0
         assert unread.any() and (ours["past"][unread] == 0).all()
 
@@ -122,8 +124,8 @@ def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
     model = tiny("flash", n_layers=1, end_of_document=0, **fields).eval()
     torch.nn.init.ones_(model.layers[0].scale_offset.gamma)  # so that the state counts
     lengths, carried = [], mixed_chunk.gated_chunk_attention
-    ids_BT = random_ids(3, 310, vocab_size=63) + 1
-    ids_BT[[0, 1, 2], [20, 200, 150]] = 0
+    ids_BT = random_ids(2, 310, vocab_size=63) + 1
+    ids_BT[[0, 1], [20, 150]] = 0
 
     def spy(uvz_BTF: Tensor, *rest: object, **how: object) -> object:
         lengths.append(uvz_BTF.shape[1])
@@ -131,9 +133,9 @@ def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
 
     monkeypatch.setattr(mixed_chunk, "gated_chunk_attention", spy)
     model.set_impl("triton")
-    state, n_read, made = model.decoding_state(3), [0, 0, 0], torch.empty(3, 310, 64)
+    state, n_read, made = model.decoding_state(2), [0, 0], torch.empty(2, 310, 64)
     with torch.no_grad():
-        for n_new in ([37, 37, 37], [263, 263, 20], [0, 0, 243], [10, 10, 10]):
+        for n_new in ([37, 37], [263, 20], [0, 243], [10, 10]):
             parts = [slice(start, start + n) for start, n in zip(n_read, n_new, strict=True)]
             ids_BN = torch.stack([F.pad(ids_T[part], [0, max(n_new) - n])
                                   for ids_T, part, n in zip(ids_BT, parts, n_new, strict=True)])
