@@ -87,8 +87,8 @@ class GatedAttentionUnit(ResidualLayer):
         return HeadsFromZ(self.scale_offset.gamma, self.scale_offset.beta, *info.rotary)
 
     def op_inputs(self, uvz_BTF: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[Tensor, Heads, Tensor | None]:
-        """What an op takes: u, v and z, and how FLASH's heads are made from z. Or u and v, heads
-        that options make, and their gates, gate_BT; B then counts rows times attention heads."""
+        """What an op takes: u, v, z and how FLASH's heads are made from z. Or u, v, heads that
+        options make, and gate_BT; B then counts rows times attention heads."""
         if self.config.makes_plain_heads:
             return uvz_BTF, self.heads_from_z(info), None
         uv_BTF, z_BTS = gau_options.split_folded(self.config, uvz_BTF)
@@ -178,8 +178,8 @@ class GatedAttentionUnit(ResidualLayer):
 
     def attend_chunks_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs,
                            cache: ChunkState) -> Tensor:
-        """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer is
-        filled up with values of 0, which change no state and which no earlier token sees."""
+        """`attend_next` of the whole chunks that follow the closed ones. A row that has fewer gets
+        values of 0, which change no state and which no earlier token sees."""
         c, h = cache.chunk_size, self.config.n_heads
         uvz_BNF, heads, gate_BN = self.op_inputs(uvz_BNF, info, self.convolve_next(inputs, cache))
         inputs = inputs.for_heads(h)

@@ -20,10 +20,6 @@ from lineartime.ops.context import with_neighbours
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, ids_or_zeros, to_chunks
 
-CONV_NOISE = 0.3
-"""Standard deviation of a new convolution's noise: keys differ by their neighbours at once."""
-GATE_STD = 0.1
-"""Standard deviation of a new gate's weights: the gates of all tokens start near one half."""
 CHUNK_BIAS_LEN = 512
 """n of the position bias between chunks. The rotated form has no limit."""
 
@@ -41,7 +37,7 @@ class KeyConv(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """normal(0, 0.3), plus 1 for the token itself."""
-        nn.init.normal_(self.taps, std=CONV_NOISE)
+        nn.init.normal_(self.taps, std=0.3)  # keys differ by their neighbours at once
         self.taps[-1 - self.n_after] += 1
 
     def forward(self, z_BTS: Tensor, segment_ids_BT: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
@@ -105,7 +101,7 @@ class WriteGate(nn.Module):
 
     def init_weights(self) -> None:
         """Set the initial values: normal(0, 0.1), bias 0."""
-        nn.init.normal_(self.weight, std=GATE_STD)
+        nn.init.normal_(self.weight, std=0.1)  # the gates of all tokens start near one half
         nn.init.zeros_(self.bias)
 
     def forward(self, conv_BTS: Tensor) -> Tensor:
@@ -117,8 +113,7 @@ class WriteGate(nn.Module):
 def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
                gate: WriteGate | None) -> tuple[Tensor, Tensor | None]:
     """The linear half's keys times their gates, `[B, T, H, K]`; and gate_BT, which chunk_pooling
-    "written" divides by (B counts rows times heads), else None. conv_BTS: what the keys are made
-    from."""
+    "written" divides by (B counts rows times heads), else None. conv_BTS: see `WriteGate`."""
     if gate is None:
         return k_BTHK, None
     gate_BTH = gate(conv_BTS)
@@ -193,8 +188,7 @@ def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tenso
                       exchange: Exchange | None = None) -> Tensor:
     """A v with a configuration's ablations: `[B, T, E]`, over whole rows or in chunks.
 
-    heads: of `heads_of_z`. a_BGG: the learned chunk weights, or None. gate_BT: the gates of the
-    linear keys, which chunk_pooling "written" divides by. exchange: see
+    heads, gate_BT: of `heads_of_z`. a_BGG: of `chunk_weights`, or None. exchange: see
     `reference.linear_attention`."""
     if config.chunk_size is None:
         q_BTS, k_BTS = heads

@@ -13,11 +13,8 @@ from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
 from lineartime.ops.reference import Heads, HeadsFromZ
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_tile, make_head, silu
 
-SLOTS = 32
-"""Slots of the open chunk read at a time."""
-
-STAGES = 3
-"""Stages of the pipeline of these reads."""
+SLOTS, STAGES = 32, 3
+"""Slots of the open chunk that are read at a time, and stages of the pipeline of these reads."""
 
 MANY_PROGRAMS = 256
 """Number of programs that fill a GPU; with fewer, each program has fewer columns."""

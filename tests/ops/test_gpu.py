@@ -25,7 +25,7 @@ from lineartime.training.optimizers import make_optimizer
 from lineartime.training.ordered import parameter_parts
 from lineartime.training.runtime import choose_settings
 from lineartime.weights.generation.generate import decode_step
-from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, UNPACKED, random_ids, random_model, with_end
+from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, LONG_MEMORY, UNPACKED, random_ids, random_model, with_end
 
 DEVICE = "cuda"
 END = 0
@@ -215,8 +215,8 @@ def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> N
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"query_key_dim": 64}, {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"},
-    {"n_heads": 2, "linear_gate": True, "chunk_pooling": "written"}], ids=["paper", "narrow", "options", "heads"])
+    {}, {"query_key_dim": 64}, LONG_MEMORY, {"n_heads": 2, "linear_gate": True, "chunk_pooling": "written"}],
+    ids=["paper", "narrow", "options", "heads"])
 def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
     """FLASH and its options: gradients, and prompts of different lengths in parts."""
     model = LanguageModel(model_config("flash", n_layers=2, d_model=128, vocab_size=64, context=700, chunk_size=128,

@@ -16,7 +16,7 @@ from lineartime.model.language_model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference, windows
 from lineartime.ops.reference import HeadsFromZ
 from marks import rest
-from tiny_models import random_ids
+from tiny_models import LONG_MEMORY, random_ids
 
 assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
 
@@ -121,10 +121,7 @@ def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, c
     assert_near(ours, theirs, exact, names=("out", *inputs))
 
 
-PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
-
-
-@pytest.mark.parametrize("fields", [PLUS, *rest({"query_key_dim": 64}, {"n_heads": 2, **PLUS})], ids=str)
+@pytest.mark.parametrize("fields", [LONG_MEMORY, *rest({"query_key_dim": 64}, {"n_heads": 2, **LONG_MEMORY})], ids=str)
 def test_heads_that_pytorch_makes_are_attended_in_kernels(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny("flash", n_layers=1, **fields), []
     inner = mixed_chunk.gated_chunk_attention

@@ -11,7 +11,7 @@ from lineartime.base.errors import UsageError
 from lineartime.ops import mixed_chunk, reference
 from lineartime.ops.reference import CarriedState, HeadsFromZ
 from marks import rest
-from tiny_models import random_ids
+from tiny_models import LONG_MEMORY, random_ids
 
 PARTS = {"one document that goes on": [0] * 256,
          "a document from before, one that goes on": [0] * 150 + [1] * 106,
@@ -114,10 +114,7 @@ def test_a_past_is_carried_over_whole_chunks() -> None:
         flat(ops.gated_chunk_attention)(uvz, *rest, causal=True, chunk_size=128, gate_BT=uvz[..., 0])
 
 
-FLASH_PLUS = {"key_conv": 3, "linear_rope": False, "linear_gate": True, "chunk_pooling": "written"}
-
-
-@pytest.mark.parametrize("fields", [{}, *rest(FLASH_PLUS, {"query_key_dim": 64})], ids=str)
+@pytest.mark.parametrize("fields", [{}, *rest(LONG_MEMORY, {"query_key_dim": 64})], ids=str)
 def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """With documents, in parts that end inside chunks: the rows read at once."""

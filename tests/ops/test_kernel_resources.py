@@ -2,10 +2,9 @@
 tensor cores.
 
 A process of its own compiles them, because tests have Triton interpret kernels: `python
-test_kernel_resources.py ROWS.jsonl few 90 80` calls the ops, forward and backward, on tensors in
-main memory. Each kernel is compiled as that call would have it compiled, for the architectures
-named, and is not launched. Nothing is computed. ROWS.jsonl gets a line for each program. With
-`everything` in place of `few` more cases are compiled."""
+test_kernel_resources.py ROWS.jsonl few 90 80` calls the ops, forward and backward, and compiles
+each kernel for the architectures named as that call would have it, in place of a launch. Nothing is
+computed. ROWS.jsonl gets a line for each program. `everything` compiles more cases than `few`."""
 
 import contextlib
 import itertools
@@ -41,8 +40,6 @@ CHUNKED = {"attend_queries", "differentiate_keys", "walk_states"}
 KNOWN_SPILLS = {("attend_queries", 90, 512): 112, ("differentiate_keys", 80, 128): 8}
 """Bytes of a thread by kernel, architecture and chunk. The tiles were chosen for chunks of 256."""
 OTHERS = {"base_gradient_kernel", "decode_columns", "make_heads_kernel"}
-
-
 D_INNER, S = 1536, 128
 LONG_ROW = 2**14
 """Tokens of a row whose chunk states take two levels."""
@@ -120,7 +117,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gated_attention(case: Case) -> Tensor:
-    """By chunks where the case has them; parameters and angles in float32 as in training."""
+    """Parameters and angles in float32 as in training."""
     t, n_rows, n_heads = case.n_tokens, 1 if case.n_tokens == LONG_ROW else 2, 4 if case.chunk else 2
     heads = HeadsFromZ(numbers(n_heads, S), numbers(n_heads, S), torch.zeros(1, t, S // 2), torch.ones(1, t, S // 2))
     inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), heads,
@@ -132,8 +129,7 @@ def gated_attention(case: Case) -> Tensor:
 
 
 def one_token(case: Case) -> Tensor:
-    """64 rows at once, all short but the sums and the bias; heads are made in the kernel or
-    before."""
+    """64 rows at once, all of a short type but the sums and the bias."""
     n, c, kind = 64, case.chunk, getattr(torch, case.dtype)
     place = torch.zeros(n, dtype=torch.long)
     rest = (torch.zeros(c), *(torch.zeros(n, c, width, dtype=kind) for width in (S, S, D_INNER)),
@@ -151,9 +147,8 @@ OPS: dict[str, Callable[[Case], Tensor]] = {
 
 
 def cases_for(arch: int, everything: bool) -> list[Case]:
-    """What a training run has, for a Hopper, and for a GPU with little shared memory what has other
-    tiles there. With `everything` this for all architectures, and for these two also other types,
-    chunks, masks, and long rows."""
+    """What a training run has, for a Hopper, and what has other tiles on a GPU with little shared
+    memory. `everything`: for all, and for two also other types, chunks, masks, and long rows."""
     usual = [Case(op, chunk=None if op.startswith("gated_quadratic") else 256) for op in OPS]
     if not everything:
         return usual if arch == 90 else usual[:1]
@@ -207,9 +202,8 @@ def test_kernels_compile_fit_and_do_not_spill(rows):
 
 
 def test_products_are_made_once_by_tensor_cores_while_copies_are_in_flight(rows):
-    """In types of 16 bits. A program's warps cover no more rows than its tile has; bidirectional
-    tiles of a GPU with little shared memory are the one exception, for others of that size
-    spill."""
+    """In types of 16 bits. A program's warps cover no more rows than its tile has, but for
+    bidirectional tiles of a GPU with little shared memory: others of that size spill."""
     for row in rows:
         short = row["dtype"] != "float32"
         assert row["kernel"] not in PRODUCTS or (row["tensor_cores"] > 0) == short, row
