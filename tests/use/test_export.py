@@ -256,17 +256,6 @@ def test_a_damaged_newest_checkpoint_is_said(run: Path, tmp_path: Path, call: Ca
         assert "model.safetensors: it is not the file" in line
 
 
-def copy_of(folder: Path, out: Path) -> Path:
-    """A copy of a folder; for a run's `latest`, in a copy of the run, the checkpoint that is
-    left."""
-    if folder.name != "latest":
-        return Path(shutil.copytree(folder, out))
-    latest = Path(shutil.copytree(folder.parent, out, symlinks=True)) / "latest"
-    latest.unlink()
-    latest.symlink_to(f"step-{SAVED:08d}")
-    return latest
-
-
 def set_width(folder: Path, d_model: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"d_model": d_model}))
@@ -281,11 +270,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize(("kind", "damage"), [
-    *(("exported", damage) for damage in DAMAGE), ("shipped", "a flipped bit"), ("latest", "a flipped bit")])
-def test_what_the_manifest_does_not_match_is_refused_by_every_loader(kind: str, damage: str, run: Path, exported: Path,
-                                                                     tmp_path: Path) -> None:
-    folders = {"exported": exported, "shipped": lineartime.model_folder("small"), "latest": run / "latest"}
-    folder = copy_of(folders[kind], tmp_path / "copy")
+    *(("exported", damage) for damage in DAMAGE), ("shipped", "a flipped bit"), ("checkpoint", "a flipped bit")])
+def test_what_the_manifest_does_not_match_is_refused(kind: str, damage: str, run: Path, exported: Path,
+                                                     tmp_path: Path) -> None:
+    original = {"exported": exported, "shipped": lineartime.model_folder("small"),
+                "checkpoint": run / f"step-{SAVED:08d}"}[kind]
+    folder = Path(shutil.copytree(original, tmp_path / original.name))
     file, change = DAMAGE[damage]
     change(folder)
     for load in (lineartime.load_model,
@@ -297,7 +287,7 @@ def test_what_the_manifest_does_not_match_is_refused_by_every_loader(kind: str, 
 
 def test_a_card_may_be_edited_a_download_opens_and_transformers_save_over_it(exported: Path, tmp_path: Path) -> None:
     """What is then there is no longer what the manifest describes."""
-    folder = copy_of(exported, tmp_path / "copy")
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     (folder / "README.md").write_text("# Mine\n")
     (folder / ".gitattributes").write_text("")
     links = tmp_path / "download"  # is a folder of links
@@ -317,11 +307,11 @@ def test_a_card_may_be_edited_a_download_opens_and_transformers_save_over_it(exp
 def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(run: Path, exported: Path,
                                                                         tmp_path: Path) -> None:
     """As earlier versions made it; a checkpoint without one does not open."""
-    step = copy_of(run / f"step-{SAVED:08d}", tmp_path / "step")
+    step = Path(shutil.copytree(run / f"step-{SAVED:08d}", tmp_path / "step"))
     (step / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointError, match=r"MANIFEST\.json is missing"):
         AutoModelForCausalLM.from_pretrained(step)
-    folder = copy_of(exported, tmp_path / "copy")
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     (folder / "MANIFEST.json").unlink()
     for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
         load(folder)

@@ -42,18 +42,14 @@ CONFIGS = {
 PROMPTS = [[EOD, *b"once upon a time"], [EOD, 7], [*b"a", EOD, *b"the second document"]]
 
 
-def talkative_model(config):
+@pytest.fixture(scope="module", params=["flash", "transformer++", *rest("flash-quad", "flash long memory")])
+def ours(request):
     """Greedy text depends on position and context instead of repeating one token."""
-    model = random_model(config)
+    model = random_model(CONFIGS[request.param])
     with torch.no_grad():
         model.norm.weight += 1
         model.abs_pos.scalar.fill_(1)
     return model
-
-
-@pytest.fixture(scope="module", params=["flash", "transformer++", *rest("flash-quad", "flash long memory")])
-def ours(request):
-    return talkative_model(CONFIGS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -138,23 +134,21 @@ def test_what_save_pretrained_writes_is_a_checkpoint_of_ours(ours, hf, tmp_path,
         assert_same_weights(other.model, ours)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
     assert not said.text
-
-
-def test_weights_in_several_files(ours, hf, tmp_path):
-    hf.save_pretrained(tmp_path, max_shard_size="8KB")
-    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().json)
-    first, second, *_ = sorted(tmp_path.glob("model-*.safetensors"))
-    assert not (tmp_path / "model.safetensors").exists()
-    assert_same_weights(load_model(tmp_path)[0], ours)
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path).model, ours)
-    index = tmp_path / "model.safetensors.index.json"
-    whole = index.read_text()
+    # The same in several files.
+    folder = tmp_path / "several"
+    hf.save_pretrained(folder, max_shard_size="8KB")
+    (folder / "tokenizer.json").write_text(byte_tokenizer().json)
+    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    assert not (folder / "model.safetensors").exists()
+    assert_same_weights(load_model(folder)[0], ours)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(folder).model, ours)
+    whole = (index := folder / "model.safetensors.index.json").read_text()
     first.rename(tmp_path / "gone")
     for text, words in (("{}", "'weight_map' is missing"),
                         (whole.replace(first.name, second.name), "is missing"), (whole, first.name)):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=words):
-            load_model(tmp_path)
+            load_model(folder)
 
 
 def test_weights_that_a_checkpoint_lacks_are_refused_or_reported_and_initialised(ours, folder, tmp_path):
@@ -252,8 +246,7 @@ def test_generation_goes_on_from_a_returned_cache_or_its_file(hf64, ours, tmp_pa
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "widths"), [("flash", [1] * 6), ("flash", [2, 5, 3]), ("transformer++", [2, 5, 3])])
 def test_exported_for_generation(name, widths):
-    """By the exporter of transformers: decoding by one token or by many, with a cache that goes in
-    and comes out, padding, documents, and other numbers of rows and tokens than the example has."""
+    """Decoding with padding, documents, and other numbers of rows and tokens than its example."""
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
     config = LineartimeConfig(**to_dict(dataclasses.replace(CONFIGS[name], n_layers=1)))
@@ -406,9 +399,7 @@ def test_positions_say_what_the_mask_says_or_where_documents_begin(hf64):
 @pytest.mark.parametrize(("name", "causal"), [("flash", True), ("flash", False), *rest(
     *itertools.product(("flash-quad", "transformer++", "flash long memory"), (True, False)))])
 def test_one_loss_padded_packed_and_alone(name, causal):
-    """With `document_grid` "own": texts in padded rows, in one row as DataCollatorWithFlattening
-    makes it, or in rows of their own; an end-of-document token inside a text begins a document
-    there as well."""
+    """With `document_grid` "own"; an end-of-document token inside a text begins a document too."""
     config = dataclasses.replace(CONFIGS[name], document_grid="own", causal=causal)
     kind = AutoModelForCausalLM if causal else AutoModelForMaskedLM
     hf = kind.from_config(LineartimeConfig(**to_dict(config))).double()
@@ -757,7 +748,7 @@ def masked_ids():
     return ids_BT
 
 
-def test_a_masked_checkpoint_says_what_it_is_and_gives_the_same_logits(masked):
+def test_a_masked_checkpoint_says_what_it_is_and_gives_the_same_logits(masked, tmp_path):
     ours, folder = masked
     hf, loading = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert type(hf) is lineartime.hf.LineartimeForMaskedLM and not any(loading.values()), loading
@@ -767,6 +758,12 @@ def test_a_masked_checkpoint_says_what_it_is_and_gives_the_same_logits(masked):
         assert torch.equal(hf(ids_BT).logits, ours(ids_BT))
         assert torch.equal(hf(ids_BT, return_dict=False)[0], ours(ids_BT))
         assert torch.equal(AutoModel.from_pretrained(folder)(ids_BT).last_hidden_state, ours.hidden(ids_BT))
+    with pytest.raises(UsageError, match="only a causal"):
+        hf(ids_BT, use_cache=True)
+    with pytest.raises(UsageError, match=r"causal = false; AutoModelForMaskedLM opens it"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(UsageError, match=r"causal = true; AutoModelForCausalLM opens it"):
+        AutoModelForMaskedLM.from_pretrained(write_checkpoint(tmp_path, random_model(CONFIGS["flash"]), MLM))
 
 
 def test_the_loss_is_the_mean_over_labels(masked):
@@ -836,12 +833,3 @@ def test_fill_mask_pipeline(masked):
     assert [answer["token"] for answer in answers] == tokens.tolist()
     assert [answer["score"] for answer in answers] == pytest.approx(values.tolist(), rel=1e-4)
     assert answers[0]["sequence"] == "Reader, I" + MLM.decode([answers[0]["token"]]) + " him."
-
-
-def test_a_class_for_other_models_is_refused(masked, tmp_path):
-    with pytest.raises(UsageError, match=r"causal = false; AutoModelForMaskedLM opens it"):
-        AutoModelForCausalLM.from_pretrained(masked[1])
-    with pytest.raises(UsageError, match=r"causal = true; AutoModelForCausalLM opens it"):
-        AutoModelForMaskedLM.from_pretrained(write_checkpoint(tmp_path, random_model(CONFIGS["flash"]), MLM))
-    with pytest.raises(UsageError, match="only a causal"):
-        AutoModelForMaskedLM.from_pretrained(masked[1])(masked_ids(), use_cache=True)

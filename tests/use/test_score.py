@@ -1,5 +1,4 @@
-"""The bits of a text that comes as a stream are those of the whole text, whatever its blocks and
-stops."""
+"""The bits of a stream are those of the whole text, whatever its blocks and stops."""
 
 import itertools
 import json
@@ -48,8 +47,7 @@ def in_blocks(content: bytes, n: int) -> list[bytes]:
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), train_tokenizer([text_of(2000)], 400)], ids=["bytes", "bpe"])
 def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
-    """And a line has those of the tokens from the last word of the line before to its own last
-    word."""
+    """A line has those of the tokens from the line before's last word to its own last word."""
     text, model = text_of(300), model_for(tokenizer)
     ids = torch.tensor([tokenizer.end_of_document, *tokenizer.encode(text)])
     with torch.no_grad():
@@ -112,8 +110,7 @@ def test_memory_is_constant() -> None:
 
 
 def test_a_stopped_command_goes_on(call: Call, tmp_path: Path, warm_command: list[str]) -> None:
-    """A row comes with the end of its line, while the pipe is open. The stop comes within a line
-    and a character."""
+    """A row comes with its line's end, while the pipe is open. The stop is within a character."""
     write_model(tmp_path / "model")
     content = ("one line\n" + text_of(300)).encode() + b"\n"
     stop, line = content.index(" 世".encode(), 1000) + 2, ["score", tmp_path / "model", "-", "--json"]
