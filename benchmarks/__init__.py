@@ -7,5 +7,4 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-Row = dict[str, Any]
-"""One measurement, as the verbs write it to a file of rows."""
+Row = dict[str, Any]  # one measurement, as the verbs write it to a file of rows

@@ -22,8 +22,7 @@ LISTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("cells
 SHAPES: dict[str, dict[str, Any]] = LISTS.pop("shapes")  # type: ignore[assignment]
 PEERS: dict[str, dict[str, Any]] = LISTS.pop("peers")  # type: ignore[assignment]
 LINEARTIME, BENCHMARKS = (sys.executable, "-m", "lineartime"), (sys.executable, "-m", "benchmarks")
-TOLD_EVERY_S = 30.0
-"""Between two lines of a process's progress."""
+TOLD_EVERY_S = 30.0  # between two lines of a process's progress
 
 
 def named_calls(names: Sequence[str]) -> dict[str, list[str]]:

@@ -23,8 +23,7 @@ from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import batches, load_with_split, scored
 from lineartime.training.runtime import pick_device
 
-TOKENS_AT_ONCE = 1 << 15
-"""Rows are scored together up to this many tokens."""
+TOKENS_AT_ONCE = 1 << 15  # rows are scored together up to this many tokens
 
 
 @torch.inference_mode()

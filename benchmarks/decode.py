@@ -22,12 +22,9 @@ from lineartime.use.info import decoding_bytes
 from lineartime.weights.generation.generate import decode_step
 from lineartime.weights.generation.step import DecodeStep
 
-BLOCK_TOKENS = 256
-"""Least tokens of a timed block, which has whole chunks: closing one has a price."""
-PEER_TOKENS = 32
-"""In a peer, which closes no chunks."""
-FEW = 8
-"""Tokens before the first timed block."""
+BLOCK_TOKENS = 256  # least tokens of a timed block, which has whole chunks: closing one has a price
+PEER_TOKENS = 32  # in a peer, which closes no chunks
+FEW = 8  # tokens before the first timed block
 
 
 def whole_chunks(config: ModelConfig) -> int:
@@ -100,8 +97,7 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
                       "peak_mib": peak_bytes(on) / 2**20}
 
 
-Step = Callable[[Tensor], Tensor]
-"""Appends a token to every row; the logits of the next."""
+Step = Callable[[Tensor], Tensor]  # appends a token to every row; the logits of the next
 
 
 def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, compiled: bool) -> tuple[Step, Step]:

@@ -53,8 +53,7 @@ class Panel:
     y_label: str = ""
     lines: tuple[Line, ...] = ()
     x_scale: Literal["linear", "log"] = "linear"
-    contexts: tuple[tuple[int, str], ...] = ()
-    """What is written along the bottom, which then has powers of two."""
+    contexts: tuple[tuple[int, str], ...] = ()  # what is written along the bottom, which then has powers of two
     log_heights: bool = False
     level: float | None = None
     level_name: str = ""

@@ -33,13 +33,10 @@ SIZES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("laws.
 CLASSES: dict[str, dict[str, Any]] = SIZES["classes"]
 LIMIT = 1e-3
 """The largest difference of a law that holds, in root mean squares. Parts of some use float32."""
-MATTERS = 30 * LIMIT
-"""What the state or the mask must change at least for a law to say something."""
+MATTERS = 30 * LIMIT  # what the state or the mask must change at least for a law to say something
 HOLDS, BROKEN, REFUSED, UNTRIED = "holds", "broken", "refused", "not tried"
-N, PIECE = 45, 19
-"""Tokens of a document and of a piece: several chunks of 8, and never whole ones."""
-Draw = Callable[..., Tensor]
-"""Random tokens `[B, T]`."""
+N, PIECE = 45, 19  # tokens of a document and of a piece: several chunks of 8, and never whole ones
+Draw = Callable[..., Tensor]  # random tokens `[B, T]`
 Law = Callable[[Any, Draw], tuple[float, float]]
 
 

@@ -8,8 +8,7 @@ from benchmarks import Row
 from lineartime.base.errors import escaped
 from lineartime.base.words import in_markdown
 
-MACHINES, COMMANDS = 3, 3
-"""Most of each in the line under a table."""
+MACHINES, COMMANDS = 3, 3  # most of each in the line under a table
 
 
 def parameters(n: int) -> str:
@@ -41,7 +40,6 @@ def folded(summary: str, body: str) -> str:
 
 
 def machine(row: Row) -> str:
-    """What a row was measured on."""
     if row["device"] == "cpu":
         threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
         return f"{threads} of {in_markdown(row['cpu'])}, {row['cores']} cores, {row['memory_gib']:.0f} GiB"

@@ -26,8 +26,7 @@ from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.training.loop import out_of_memory
 from lineartime.training.runtime import available_bytes, choose_settings, peak_bytes, system_bytes
 
-Progress = Callable[[str], None]
-"""Is told in a line what is measured next."""
+Progress = Callable[[str], None]  # is told in a line what is measured next
 Job = Callable[..., Generator[Row, Row, None]]
 """A generator that runs in a process of its own: each answer after the first is for an order."""
 
@@ -55,10 +54,8 @@ class Case:
     call is "timed", how many come before it ("warm"), and whether to give back the memory after it
     ("release"); the answer has the "times" of all timed calls so far, and more of the row."""
     arguments: Row
-    row: Row
-    """The columns that are known before: label, context_tokens, dtype, ..."""
-    n_tokens: int
-    """Of a timed call."""
+    row: Row  # the columns that are known before: label, context_tokens, dtype, ...
+    n_tokens: int  # of a timed call
     first: Callable[[], Row] = dict
     """More arguments of the job, made when the case is checked; or {"failed": why}."""
 
@@ -170,13 +167,11 @@ def spreads(times: Mapping[str, Sequence[float]], n_tokens: int) -> Row:
 
 
 def spread(values: Sequence[float]) -> Row:
-    """Median, quartiles, least, most and how many."""
     low, middle, high = (statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3)
     return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values), "n": len(values)}
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the rows of one run for a person, a line each."""
     first = rows[0]
     timed = f"processor time, threads: {first['threads']}" if first["device"] == "cpu" else first["gpu"]
     print(f"{first['benchmark']}: time of a {first['unit']}, {timed}; {first['repeats']} rounds, run {first['run']}")

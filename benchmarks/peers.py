@@ -34,8 +34,7 @@ class Label:
     """A model and how it is run: `transformer++:unfused:compiled`."""
 
     model: str
-    how: tuple[str, ...] = ()
-    """Names among the values of `VARIANTS`."""
+    how: tuple[str, ...] = ()  # names among the values of `VARIANTS`
 
     @property
     def text(self) -> str:
@@ -96,7 +95,13 @@ def build_peer(name: str, config: ModelConfig, fields: Row) -> "Peer":
     package = PACKAGES.get(name, "transformers")
     require(installed_version(package) is not None, "a peer is not installed", name, f"pip install {package}")
     peer = flash_pytorch(config) if name == "flash-pytorch" else of_transformers(name, config, fields)
-    check_sight(peer, config)
+    ids_1T = torch.arange(min(config.context, 300))[None] % config.vocab_size
+    half = ids_1T.shape[1] // 2
+    other_1T = torch.cat([ids_1T[:, :half], ids_1T[:, half:].flip(1)], 1)
+    with torch.no_grad():  # do the first tokens see later ones?
+        blind = torch.allclose(peer(ids_1T)[:, :half], peer(other_1T)[:, :half], rtol=0, atol=1e-6)
+    if blind != config.causal:
+        raise NumericsError("not the same task", f"a peer is {'' if blind else 'not '}causal, and ours is the reverse")
     return peer
 
 
@@ -140,17 +145,6 @@ def of_transformers(name: str, config: ModelConfig, fields: Row) -> "Peer":
     require(abs(size / wanted - 1) < 0.03, "a peer of another size", f"{name} has {size:,} parameters, not {wanted:,}",
             "take --shape small and no --set, or change the peer's sizes in cells.toml or study.toml")
     return peer
-
-
-@torch.no_grad()
-def check_sight(peer: "Peer", config: ModelConfig) -> None:
-    """Raise NumericsError unless a peer's tokens see later ones just if those of `config` do."""
-    ids_1T = torch.arange(min(config.context, 300))[None] % config.vocab_size
-    half = ids_1T.shape[1] // 2
-    other_1T = torch.cat([ids_1T[:, :half], ids_1T[:, half:].flip(1)], 1)
-    blind = torch.allclose(peer(ids_1T)[:, :half], peer(other_1T)[:, :half], rtol=0, atol=1e-6)
-    if blind != config.causal:
-        raise NumericsError("not the same task", f"a peer is {'' if blind else 'not '}causal, and ours is the reverse")
 
 
 class Peer(nn.Module):

@@ -61,7 +61,6 @@ def cpu_model() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -17,18 +17,15 @@ NAMES = {"flash": "FLASH", "flash+": "FLASH+", "flash-quad": "FLASH-Quad", "tran
          "combiner": "Combiner", "performer": "Performer", "performer-matmul": "Performer-Matmul",
          "flash-pytorch": "FLASH-pytorch", "llama": "Llama", "qwen3.5-hybrid": "Gated DeltaNet hybrid",
          "mamba2": "Mamba-2", "lfm2": "LFM2", "modernbert": "ModernBERT"}
-OURS = "flash"
-"""The side that is compared with every other."""
+OURS = "flash"  # the side that is compared with every other
 TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
           "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
-KIND = ["side", "variant", "dtype"]
-"""Columns that tell the lines of a table apart."""
+KIND = ["side", "variant", "dtype"]  # columns that tell the lines of a table apart
 SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama", "float32"), ("lfm2", "float32"),
            ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
 """The lines of the short table: with whom FLASH is compared, in which type."""
-Pictures = Callable[[pd.DataFrame], Sequence[str]]
-"""A table's pictures in Markdown."""
+Pictures = Callable[[pd.DataFrame], Sequence[str]]  # a table's pictures in Markdown
 
 
 def side_name(side: str) -> str:

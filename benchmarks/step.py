@@ -35,8 +35,7 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.06}
 CUDA_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
                   SDPBackend.MATH]
 """The fastest first; torch's own order has FlashAttention-2 there."""
-WARM_UP = 2
-"""Steps before the first that is timed: that of the check, and one in turn with the others."""
+WARM_UP = 2  # steps before the first that is timed: that of the check, and one in turn with the others
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,10 @@ class StepCase:
     """One model at one context in one type."""
 
     label: Label
-    config: ModelConfig
-    """For a peer, the model whose size it has."""
-    tokens: int = 8192
-    """In a step; one row where the context is longer."""
+    config: ModelConfig  # for a peer, the model whose size it has
+    tokens: int = 8192  # in a step; one row where the context is longer
     precision: Precision = "float32"
-    reads: bool = False
-    """Only reads: forward to the logits of the last token, without a gradient."""
+    reads: bool = False  # only reads: forward to the logits of the last token, without a gradient
 
     @property
     def n_rows(self) -> int:
@@ -233,7 +229,7 @@ def random_batch(config: ModelConfig, n_rows: int, device: torch.device) -> tupl
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig], reads: bool = False) -> list[StepCase]:
-    """The cases of labels at contexts in types. Raises UsageError for an unknown label."""
+    """Raises UsageError for an unknown label."""
     parsed = [peers.parse_label(text) for text in labels]
     return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads)
             for context in contexts for precision in precisions for label in parsed]

@@ -27,10 +27,8 @@ from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
 from lineartime.folders import named_folder, shipped_models
 from lineartime.training.runtime import StopSignal, pick_device
 
-OTHERS = ("speed", "recall", "laws")
-"""Reports beside those of the tables."""
-DEFAULT = ("flash", "transformer++")
-"""Who is measured where nobody is named."""
+OTHERS = ("speed", "recall", "laws")  # reports beside those of the tables
+DEFAULT = ("flash", "transformer++")  # who is measured where nobody is named
 OF_TRAINED = [name for name in FORMS if name not in study.STUDY["tasks"]]  # what no model of the study learns
 Tokens = Annotated[int, "Tokens in a step or call; one row where the context is longer."]
 

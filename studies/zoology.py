@@ -90,7 +90,6 @@ def measure(path: Path) -> None:
 
 
 def rate_of(model: str, rows: Sequence[Row]) -> float:
-    """The learning rate that was best with the first seed."""
     return best_rate([row for row in rows if (row["model"], row["seed"]) == (model, SEEDS[0])])
 
 

@@ -24,8 +24,7 @@ DIFFERENCES = ("**Differences to FLASH, whole split.** Nats per token, paired by
                "below 0 the model is better. Here and below ± is the 95 % interval of the mean over the seeds "
                "(Student's t), bold where it leaves 0 out; chance alone makes one in twenty bold.")
 NOT_YET, ONE_SEED = "Not measured yet.", "one seed, no claim"
-Pairs = Sequence[tuple[str, str]]
-"""Rows, each with the one it is compared with."""
+Pairs = Sequence[tuple[str, str]]  # rows, each with the one it is compared with
 
 
 def by_context(record: Record) -> dict[int, float]:

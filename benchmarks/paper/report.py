@@ -16,8 +16,7 @@ from lineartime.base.words import in_markdown, markdown
 
 NOT_RUN, FAILED, NEVER = "not run", "failed", "--"
 four_figures = partial(number, figures=4)
-Texts = Mapping[Any, str]
-"""By row and column; cells of which nothing is known are not there."""
+Texts = Mapping[Any, str]  # by row and column; cells of which nothing is known are not there
 
 
 class Measure(NamedTuple):

@@ -25,8 +25,7 @@ COLUMNS: dict[Kind, list[str]] = {
 CELL = ["row", "column"]
 GAPS = {"FLASH-Quad -> FLASH": ("FLASH-Quad", "FLASH"), "TFM++ -> MC-TFM++": ("TFM++", "MC-TFM++")}
 """Rows of Table 5: a model, and it with mixed chunks."""
-Place = tuple[str, str, Kind, int | None]
-"""Row, column, kind of record and seed."""
+Place = tuple[str, str, Kind, int | None]  # row, column, kind of record and seed
 
 
 def numbers_of(row: Record) -> list[Any]:

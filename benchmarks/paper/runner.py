@@ -30,12 +30,10 @@ from lineartime.training.run_config import run_config
 from lineartime.training.runtime import StopSignal
 from lineartime.weights import checkpoint
 
-Records = Mapping[str, list[Record]]
-"""Of `by_key`."""
+Records = Mapping[str, list[Record]]  # of `by_key`
 PEER = (sys.executable, "-m", "benchmarks.paper.peer")
 CONTEXT_USE = (sys.executable, "-m", "benchmarks.context_use")
-SAVE_S = 600.0
-"""A run's time to save when this process ends."""
+SAVE_S = 600.0  # a run's time to save when this process ends
 STOPPED = "what ran has saved; the same command goes on"
 
 

@@ -115,8 +115,7 @@ class Text:
 
     task: str
     vocab_size: int
-    folder: str
-    """Below the texts that the user names, or a data set of the hub."""
+    folder: str  # below the texts that the user names, or a data set of the hub
     mlm: bool = False
 
     @property

@@ -21,12 +21,9 @@ from lineartime.training.ordered import parameter_parts
 
 OnStep = Callable[[Row], None]
 Model = LanguageModel | Peer
-TEST_ROWS = 48
-"""Rows for each number of facts; at n times the trained length an n-th, see `n_test_rows`."""
-N_SCORES = 24
-"""Times that a model is asked during its training."""
-LEARNED = 0.9
-"""Mean accuracy over all numbers of facts at which a task counts as learned."""
+TEST_ROWS = 48  # rows for each number of facts; at n times the trained length an n-th, see `n_test_rows`
+N_SCORES = 24  # times that a model is asked during its training
+LEARNED = 0.9  # mean accuracy over all numbers of facts at which a task counts as learned
 
 
 class Recall:

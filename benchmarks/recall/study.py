@@ -174,7 +174,9 @@ def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
     named: dict[str, dict[tuple[float, int], Row]] = {}
     for model in STUDY["models"]:
         for row in (row for row in learning(rows, task) if row["model"] == model):
-            name = name_beside(row, oldest.setdefault(model, row))
+            own, other = (each["settings"] | each["training"] for each in (row, oldest.setdefault(model, row)))
+            differ = [name for name in own | other if own.get(name) != other.get(name)]
+            name = ", ".join([model, *(f"{name}={own.get(name, 'default')}" for name in differ)])
             named.setdefault(name, {})[row["learning_rate"], row["seed"]] = row
     found = {}
     for name, newest in named.items():
@@ -184,13 +186,6 @@ def learned(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
             found[name] = sorted((row for row in newest.values() if row["learning_rate"] == rate),
                                  key=lambda row: row["seed"])
     return found
-
-
-def name_beside(row: Row, oldest: Row) -> str:
-    """A model's name, and behind it the settings in which a row differs from another."""
-    own, other = (each["settings"] | each["training"] for each in (row, oldest))
-    differ = [name for name in own | other if own.get(name) != other.get(name)]
-    return ", ".join([row["model"], *(f"{name}={own.get(name, 'default')}" for name in differ)])
 
 
 def accuracies(runs: Sequence[Row], length: int, n_facts: int | None = None) -> list[float]:

@@ -18,14 +18,11 @@ from lineartime.base.errors import DataError
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from lineartime.data.tokens import TokenStream, open_split
 
-N_KEYS, N_VALUES, N_NOISE = 64, 16, 16
-"""Tokens of each kind in the small vocabulary."""
+N_KEYS, N_VALUES, N_NOISE = 64, 16, 16  # tokens of each kind in the small vocabulary
 FIRST_VALUE, FIRST_NOISE = N_KEYS, N_KEYS + N_VALUES
 SEPARATOR = FIRST_NOISE + N_NOISE
-FIRST_PAIR = SEPARATOR + 1
-"""A token for each key with each value, where a fact is one token."""
-N_QUESTIONS = 32
-"""Questions at the end of a row."""
+FIRST_PAIR = SEPARATOR + 1  # a token for each key with each value, where a fact is one token
+N_QUESTIONS = 32  # questions at the end of a row
 ZOOLOGY_VOCABULARY = 8192
 
 
@@ -33,8 +30,7 @@ class Rows(NamedTuple):
     """Rows with questions: B rows of T tokens, Q questions in each."""
 
     ids_BT: Tensor
-    asked_BQ: Tensor
-    """The place of each question; the answer is the token that should follow."""
+    asked_BQ: Tensor  # the place of each question; the answer is the token that should follow
     answer_BQ: Tensor
 
 
@@ -49,21 +45,14 @@ class Task:
     draw: Draw
     what: str
     vocab_size: int
-    length: int
-    """Tokens in a training row."""
-    n_facts: tuple[int, ...]
-    """Facts in a row; training begins with the fewest."""
+    length: int  # tokens in a training row
+    n_facts: tuple[int, ...]  # facts in a row; training begins with the fewest
     n_values: int
-    distinct: bool = False
-    """Whether no two facts of a row have the same value."""
-    test: Draw | None = None
-    """Draws test rows of another text than the training rows."""
-    times: tuple[int, ...] = (1, 2, 4, 8)
-    """Lengths of test rows, as multiples of the trained length."""
-    test_rows: int = 6
-    """Fewest test rows of a length."""
-    least: int = 1
-    """Fewest tokens of a row with the most facts and their questions."""
+    distinct: bool = False  # whether no two facts of a row have the same value
+    test: Draw | None = None  # draws test rows of another text than the training rows
+    times: tuple[int, ...] = (1, 2, 4, 8)  # lengths of test rows, as multiples of the trained length
+    test_rows: int = 6  # fewest test rows of a length
+    least: int = 1  # fewest tokens of a row with the most facts and their questions
     answers: tuple[int, ...] | None = None
     """The tokens of which the most probable one is the answer; by default all."""
     end_of_document: int | None = None

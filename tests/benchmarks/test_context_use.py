@@ -16,8 +16,7 @@ from lineartime.data.tokens import TokenStream, open_split
 from lineartime.model.language_model import LanguageModel
 from marks import rest
 
-LENGTHS = [150, 40, 9, 70, 41]
-"""Bytes of the documents."""
+LENGTHS = [150, 40, 9, 70, 41]  # bytes of the documents
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,10 @@ from typing import NamedTuple
 
 SECONDS, GRACE, MEMORY_MIB = 20.0, 5.0, 1024
 """Limits of a trial: time, working or waiting; time to end after SIGINT; further memory."""
-ADDRESSES, FILE_BYTES = 3 << 30, 256 << 20
-"""What a child can have at most, so that the machine is safe from it."""
+ADDRESSES, FILE_BYTES = 3 << 30, 256 << 20  # what a child can have at most, so that the machine is safe from it
 PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PROGRESS = re.compile(r"(block|step) \d+(/| of )\d+")
-"""How a line of progress begins."""
+PROGRESS = re.compile(r"(block|step) \d+(/| of )\d+")  # how a line of progress begins
 
 
 class Ended(NamedTuple):

@@ -28,12 +28,10 @@ ODD_OUT = ["new", "deep/er/new", "file", "file/below", "folder", "full", "loop",
            "new.png", "new.json", "unfinished"]
 FIELDS = [*(field.name for kind in (ModelConfig, TrainConfig) for field in dataclasses.fields(kind)), "no_such_field",
           "", "size", "from"]
-NAMED = ("model", "size", "log", "task", "split", "precision", "device")
-"""Options that take a name."""
+NAMED = ("model", "size", "log", "task", "split", "precision", "device")  # options that take a name
 NAMES = [*PRESETS, "tiny", "paper", "tensorboard", "c4", "pg19", "train", "test", "float32,float32", "cuda", "meta"]
 TINY = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8", "--set", "chunk_size=8"]
-OUTPUTS = {"out", "predictions", "state"}
-"""Options whose path is written."""
+OUTPUTS = {"out", "predictions", "state"}  # options whose path is written
 SIZES = {"n_layers", "d_model", "vocab_size", "context", "chunk_size", "query_key_dim"}
 LONG = {"train", "finetune", "generate", "score", "read"}
 """Verbs that may work for long; they are interrupted after a few seconds."""

@@ -22,8 +22,7 @@ from drills.child import Ended
 MODES: dict[str, dict[str, object]] = {
     "whole": {}, "bfloat16": {"precision": "bfloat16"}, "sharded": {"shard": "true", "clip_scope": "global"},
     "shared rows": {"context_parallel": 2}, "muon": {"optimizer": "muon"}}
-EVERY = [(2, 2), (3, 3), (4, 3), (2, 5)]
-"""save_every and eval_every."""
+EVERY = [(2, 2), (3, 3), (4, 3), (2, 5)]  # save_every and eval_every
 TIMEOUT_S, CALM_S = 5, 60  # `--rank-timeout` of a disturbed launch, and of another
 CODES = {"signal": {7}, "request": {143, 130, 7}, "change": {7}, "fails": {6, 7}, "full": {6, 7}, "store": {6, 7}}
 """Kinds of faults, and exit codes of ranks that no signal has ended."""
@@ -170,8 +169,7 @@ def calm(made: Path, folder: Path, mode: str, every: tuple[int, int]) -> tuple[d
     return state, names(folder / "out"), seconds, int((folder / "changes").read_text())
 
 
-FEWEST = {"shared rows": 2}
-"""Processes that a run has at least, if not 1."""
+FEWEST = {"shared rows": 2}  # processes that a run has at least, if not 1
 
 
 def names(out: Path) -> set[str]:
