@@ -1,10 +1,12 @@
-"""What all measurements share: times, memory, where a row comes from, rows in files, processes; and
-those of one op."""
+"""What all measurements share: times, where a row comes from, rows in files, processes; and ops."""
 
+import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,9 +51,8 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     assert {"commit", "command", "cpu", "cores", "memory_gib", "gpu", "load_average", "torch"} <= set(provenance())
     monkeypatch.setattr("benchmarks.provenance.ROOT", tmp_path)
     git("init", "-q")
-    file = tmp_path / "benchmarks" / "provenance.py"
-    rows, page = (tmp_path / "benchmarks" / name for name in ("rows/rows.jsonl", "tables/speed.md"))
-    study = tmp_path / "studies" / "zoology.py"
+    names = ("benchmarks/provenance.py", "benchmarks/rows/rows.jsonl", "benchmarks/tables/speed.md", "studies/one.py")
+    file, rows, page, study = (tmp_path / name for name in names)
     for path in (file, rows, page, study):
         path.parent.mkdir(parents=True)
         path.write_text("a\n")
@@ -98,17 +99,6 @@ time.sleep(300)
 """
 
 
-def wait_until_gone(pid):
-    for _ in range(100):
-        try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(") ")[2][0] in "ZX":
-                return
-        except OSError:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"process {pid} is still there")
-
-
 def test_a_command_that_is_asked_to_stop_saves(tmp_path):
     log = tmp_path / "log"
     code = run([sys.executable, "-c", SAVER, tmp_path / "saved"], log, save_s=20, stop=lambda: "listens" in
@@ -133,4 +123,5 @@ def test_what_runs_dies_with_the_process_that_runs_it(tmp_path, number, save_s):
             parent.wait(60)
         finally:
             parent.kill()
-    wait_until_gone(int(pids[0]))
+    with suppress(ProcessLookupError):  # it is gone, and nobody has to wait
+        assert select.select([os.pidfd_open(int(pids[0]))], [], [], 30)[0], "it is still there"

@@ -125,7 +125,6 @@ def small(preset: str, **settings) -> ModelConfig:
 
 
 def test_models_of_transformers_take_the_same_step(here):
-    """At the size of ours, and what sees more or less than ours fails."""
     labels = ["flash", "llama", "qwen3.5-hybrid", "mamba2", "lfm2", "modernbert"]
     *rows, masked = benchmark_step(cells(*labels, config_of=small, tokens=64), Setup(repeats=1))
     assert "not causal" in masked["failed"]

@@ -105,7 +105,6 @@ def test_a_model_that_can_recall_learns_it_and_the_same_seed_does_the_same():
 
 
 def test_what_is_asked_is_what_a_perfect_model_knows(monkeypatch):
-    """A model whose logits are the row's own answers is right, one that is a place off is not."""
     task = TASKS["pairs"]
 
     class Oracle:

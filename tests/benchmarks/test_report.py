@@ -23,7 +23,6 @@ ROWS = ROOT / "benchmarks" / "rows"
 
 @pytest.mark.parametrize(("loss", "steps"), [(9.0, 100), (4.0, 200), (3.0, 250), (2.0, 300), (1.0, 500), (0.9, None)])
 def test_steps_to_a_loss_are_where_the_curve_first_is_there(loss, steps):
-    """Linear between points, and before the curve rises again."""
     found = steps_to(loss, pd.Series({100: 9.0, 200: 4.0, 300: 2.0, 400: 5.0, 500: 1.0}))
     assert math.isnan(found) if steps is None else found == pytest.approx(steps)
 

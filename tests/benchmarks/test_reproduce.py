@@ -67,7 +67,6 @@ TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4",
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A scale of seconds in the place of the smallest, its text, and two cells of a table."""
     book = SAMPLE.read_text(encoding="utf-8")
     text_files.make(tmp_path / "texts", {"books/train/1.txt": book[:30_000],
                                          "books/validation/2.txt": book[50_000:54_000]})

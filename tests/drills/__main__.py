@@ -22,7 +22,6 @@ FINE = ("ok", "unnoticed")  # verdicts that break no promise
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """What changes when anything below a folder does."""
     return {str(path): (found.st_mtime_ns, found.st_ino, found.st_size)
             for path in [folder, *folder.rglob("*")] for found in [path.lstat()]}
 
@@ -44,7 +43,6 @@ def run_trial(part: str, seed: int, number: int, work: Path) -> dict:
 
 
 def make_canary(work: Path) -> None:
-    """A folder that no trial may touch."""
     shutil.rmtree(work / "canary", ignore_errors=True)
     (work / "canary" / "below").mkdir(parents=True)
     for name in ("file", "lock", "manifest.json", "model.safetensors", "below/file"):

@@ -29,8 +29,6 @@ PROGRESS = re.compile(r"(block|step) \d+(/| of )\d+")  # how a line of progress 
 
 
 class Ended(NamedTuple):
-    """How a child ended."""
-
     code: int  # negative for a signal
     out: str  # bytes that are no UTF-8 are escaped
     err: str
@@ -89,7 +87,6 @@ class Child(NamedTuple):
 
 
 def start(do: Callable[[], object], folder: Path, streams: Streams | None = None) -> Child:
-    """Fork a process that calls `do` in its own group and in `folder`."""
     streams, parent = streams or Streams(), os.getpid()
     pipes = [os.pipe(), os.pipe()]
     sys.stdout.flush()
@@ -227,7 +224,6 @@ def wait(child: Child, *, at: tuple[float, int] | None = None, seconds: float = 
 
 
 def take(descriptor: int, text: bytearray) -> bool:
-    """Read what a pipe holds, of which the first megabyte is kept; whether there may be more."""
     data = b""
     with suppress(BlockingIOError):
         data = os.read(descriptor, 1 << 16)

@@ -71,7 +71,6 @@ OFTEN = ["prepare", "train", "evaluate", "generate", "plot", "export"]
 
 @cache
 def options(verb: str) -> list[tuple[str, str, bool]]:
-    """A verb's options: name, spelling, and whether it is a flag."""
     import typer
 
     from lineartime.cli import verbs
@@ -136,7 +135,6 @@ STDOUT = {"full": {"stdout": Path("/dev/full")}, "closed": {"closed": True}, "br
 
 
 def named(arguments: list[str]) -> set[str]:
-    """The first parts of what may be paths in a command line."""
     names = {"run2", "text2.txt"} & {text.partition("=")[2] or text for text in arguments}
     for text in arguments:
         for each in (text, text.partition("=")[2], text.partition("=")[0]):
@@ -172,6 +170,5 @@ def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
 
 
 def huge_size(text: str) -> bool:
-    """Whether a setting, or an exported model, asks for a size that cannot be."""
     name, _, value = text.partition("=")
     return text.startswith("odd/model_") or (name in SIZES and bool(re.fullmatch(r"-?\d{5,}", value)))

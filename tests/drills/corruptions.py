@@ -16,7 +16,6 @@ from drills.folders import MADE, Command, verb
 
 
 def in_python(function: Callable[[Path], object]) -> Command:
-    """A function of the folder whose result is printed; errors end as on the command line."""
     return lambda made, it, out: child.as_verb(lambda: print(json.dumps(function(it))))
 
 
@@ -154,7 +153,6 @@ def replace(path: Path, random: Random) -> str:
 
 
 def not_finite(path: Path, random: Random) -> str:
-    """NaN for a tensor's first number, or for all."""
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -205,7 +203,6 @@ def begin(made: Path, folder: Path, source: str) -> tuple[Path, Path]:
 
 @cache
 def undamaged(made: Path, folder: Path, source: str, read: Command) -> tuple[str, dict[str, object]]:
-    """What a reader prints and writes when nothing is damaged."""
     it, out = begin(made, folder, source)
     ended = child.run(read(made, it, out), folder)
     assert ended.code == 0, (source, ended)

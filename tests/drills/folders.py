@@ -49,7 +49,6 @@ def prepare(text: object, out: object, *more: str) -> list[str]:
 
 
 def command(made: Path, arguments: list[str]) -> None:
-    """Run a verb, which must succeed."""
     ended = child.run(child.verb(arguments), made)
     if ended.code != 0:
         raise RuntimeError(f"{arguments}: {ended}")
@@ -135,7 +134,6 @@ def left(folder: Path) -> dict[str, object]:
 
 
 def content(path: Path) -> object:
-    """A file's content without clocks, ids and memory; a damaged file's bytes."""
     try:
         if path.name == "README.md":
             return path.read_text(encoding="utf-8").partition("<sub>")[0]

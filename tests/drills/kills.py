@@ -75,7 +75,6 @@ def calm(made: Path, folder: Path, scenario: Scenario) -> tuple[dict[str, object
 
 def trial(made: Path, folder: Path, random: Random, scenarios: dict[str, Scenario] = SCENARIOS,
           often: Sequence[str] = OFTEN) -> dict[str, object]:
-    """One command, disturbed up to three times; then it runs to its end."""
     name = random.choice([*scenarios, *often * 2])
     scenario = scenarios[name]
     expected, seconds, changes, largest = calm(made, folder, scenario)

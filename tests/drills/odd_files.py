@@ -12,7 +12,6 @@ ESCAPE = "\x1b[31mred\x1b[0m"
 
 
 def make(made: Path) -> None:
-    """The folder `odd` in `made`."""
     odd = made / "odd"
     odd.mkdir()
     for name, data in {

@@ -79,7 +79,6 @@ def rank(number: int, port: int, given: list[str], fault: Fault, out: Path) -> C
 
 
 def hold(port: str) -> Callable[[], object]:
-    """What the process does that has the port; it prints its number."""
     def call() -> None:
         from torch.distributed import TCPStore
 
@@ -96,7 +95,6 @@ def hold(port: str) -> Callable[[], object]:
 
 def launch(made: Path, folder: Path, mode: str, every: tuple[int, int], fault: Fault,
            around: Callable[[Callable[[], object]], Callable[[], object]] = lambda do: do) -> list[Ended]:
-    """How the ranks of one launch end. around: stands around what rank 0 does."""
     out = folder / "out"
     changes = {"steps": 12, "micro_batch_tokens": 32, "save_every": every[0], "eval_every": every[1], **MODES[mode]}
     given = folders.train(made / "data", out, **changes)
@@ -131,7 +129,6 @@ def launch(made: Path, folder: Path, mode: str, every: tuple[int, int], fault: F
 
 
 def wrong(fault: Fault, ended: list[Ended]) -> tuple[str, str] | None:
-    """What ranks must not do in a launch: the verdict and a message."""
     struck = {-fault.number, -signal.SIGKILL} if fault.number == signal.SIGSTOP else {-fault.number}
     others = [each for number, each in enumerate(ended) if not (number in fault.victims and each.code in struck - {0})]
     said = "\n".join(f"rank {number} ends in {each.code}: {each.err[-400:]}" for number, each in enumerate(ended))
@@ -173,12 +170,10 @@ FEWEST = {"shared rows": 2}  # processes that a run has at least, if not 1
 
 
 def names(out: Path) -> set[str]:
-    """What lies in a run's folder, but for its checkpoints, and the sample."""
     return {path.name for path in out.iterdir()} - {path.name for path in out.glob("step-*")} - {"sample.txt"}
 
 
 def trial(made: Path, folder: Path, random: Random) -> dict[str, object]:
-    """One run, disturbed up to three times; then it runs to its end."""
     from ranks_here import differences
 
     mode, every = random.choice([*MODES]), random.choice(EVERY)

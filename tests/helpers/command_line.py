@@ -35,7 +35,6 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def commands_of(page: Path) -> list[str]:
-    """The lines of the blocks of a page that have no language."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [line for language, block in blocks if not language for line in block.splitlines()]
 

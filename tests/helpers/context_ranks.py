@@ -47,7 +47,6 @@ def model_of(name, causal, end_of_document=None):
 
 
 def run_of(name, model=None, **train):
-    """A run of a model by its name, with other fields of the model and of training."""
     config = {**BOTH_GRIDS, **UNPACKED, **BIDIRECTIONAL}[name]
     base = run_config({"model": "flash", "data": "data", "out": "out", "context": config.context,
                        "micro_batch_tokens": config.context, "tokens_per_step": 4 * config.context})
@@ -87,8 +86,6 @@ def losses_of(model, rows_BL, segment_ids_BT, weight_BT, ranks):
 
 
 class Case:
-    """A model, rows, and what one process makes of them."""
-
     def __init__(self, name, causal, n_rows=N_LAYOUTS, ends=False):
         self.model = model_of(name, causal, 0 if ends else None)
         self.rows_BL = random_ids(n_rows, LENGTH + 1)
@@ -110,7 +107,6 @@ class Case:
 
 @contextmanager
 def counted():
-    """A list that gets the bytes of each all-gather in the block."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     sent, send = [], getattr(dist, name)
 
@@ -144,8 +140,6 @@ def bytes_per_layer(name, causal, length, ranks):
 
 
 class Tokens:
-    """The objective of rows of next tokens, or of masked ones."""
-
     def n_targets(self, *batch):
         return int((batch[-1] != NO_TARGET).sum()) if len(batch) == 2 else batch[0][:, 1:].numel()
 
@@ -180,7 +174,6 @@ def gradient_error(world, causal, clip_scope):
 
 
 def run_cases(world, data):
-    """Every case, on the first 2, 3 and all ranks."""
     results = {"errors": {}, "bytes": {}, "steps": {}}
     groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}

@@ -22,7 +22,6 @@ def flat(op) -> Callable[..., Tensor]:
 
 
 def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
-    """The output, and the gradients of uvz, gamma, beta and w."""
     inputs = {name: x.detach() for name, x in inputs.items()}
     leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]
     out = flat(op)(*inputs.values(), **how)
@@ -73,7 +72,6 @@ def documents(n_rows: int, n_tokens: int) -> Tensor:
 
 
 def tiny(preset: str, **fields: object) -> LanguageModel:
-    """A model of heads as wide as kernels have them."""
     torch.manual_seed(0)
     chunk = {"chunk_size": 128} if preset == "flash" else {}
     sizes = {"n_layers": 2, "d_model": 64, "vocab_size": 64, "context": 256}
@@ -95,7 +93,6 @@ def gated_heads(leaves: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def run_heads(op, inputs: dict[str, Tensor], gated: bool, **how: object) -> list[Tensor]:
-    """The output, and the gradients of uv, heads, w and gates."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     heads, gate_BT = gated_heads(leaves)
     out = op(leaves["uv"], heads, leaves["w"], gate_BT=gate_BT if gated else None, **how)

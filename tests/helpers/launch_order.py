@@ -11,8 +11,6 @@ Builder, Executor = triton_interpreter.InterpreterBuilder, triton_interpreter.Gr
 
 
 class Launch:
-    """The addresses of one launch, a list for each of its programs."""
-
     def __init__(self, kernel, arguments):
         self.kernel, self.loads, self.stores, self.read_again = kernel, [], [], False
         storages = [each.untyped_storage() for each in arguments if hasattr(each, "untyped_storage")]
@@ -45,7 +43,6 @@ class Launch:
 
 @contextmanager
 def watched(monkeypatch):
-    """The `Launch` of each kernel that is launched inside."""
     launches = []
     load, store, place, call = (Builder.create_masked_load, Builder.create_masked_store, Builder.set_grid_idx,
                                 Executor.__call__)

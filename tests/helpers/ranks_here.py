@@ -41,7 +41,6 @@ class RanksHere:
         return [process.wait(timeout) for process in self.processes]
 
     def run(self, n_ranks, arguments, **of_rank):
-        """The exit codes."""
         self.start(n_ranks, arguments, **of_rank)
         return self.end()
 
@@ -64,7 +63,6 @@ class RanksHere:
 
 
 def state_of(out):
-    """Weights, moments, metrics without their clock, and scores."""
     folder = (out / "latest").resolve()
     metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
@@ -73,7 +71,6 @@ def state_of(out):
 
 
 def differences(out, expected):
-    """The names of what is not as in another run, whose `state_of` is given."""
     def same(a, b):
         return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
 

@@ -27,7 +27,6 @@ def make(folder, files):
 
 
 def documents_of(data, split="train"):
-    """The text of every document of a prepared split."""
     stream, tokenizer = open_split(data, split), load_tokenizer(data / "tokenizer.json")
     at = stream.document_positions.tolist()
     return [tokenizer.decode(stream.read(a + 1, b).tolist()) for a, b in itertools.pairwise(at)]

@@ -24,7 +24,6 @@ def write_checkpoint(folder, model, tokenizer):
 
 
 def write_model(folder, causal=True, **fields):
-    """The checkpoint of a model as it is before training, in a folder that is made."""
     torch.manual_seed(0)
     config = model_config("flash", n_layers=1, d_model=16, vocab_size=259, context=32, end_of_document=256,
                           query_key_dim=8, chunk_size=8, causal=causal, init_std=0.2, **fields)

@@ -106,7 +106,6 @@ def case_of(name: str, *more: object, rest: bool = False) -> object:
 
 
 def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:
-    """The model with an end-of-document token, where it can have one."""
     return config if config.chunk_pooling == "attention" else replace(config, end_of_document=end)
 
 
@@ -125,7 +124,6 @@ def drawn(model: Model, seed: int = 0, of_layers: float = 0.5, of_others: float 
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference over the largest entry, or over 1."""
     assert a.shape == b.shape
     a, b = a.detach(), b.detach()
     return float((a - b).abs().max()) / max(1.0, float(b.abs().max()))

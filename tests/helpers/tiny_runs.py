@@ -22,7 +22,6 @@ def prepare_text(folder, tokenizer="bytes", first=20_000, **options):
 
 
 def command(data, out, model="flash", **changes):
-    """The arguments of `lineartime train`."""
     pairs = itertools.chain.from_iterable(("--set", f"{name}={value}") for name, value in (SETTINGS | changes).items())
     return ["train", model, "--data", str(data), "--out", str(out), *pairs]
 

@@ -13,7 +13,6 @@ Weights = dict[str, Tensor]
 
 
 def layer_output(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
-    """The attention layer or GAU of this configuration: x plus what it adds."""
     return gau(config, w, x_TD, ids) if config.ffn == "gau" else multi_head(config, w, x_TD, ids)
 
 
@@ -54,7 +53,6 @@ def weights(kernel: str, q_K: Tensor, k_LK: Tensor, bias_L: Tensor | float, n: i
 
 
 def mates(ids: list[int], t: int) -> list[int]:
-    """The tokens of t's document."""
     return [j for j in range(len(ids)) if ids[j] == ids[t] and ids[t] >= 0]
 
 

@@ -19,8 +19,6 @@ SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.
 
 
 class WarmCommand:
-    """The process that is forked; `command` stands for `python -m lineartime`."""
-
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.path = os.path.join(self.folder.name, "socket")
@@ -121,7 +119,6 @@ def attend(pipe):
 
 
 def with_memory(function, more):
-    """The function with at most so many more bytes than the process has when it is called."""
     from disk import limited
 
     def call(*args, **kwargs):
