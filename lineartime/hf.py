@@ -36,11 +36,11 @@ SAME_AS_POSITIONS = {"max_length_q", "max_length_k", "cu_seq_lens_q", "cu_seq_le
 
 
 class WithoutCopyOfCode:
-    """A saved folder imports this package: transformers saves no copy of such a class there."""
+    """A saved folder imports this package: transformers would copy a class that is registered."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Does nothing: transformers would copy a class that is registered."""
+        pass
 
 
 class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
@@ -94,9 +94,7 @@ class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
 
 
 class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
-    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token, as in training;
-    padding goes left.
-
+    """A checkpoint's tokenizer.json. Texts begin with the end-of-document token; padding goes left.
     A special token that a text spells is text (`split_special_tokens`), but for an end-of-document
     token at its end, which trainers write there. Special tokens are read from chats, and from all
     texts if the checkpoint has "[MASK]", or once a special token is added."""
@@ -160,9 +158,8 @@ class LineartimeTokenizer(WithoutCopyOfCode, transformers.TokenizersBackend):
                         **{name: how.get(name) for name in named})
 
     def _ids_with_end(self, text: str, how: dict[str, Any]) -> list[int]:
-        """The ids of a text whose last end token is a token and whose other special tokens are
-        text, truncated: at the left the special tokens stay with which every text begins. Raises
-        UsageError where more than ids is asked for."""
+        """The ids of a text whose last end token alone is a token, truncated; at the left its
+        beginning stays. Raises UsageError where more than ids is asked for."""
         made = ("return_tensors", "return_attention_mask")
         more = [name for name in how if name.startswith("return_") and how[name] and name not in made]
         require(not more, "a text that spells a special token and ends with the end token has ids alone",
@@ -354,7 +351,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
             (folder / MANIFEST).unlink()  # of an export whose files were replaced
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Load weights by their names in a checkpoint, as Trainer does, or in `state_dict()`."""
+        """Load weights by their names in a checkpoint or in `state_dict()`."""
         own = self.state_dict()
         names = {name if name in own else f"model.{name}": value for name, value in state_dict.items()}
         return super().load_state_dict(names, *args, **kwargs)
