@@ -2,7 +2,6 @@
 ICML 2022). Each public name is imported when it is first used: the command line starts at once."""
 
 import importlib
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,11 +45,9 @@ _HOME = dict.fromkeys(("PRESETS", "ModelConfig", "TrainConfig", "model_config"),
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version  # of tens of milliseconds
+        from lineartime.base.words import installed_version
 
-        with suppress(PackageNotFoundError):
-            return version(__name__)
-        return "unknown"  # a checkout that is not installed
+        return installed_version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

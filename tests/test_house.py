@@ -17,7 +17,7 @@ PACKAGE = {path: ast.parse(text) for path, text in SOURCES.items() if path.parts
 MOST = {"top": 820, "base": 1_080, "ops": 3_360, "model": 2_700, "data": 2_220, "weights": 1_220, "training": 2_200,
         "tasks": 1_140, "use": 1_100, "cli": 1_140, "tests": 17_420, "benchmarks": 5_160}
 """Lines of Python; `use` has hf.py, benchmarks has studies."""
-ORDER = "base config folders config_json ops model data weights training tasks use hf cli".split()
+ORDER = "base config folders ops model data weights training tasks use hf cli".split()
 """The storeys from the ground up: folders, and files at the top."""
 
 
@@ -37,8 +37,7 @@ def test_no_folder_grows() -> None:
 
 
 def imported(tree: ast.AST) -> set[Path]:
-    """The modules of the package that a module imports, anywhere in it, but for the package's front
-    door."""
+    """The modules of the package that a module imports, anywhere in it."""
     found = set()
     for node in ast.walk(tree):
         names = [(each.name, "") for each in node.names] if isinstance(node, ast.Import) else []
@@ -47,7 +46,7 @@ def imported(tree: ast.AST) -> set[Path]:
             places = [Path(*module.split("."), name), Path(*module.split("."))]
             files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
             found |= {*[file for file in files if file in PACKAGE][:1]}
-    return found - {Path("lineartime/__init__.py")}
+    return found
 
 
 def storey_of(path: Path) -> int:

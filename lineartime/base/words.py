@@ -2,11 +2,21 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from lineartime.base.errors import escaped
 
 Progress = Callable[[str, int, int | None], None]
 """Takes a description, the amount done, and the total (None if unknown)."""
+
+
+def installed_version() -> str:
+    """The version of this package; "unknown" for a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # of tens of milliseconds
+
+    with suppress(PackageNotFoundError):
+        return version("lineartime")
+    return "unknown"
 
 
 def millions(n: float) -> str:

@@ -12,6 +12,7 @@ import typer
 from lineartime.base.errors import UsageError
 from lineartime.base.processors import share_processors
 from lineartime.base.ranks import WITH_RANKS, launched
+from lineartime.base.words import installed_version
 from lineartime.cli import train, use
 from lineartime.cli.options import with_options
 from lineartime.cli.terminal import exit_code, say, screens
@@ -54,9 +55,7 @@ for verb, examples in VERBS.items():
 def say_version(asked: bool) -> None:
     """Print the version and exit."""
     if asked:
-        from lineartime import __version__
-
-        say(f"lineartime {__version__}")
+        say(f"lineartime {installed_version()}")
         raise typer.Exit
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 
-import lineartime
 from lineartime.base.errors import UsageError
 from lineartime.base.files import damaged, new_folder, system_errors
 from lineartime.base.settings import field_text, require
 from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
-from lineartime.base.words import Progress, code_block, in_markdown, markdown, mib
+from lineartime.base.words import Progress, code_block, in_markdown, installed_version, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.data.mixture import read_mixture
 from lineartime.data.tokenizer import Tokenizer
@@ -166,7 +165,7 @@ def card_scores(config: ModelConfig, n_documents: dict[str, int], scores: dict[s
 def card_end(sample: str | None) -> str:
     """How a model that decodes begins a document, and the versions that made the card."""
     made = (f"<sub>Made by `lineartime export` on {time.strftime('%Y-%m-%d', time.gmtime())}: "
-            f"torch {torch.__version__}; lineartime {lineartime.__version__}.</sub>\n")
+            f"torch {torch.__version__}; lineartime {installed_version()}.</sub>\n")
     if sample is None:
         return made
     return (f"## Sample\n\nThe first {SAMPLE_TOKENS} tokens from the beginning of a document at temperature "

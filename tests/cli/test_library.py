@@ -79,4 +79,4 @@ def test_the_description_on_an_index_has_no_link_into_a_checkout(monkeypatch: py
     runpy.run_path(str(ROOT / "setup.py"))
     links = re.findall(r"\]\(([^)]*)\)", given["long_description"])
     assert links and all(link.startswith("https://") for link in links)
-    assert "Read on" in given["long_description"] and "A small model comes" in given["long_description"]
+    assert "Read on" in given["long_description"] and "A small model that has read" in given["long_description"]
