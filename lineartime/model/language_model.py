@@ -53,13 +53,11 @@ class LanguageModel(nn.Module):
         ids_BT: integers below `vocab_size`. segment_ids_BT, padding_mask_BT: see `lay_out`; by
         default a new document starts at each `config.end_of_document`. at_K: indices into the
         flattened rows; only the logits_KV of these tokens are computed. targets: tokens `[B, T]`,
-        or `[K]` with at_K, whose `losses` are returned instead. ranks: those that share the rows;
-        all call this with the whole rows; what is returned, at_K and targets are of this rank's
-        part, `[B, T / W]`.
+        or `[K]` with at_K, whose `losses` are returned instead. ranks: those that share the rows.
+        Each gives whole rows; at_K, targets and the result are of its own part, `[B, T / W]`.
 
-        Raises UsageError for a row longer than the position tables, wrong segment ids, another
-        shape of the arguments, several documents in a row with learned chunk weights, and rows or a
-        model that ranks cannot share."""
+        Raises UsageError for a row longer than a position table, wrong segment ids or shapes,
+        documents with learned chunk weights, and rows or a model that ranks cannot share."""
         # The head is the largest matmul: it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]

@@ -112,10 +112,9 @@ def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
 
 
 def moves(begins_BT: Tensor, segment_ids_BT: Tensor, chunk: int, share: bool) -> Tensor:
-    """By how many places each document's first token moves on, and with it all tokens behind it:
-    `[B, T]`, 0 for other tokens. A document that does not fit into the rest of a chunk begins the
-    next one. share: whether one that fits stays there, where it reads no state and its id keeps it
-    from its neighbours."""
+    """By how many places each document's first token moves on, and all tokens behind it: `[B, T]`,
+    0 elsewhere. A document that does not fit into the rest of a chunk begins the next one. share:
+    one that fits stays there: it reads no state, and its id keeps it from its neighbours."""
     moved_BT, n_tokens_B = np.zeros(begins_BT.shape, np.int64), (segment_ids_BT >= 0).sum(1).tolist()
     for moved_T, begins_T, n_tokens in zip(moved_BT, begins_BT.tolist(), n_tokens_B, strict=True):
         end = 0  # the place behind the documents so far

@@ -19,9 +19,8 @@ ROWS = [(5, 1, 2 * CHUNK, 4), (CHUNK, 3, CHUNK + 1), (CONTEXT,), (2, 2, 2, 2, 2,
 NAMES = ["flash", "flash+", "flash-quad", "mc-tfm++", "transformer++", "performer"]
 OTHERS = [name for name in CONFIGS if name not in NAMES]
 EVERY = CONFIGS | BIDIRECTIONAL
-CASES = [*itertools.product(NAMES, (True, False)),
-         *rest(*itertools.product(OTHERS, (True, False)), ("flash first to all", False),
-               ("flash local first to all", False))]
+CASES = [*itertools.product(NAMES, (True, False)), *rest(
+    *itertools.product(OTHERS, (True, False)), ("flash first to all", False), ("flash local first to all", False))]
 
 
 def config_of(name: str, causal: bool = True, grid: str = "own", **fields: object) -> ModelConfig:

@@ -2,8 +2,8 @@
 accurate and cheap.
 
 `influence` is the Jacobian of the hidden states by the embeddings, one number per pair of
-positions. `reachable` says of every pair whether that number must be exactly zero or must not be: a
-model that sees nothing fails too."""
+positions. `reachable` says of every pair whether that number must be zero or must not be: a model
+that sees nothing fails too."""
 
 import itertools
 import math

@@ -66,7 +66,6 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
         buffer[at.place] = new_BN[:, 0].to(buffer.dtype)  # autocast makes a shorter type
-
     halves_BNE = []  # the local half: the open chunk up to the token, and with overlap the chunk before it
     if config.chunk_parts != "global":
         k_BMS, v_BME = cache.k_quad_BCS[:, : at.n_open], cache.v_BCE[:, : at.n_open]
@@ -98,7 +97,6 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     # A graph has room for the most tokens that an open chunk may hold.
     n_filled = int(slot_BN.max()) + 1 if inputs.window is None else v_BNE.shape[1] + c - 1
     n_slots = max(-(-n_filled // c), 1) * c
-
     to_slots = partial(in_slots, slot_BN=slot_BN, n_slots=n_slots, chunk_size=c)
     # Tokens of the open chunk that are not of the row's current document count as padding.
     slot_C, open_start_B = torch.arange(c, device=v_BNE.device), inputs.seq_lens_B - offset_B

@@ -1,5 +1,4 @@
-"""Positions and documents of the next tokens of rows, which may differ in length. As in training,
-attention does not cross documents."""
+"""Positions and documents of the next tokens of rows, which may differ in length."""
 
 import dataclasses
 import itertools
@@ -149,11 +148,9 @@ class Cut:
                        DecodeInputs(inputs.seq_lens_B + first_B, start_B, inputs.n_new_B - first_B, others_begin_BN))
 
     def split(self, x_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, N, ...]` as two parts."""
         return in_order(x_BN, self.orders[0]), in_order(x_BN, self.orders[1])
 
     def join(self, first_BN: Tensor, others_BN: Tensor) -> Tensor:
-        """The inverse of `split`."""
         return in_order(torch.cat([first_BN, others_BN], dim=1), self.joined_BN)
 
 

@@ -128,8 +128,7 @@ class DecodingState:
 
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
     """A state of `model` that was saved, and the facts beside it, which must have these names.
-    Raises CheckpointError for a file that is damaged, and for one of another model, command or
-    version."""
+    Raises CheckpointError for a damaged file, and for one of another model, command or version."""
     try:
         open_regular(path).close()
         with safetensors.safe_open(path, "pt") as file:
