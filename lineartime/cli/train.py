@@ -256,8 +256,8 @@ def info(
     settings: Setting,
     verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,
 ) -> None:
-    """Describe a model, a run or prepared text. Of a model: its specification, the parameters of
-    each part, and the memory of its weights and decoding state."""
+    """Describe a model, a run or prepared text. A model has a specification, parameters by part,
+    and the memory of its weights and of its decoding state."""
     is_folder = model not in PRESETS and (
         model in folders.shipped_models() or is_address(model) or Path(model).is_dir())
     is_data = is_folder and exists(joined(model, "manifest.json"))

@@ -170,8 +170,8 @@ def block_product(x_NRS: Tensor, y_NMS: Tensor, hidden_NRM: Tensor | None) -> Te
 
 
 def block_scores(inputs: WindowInputs, rows: slice, keys: slice) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Of a block: which keys are of other documents, relu(q k^T / n + b), in float32 at least, and
-    the weights of the linear half inside the chunk; or None. relu is 0 for keys that are hidden."""
+    """What a block has: which keys are hidden; relu(q k^T / n + b), in float32 at least and 0 for
+    hidden keys; and the linear half's weights inside the chunk. None where there is none."""
     ids_NC, hidden_NRM, own_NRM = inputs.ids_NC, None, None
     if ids_NC is not None:
         hidden_NRM = ~reference.same_document(ids_NC[:, rows], ids_NC[:, keys])
