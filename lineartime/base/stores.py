@@ -1,5 +1,4 @@
-"""Files by name: a path of this machine, or an address of a store that fsspec knows, such as s3://,
-gs://, hf://, https:// or memory://. Only what `cached` copies is kept on this machine whole."""
+"""Files by name: a path, or an address that fsspec knows, such as s3://, hf:// or memory://."""
 
 import bz2
 import contextlib
@@ -36,8 +35,7 @@ def joined(folder: Name, *names: str) -> str:
 
 
 def store_of(name: Name) -> tuple[Any, str]:
-    """The file system of a name, and the path there. Raises UsageError if its library is
-    missing."""
+    """The file system of a name, and the path there. Raises UsageError without its library."""
     import fsspec
 
     if not is_address(name):  # fsspec would join file systems at a "::", and take "~" for a home
@@ -83,21 +81,19 @@ def packing_of(name: Name) -> str:
 
 @contextlib.contextmanager
 def unpacked(name: Name) -> Iterator[Any]:
-    """A file's bytes, unpacked: `read`, `readline`, `peek`, `seek`. Raises DataError in the
-    block."""
+    """A file's bytes, unpacked. Raises DataError in the block."""
     with reading(name), opened(name) as file:
         packing = packing_of(name) if file.peek(1) else ""  # nothing is packed in an empty file
+        plain: Any = file
         if packing == ".zst":
             import pyarrow
 
-            with io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20) as plain:
-                yield plain
+            plain = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
         elif packing:
             packers: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-            with packers[packing].open(file) as plain:
-                yield plain
-        else:
-            yield file
+            plain = packers[packing].open(file)
+        with plain:
+            yield plain
 
 
 def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
@@ -117,8 +113,7 @@ def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
 def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]:
     """Blocks of at most `size` bytes of stdin. ticks: also b"" now and then while nothing comes."""
     while sys.stdin is not None:
-        # Waited for a little at a time: a signal that comes just before a read is not seen until
-        # the read returns.
+        # A little at a time: a signal that comes just before a read is seen when the read returns.
         if select.select([sys.stdin], [], [], 0.2)[0]:
             if not (block := os.read(sys.stdin.fileno(), size)):
                 return
@@ -127,10 +122,10 @@ def stdin_blocks(size: int = 1 << 20, *, ticks: bool = False) -> Iterator[bytes]
             yield b""
 
 
-def read_all(name: Name) -> bytes:
-    """The bytes of a file. Raises DataError for one that cannot be read."""
+def read_all(name: Name, most: int = -1) -> bytes:
+    """The bytes of a file, or the first `most`. Raises DataError for one that cannot be read."""
     with reading(name), opened(name) as file:
-        return file.read()
+        return file.read(most)
 
 
 def size_of(name: Name) -> int:
@@ -156,34 +151,27 @@ def require_there(names: Iterable[Name]) -> None:
 
 
 def is_folder(name: Name) -> bool:
-    """Whether this is a folder."""
     store, path = store_of(name)
     with reading(name):
         return bool(store.isdir(path))
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """An empty folder, as `files.new_folder` yields one, of which nothing stays."""
+def uploaded(address: Name | None) -> Iterator[Path]:
+    """An empty folder, as `files.new_folder` yields one, whose files go to an address at the end of
+    the block; None: nowhere."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "done")
         folder.mkdir()
         yield folder
-
-
-@contextlib.contextmanager
-def uploaded(address: Name) -> Iterator[Path]:
-    """A temporary folder, whose files are copied to an address at the end of the block."""
-    with temporary_folder() as folder:
-        yield folder
-        store, path = store_of(address)
-        store.put(f"{folder}/", path, recursive=True)
+        if address is not None:
+            store, path = store_of(address)
+            store.put(f"{folder}/", path, recursive=True)
 
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
     """A folder in the cache of this machine with files of a folder in a store, by name and size.
-    What is there already is kept. key: a hash of what they hold. Raises DataError for a bad name
-    and a missing file."""
+    key: a hash of what they hold. Raises DataError for a bad name and a missing file."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lineartime" / key[:16]
     cache.mkdir(parents=True, exist_ok=True)
     for name, n_bytes in sizes.items():
@@ -198,7 +186,7 @@ def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
 
 def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """The files and folders that `expanded` gives: path, whether it is a folder, and its files by
-    relative names. Raises DataError for what is missing, and for no regular file."""
+    relative names. Raises DataError for what is missing or no regular file."""
     for path in expanded(name):
         if is_folder(path):
             yield path, True, {own: joined(path, own) for own in files_below(path)}
@@ -210,8 +198,7 @@ def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
 
 
 def expanded(name: Name) -> list[str]:
-    """The files and folders that a pattern such as `books/*.txt` stands for, in order; or the name
-    itself."""
+    """The files and folders of a pattern such as `books/*.txt`, in order; or the name itself."""
     if is_address(name):
         store, path = store_of(name)
         with reading(name):
@@ -223,17 +210,16 @@ def expanded(name: Name) -> list[str]:
 def files_below(folder: Name) -> list[str]:
     """Relative names of all files that are not hidden, in order; each folder is read once, through
     links too. Raises DataError for one that cannot be read."""
-    names: list[str] = []
     if is_address(folder):
         store, top = store_of(folder)
         with reading(folder):
-            names = [each.removeprefix(top).lstrip("/") for each in store.find(top)]
-        return sorted(name for name in names if "/." not in f"/{name}")
+            found = [each.removeprefix(top).lstrip("/") for each in store.find(top)]
+        return sorted(name for name in found if "/." not in f"/{name}")
 
     def refuse(e: OSError) -> None:
         raise DataError("cannot read", e.filename, e.strerror)
 
-    seen: set[str] = set()
+    names, seen = list[str](), set[str]()
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         if os.path.realpath(parent) in seen:
             folders.clear()
@@ -245,16 +231,14 @@ def files_below(folder: Name) -> list[str]:
 
 
 def hash_of(name: Name) -> dict[str, Any]:
-    """The size in bytes and the SHA-256 of a file. Raises DataError for a file that cannot be
-    read."""
+    """The bytes and the SHA-256 of a file. Raises DataError for one that cannot be read."""
     with reading(name), opened(name) as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def is_as_written(path: Path, expected: dict[str, Any], by_hash: bool = True) -> bool:
-    """Whether a file has the size and, with `by_hash`, the SHA-256 that are `expected`, see
-    `hash_of`."""
+    """Whether a file has the size and, with `by_hash`, the SHA-256 of `expected`, see `hash_of`."""
     with contextlib.suppress(OSError, DataError, TypeError, LookupError):  # expected: what somebody's file says
         same_size = path.stat().st_size == expected["bytes"]  # first: a hash of 100 GiB takes minutes
         return same_size and (not by_hash or hash_of(path) == expected)

@@ -16,7 +16,7 @@ from lineartime.base.settings import require
 from lineartime.base.stores import file_blocks, joined, packing_of, require_there, size_of, stdin_blocks
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping, summary
-from lineartime.data.read_text import PIECE, ending_of, is_one_document, read_small, text_of
+from lineartime.data.read_text import PIECE, kind_of, read_small, text_of
 from lineartime.folders import named_folder, require_run
 from lineartime.tasks.qa.finetune_config import Evidence, MaxAnswerTokens, Stride
 
@@ -277,7 +277,7 @@ def read(
     """Read a text once, for generate --state to go on from. The file has all that the model keeps
     of the text. With FLASH it is equally large for texts of any length."""
     check_new(out)
-    require(not ending_of(book) or is_one_document(book), "a file of rows is many documents", book, "read one text")
+    require(kind_of(book) in ("", ".txt"), "a file of rows is many documents", book, "read one text")
     require_there([book])
     folder = named_folder(model)
     from lineartime.weights.generation.generate import read as read_text

@@ -4,8 +4,6 @@ of `emozilla/pg19`, with an official number of words."""
 
 import re
 
-from lineartime.base.errors import DataError, raised_as
-
 MARKER = re.compile("_START_(ARTICLE|SECTION|PARAGRAPH)_")
 PG19 = ((28_602, 1_973_136_207), (50, 3_007_061), (100, 6_966_499))
 """Books and words of the train, validation and test split, as published."""
@@ -13,9 +11,8 @@ PG19_TOLERANCE = 0.02
 
 
 def published_words(documents: int, words: int) -> int | None:
-    """The official number of words of the PG-19 split with these counts; None for any other text. A
-    published split has exactly as many books and, within 2%, as many words between white space:
-    copies differ by that much in line ends and headers."""
+    """The official number of words of the PG-19 split with these counts; None for any other text.
+    Books are equal in number, words within 2%: copies differ in line ends and headers."""
     for books, official in PG19:
         if documents == books and abs(words - official) <= PG19_TOLERANCE * official:
             return official
@@ -40,28 +37,16 @@ def wiki40b_text(text: str) -> str:
                                     More text.
 
     Some languages are published as Python literals of bytes, b'\\n_START_ARTICLE_...', which are
-    decoded. Raises ValueError for a text without a marker that is not blank, because it is not from
-    Wiki-40B."""
+    decoded. Raises ValueError for a text without a marker that is not blank."""
     if text.startswith(("b'", 'b"')) and text.endswith(text[1]):
         text = text[2:-1].encode("ascii").decode("unicode_escape").encode("latin-1").decode("utf-8")
-    before, *marked = MARKER.split(text)
-    if not marked and not text.isspace() and text:
+    written, *marked = (each.replace("_NEWLINE_", "\n").strip() for each in MARKER.split(text))
+    if not marked and text.strip():
         raise ValueError("no structure marker such as _START_ARTICLE_")
-    written, last = _lines(before), ""
+    last = ""
     for part, content in zip(marked[::2], marked[1::2], strict=True):
-        content = _lines(content)
         if content and written:
             written += "\n" if (last, part) == ("SECTION", "PARAGRAPH") else "\n\n"
         if content:
             written, last = written + content, part
     return written
-
-
-def _lines(content: str) -> str:
-    return content.replace("_NEWLINE_", "\n").strip()
-
-
-def wiki40b_document(text: str, where: str) -> str:
-    """`wiki40b_text` of a document at this place. Raises DataError for another text."""
-    with raised_as(DataError, "not a Wiki-40B article", where, ValueError):
-        return wiki40b_text(text)

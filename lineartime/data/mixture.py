@@ -1,5 +1,4 @@
-"""Which row of which prepared text each row of training is; a run may have several, as in `--data
-books:0.7,wiki:0.3`.
+"""Which row of which prepared text each row of training is, as with `--data books:0.7,wiki:0.3`.
 
 After any number of rows each text has given its share to within one row. Which text comes next
 depends on the shares alone; the order within a text is drawn for each epoch. Both are functions of
@@ -23,8 +22,8 @@ LONGEST_PERIOD = 100_000
 def read_mixture(text: str) -> dict[str, int]:
     """The prepared folders that `text` names, in order, each with its number of rows in a period:
     one by its path, or several as `FOLDER:SHARE,FOLDER:SHARE`; the shares' sum stands for all rows.
-    Raises UsageError for a share that is not positive or has more digits than a period of 100,000
-    rows can keep, for a folder named twice, and for several folders without shares."""
+    Raises UsageError for a share that is missing, not positive, or has more digits than a period of
+    100,000 rows can keep, and for a folder named twice."""
     if not SEVERAL.fullmatch(text) or Path(text).is_dir():
         require("," not in text or Path(text).exists(), "several folders need shares", text, "such as a:0.7,b:0.3")
         return {text: 1}

@@ -1,5 +1,4 @@
-"""Tokenise text once into shards, in several processes. `tokens` describes the folder and reads
-it."""
+"""Tokenise text once into shards, in several processes; `tokens` reads them."""
 
 import contextlib
 import dataclasses
@@ -22,25 +21,14 @@ import numpy as np
 from lineartime.base.errors import DataError, ResourceError
 from lineartime.base.files import hashed_stream, new_folder, system_errors
 from lineartime.base.settings import require
-from lineartime.base.stores import exists, hash_of, is_address, is_folder, joined, temporary_folder, uploaded
+from lineartime.base.stores import exists, hash_of, is_address, is_folder, joined, uploaded
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
-from lineartime.data.read_text import read_pieces
-from lineartime.data.sources import Source, find_text
+from lineartime.data.read_text import ReadSlice, read_pieces
+from lineartime.data.sources import Source, copies_named, cut_document, find_text
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer, train_tokenizer
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
-from lineartime.data.units import (
-    Encoded,
-    ReadSlice,
-    Slice,
-    Unit,
-    cut_document,
-    documents_of,
-    encode_unit,
-    held_out_documents,
-    rows_of,
-    units_of,
-)
+from lineartime.data.units import Encoded, Unit, divided, documents_of, encode_unit, rows_of, units_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,17 +39,15 @@ BLOCK_IDS = 1 << 21
 
 def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: Progress | None = None,
             **options: Any) -> Manifest:
-    """Read text, train or load a tokenizer, and write the tokens of every split to the new folder
-    `out`.
+    """Read text, train or load a tokenizer, and write the tokens of every split to `out`.
 
     inputs: files or folders, see `find_sources`. options: the other fields of `PrepareSettings`.
-    progress: called with files hashed, bytes checked and tokenised, ids written. Raises as
-    `prepare_text` does."""
-    given = {"inputs": inputs, "out": str(out)} | options
-    given |= {name: (str(names),) if isinstance(names := given[name], str | Path) else tuple(map(str, names))
-              for name in ("inputs", "validation", "test") if name in given}
-    given |= {name: str(given[name]) for name in ("tokenizer",) if name in given}
-    return prepare_text(PrepareSettings(**given), progress)
+    progress: called with files hashed, bytes tokenised, ids written. Raises as `prepare_text`."""
+    given = {"inputs": inputs, "out": out, "tokenizer": "train"} | options
+    for name in ("inputs", "validation", "test"):
+        names = given.get(name, ())
+        given[name] = (str(names),) if isinstance(names, str | Path) else tuple(map(str, names))
+    return prepare_text(PrepareSettings(**given | {name: str(given[name]) for name in ("out", "tokenizer")}), progress)
 
 
 def prepare_text(settings: PrepareSettings, progress: Progress | None = None) -> Manifest:
@@ -82,8 +68,8 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
             asked.settings["tokenizer"] = tokenizer.sha256
         if is_prepared and settings.is_from_hub:
             return already_prepared(out, asked)
-        with (temporary_folder() if is_prepared else uploaded(out) if is_address(out) else new_folder(Path(out))
-              ) as folder:
+        writing = uploaded(None) if is_prepared else uploaded(out) if is_address(out) else new_folder(Path(out))
+        with writing as folder, copies_named(folder.parent / "text", settings):
             sources = find_text(settings, folder.parent / "text", progress)
             asked.sources = listed(sources, progress)
             if is_prepared:
@@ -94,8 +80,7 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
 
 
 def listed(sources: list[Source], progress: Progress | None) -> list[dict[str, Any]]:
-    """The files of text as a manifest has them. Raises DataError for the same text in two
-    splits."""
+    """The files of text as a manifest has them. Raises DataError for one text in two splits."""
     files, first = [], dict[str, Source]()
     for source in counted(progress, "hashing", sources, len(sources)):
         file = hash_of(source.path)
@@ -124,8 +109,7 @@ def already_prepared(out: str, asked: Manifest) -> Manifest:
 def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source], tokenizer: Tokenizer | None,
                    manifest: Manifest, progress: Progress | None) -> None:
     """Tokenise all text, decide which documents are held out, and write the tokenizer and the
-    shards of each split. tokenizer: None for one that is trained first. manifest: gets what there
-    is to say."""
+    shards of each split. tokenizer: None to train one. manifest: gets what there is to say."""
     read, held_out = partial(read_pieces, field=settings.field, task=settings.task), settings.held_out
     first_files = {each.split: each.path for each in reversed(sources)}  # for errors
     if held_out and [each.kind for each in sources if each.split == "train"] == [".txt"]:
@@ -133,7 +117,10 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
         held_out, first_files["validation"] = None, first_files["train"]
     units = units_of(sources, settings.unit_bytes, tokenizer)
     tokenizer = tokenizer or trained(settings, units, held_out, read, progress)
-    manifest.tokenizer, manifest.dtype = described(tokenizer), tokenizer.dtype
+    manifest.dtype = tokenizer.dtype
+    manifest.tokenizer = {name: getattr(tokenizer, name) for name in ("sha256", "vocab_size", "end_of_document")}
+    if tokenizer.mask is not None:
+        manifest.tokenizer |= {name: getattr(tokenizer, name) for name in ("mask", "separator", "special")}
     with hashed_stream(folder / TOKENIZER_FILE, manifest.files) as write:
         write(bytes(tokenizer.json, "utf-8"))
 
@@ -153,7 +140,10 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
             write_documents(folder, split, file, documents_of(own), held_out, first_files[split], manifest, progress)
     manifest.notes = notes_of(manifest, found, len(sources))
     if settings.held_out:
-        say_held_out(manifest, by_documents=held_out is not None)
+        train, held = (manifest.splits[name] for name in ("train", "validation"))
+        what = (f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances"
+                if held_out is not None else "the end of the only document")
+        logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
 
 
 def trained(settings: PrepareSettings, units: list[Unit], held_out: float | None, read: ReadSlice,
@@ -164,21 +154,20 @@ def trained(settings: PrepareSettings, units: list[Unit], held_out: float | None
     checked = counted(progress, "checking", slices, n_bytes, lambda one: one.n_bytes)
     pieces = ((text, 0, last) for one in checked for text, last in read(one.path, start=one.start, stop=one.stop))
     is_chosen_D = divided("train", rows_of(pieces, held_out is not None), held_out, slices[0].path)["train"]
+
+    def chosen() -> Iterator[str]:
+        document = 0
+        for one in slices:
+            for text, last in read(one.path, start=one.start, stop=one.stop):
+                if is_chosen_D[document]:
+                    yield text
+                document += last
+
     every, vocab_size = -(-n_bytes // settings.train_characters), settings.vocab_size or DEFAULT_VOCAB_SIZE
-    chosen = itertools.islice(texts_of(slices, is_chosen_D, read), 0, None, every)
-    texts = counted(progress, "training the tokenizer", chosen, n_bytes // every, len)
+    spread = itertools.islice(chosen(), 0, None, every)
+    texts = counted(progress, "training the tokenizer", spread, n_bytes // every, len)
     learning = counted(progress, "learning its vocabulary", list[str](), vocab_size)  # it takes as long as reading
     return train_tokenizer(itertools.chain(texts, learning), vocab_size, mlm=settings.is_masked)
-
-
-def texts_of(slices: list[Slice], is_chosen_D: np.ndarray, read: ReadSlice) -> Iterator[str]:
-    """The pieces of the chosen documents."""
-    document = 0
-    for one in slices:
-        for text, last in read(one.path, start=one.start, stop=one.stop):
-            if is_chosen_D[document]:
-                yield text
-            document += last
 
 
 def encode_all(units: list[Unit], read: ReadSlice, tokenizer: Tokenizer, with_hashes: bool, n_workers: int
@@ -213,27 +202,9 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def divided(split: str, rows_D4: np.ndarray, held_out: float | None, path: str) -> dict[str, np.ndarray]:
-    """Which documents are in the split, and of train which are held out, in bool `[D]`; blank ones
-    are left out. rows_D4: the `ROW` of each document. path: for errors. Raises DataError for an
-    empty split."""
-    is_kept_D = rows_D4[:, 1] > 0
-    if not is_kept_D.any():
-        raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
-                        f"the {split} split would be empty")
-    if split != "train" or held_out is None:
-        return {split: is_kept_D}
-    if is_kept_D.sum() == 1:
-        raise DataError("of one document in rows nothing can be held out", path, "save its text alone as .txt")
-    is_held_D = is_kept_D.copy()
-    is_held_D[is_kept_D] = held_out_documents(rows_D4[is_kept_D, 2], rows_D4[is_kept_D, 3], held_out)
-    return {"train": is_kept_D & ~is_held_D, "validation": is_held_D}
-
-
 def write_documents(folder: Path, split: str, ids: IO[bytes], rows_D4: np.ndarray, held_out: float | None, path: str,
                     manifest: Manifest, progress: Progress | None) -> None:
-    """Write the documents of a split, whose ids are in a file, and of train those that are held
-    out."""
+    """Write the documents of a split, whose ids are in a file, and those held out of it."""
     manifest.blank_documents += int((rows_D4[:, 1] == 0).sum())
     for name, is_chosen_D in divided(split, rows_D4, held_out, path).items():
         n_ids, n_words, n_bytes, _ = rows_D4[is_chosen_D].sum(0).tolist()
@@ -288,13 +259,6 @@ def notes_of(manifest: Manifest, units: list[Encoded], n_files: int) -> list[str
     return notes
 
 
-def say_held_out(manifest: Manifest, by_documents: bool) -> None:
-    train, held = (manifest.splits[name] for name in ("train", "validation"))
-    what = (f"{held.documents:,} of {held.documents + train.documents:,} documents, at equal distances"
-            if by_documents else "the end of the only document")
-    logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
-
-
 def counted(progress: Progress | None, what: str, items: Iterable[T], total: int | None,
             amount: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
     """Pass the items on, and report the sum of the amounts of those done."""
@@ -304,11 +268,3 @@ def counted(progress: Progress | None, what: str, items: Iterable[T], total: int
         yield item
         n_done += amount(item)
         report(what, n_done, total)
-
-
-def described(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a manifest says of a tokenizer."""
-    of_mask = {} if tokenizer.mask is None else {"mask": tokenizer.mask, "separator": tokenizer.separator,
-                                                 "special": tokenizer.special}
-    return {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-            "end_of_document": tokenizer.end_of_document} | of_mask

@@ -12,14 +12,6 @@ SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
 """The book that ships with the package."""
 
 
-def require_vocab_size(vocab_size: int, *, mlm: bool = False) -> None:
-    """Raise UsageError for too few tokens for 256 bytes and the special ones, two more for
-    `mlm`."""
-    smallest = 256 + (3 if mlm else 1)
-    require(smallest <= vocab_size <= LARGEST["vocab_size"], "wrong value", f"vocab_size = {vocab_size}",
-            f"it takes {smallest} to {LARGEST['vocab_size']:,}")
-
-
 @dataclass(frozen=True)
 class PrepareSettings:
     """What text is prepared, and how. Raises UsageError for wrong values, alone or together."""
@@ -47,7 +39,6 @@ class PrepareSettings:
     train_characters: int = 1 << 28
     """Most characters that the tokenizer is trained on, from pieces at equal distances."""
     shard_tokens: int = 1 << 27
-    """Tokens in a file."""
     unit_bytes: int = 1 << 23
     """What a process takes at once. It matters only inside words of more than 4,096 characters."""
 
@@ -62,11 +53,13 @@ class PrepareSettings:
         require(self.sample != bool(self.inputs), "wrong inputs",
                 f"{len(self.inputs)} and the sample" if self.sample else "there are none",
                 "name files or folders, or ask for the sample")
-        require([*self.inputs, *self.validation, *self.test].count("-") <= 1, "stdin is read once", "-", "name it once")
-        if self.tokenizer == "train":
-            require_vocab_size(self.vocab_size or DEFAULT_VOCAB_SIZE, mlm=self.is_masked)
-        require(self.tokenizer == "train" or self.vocab_size is None, "this tokenizer has its own vocabulary",
-                f"--tokenizer {self.tokenizer} --vocab-size {self.vocab_size}", "leave out --vocab-size")
+        require(sum(self.names.values(), ()).count("-") <= 1, "stdin is read once", "-", "name it once")
+        if self.vocab_size is not None:
+            require(self.tokenizer == "train", "this tokenizer has its own vocabulary",
+                    f"--tokenizer {self.tokenizer} --vocab-size {self.vocab_size}", "leave out --vocab-size")
+            smallest = 259 if self.is_masked else 257  # bytes and special tokens
+            require(smallest <= self.vocab_size <= LARGEST["vocab_size"], "wrong value",
+                    f"vocab_size = {self.vocab_size}", f"it takes {smallest} to {LARGEST['vocab_size']:,}")
 
     @property
     def is_masked(self) -> bool:
@@ -74,24 +67,27 @@ class PrepareSettings:
         return self.mlm or self.task == "c4"
 
     @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The text of each split."""
+        return {"train": self.inputs, "validation": self.validation, "test": self.test}
+
+    @property
     def from_hub(self) -> list[str]:
         """The text that is on the hub, as the command line has it."""
-        named = {"": self.inputs, "--validation ": self.validation, "--test ": self.test}
-        return [option + name for option, names in named.items() for name in names if name.startswith("hub:")]
+        return [name if split == "train" else f"--{split} {name}"
+                for split, names in self.names.items() for name in names if name.startswith("hub:")]
 
     @property
     def is_from_hub(self) -> bool:
         """Whether all text is on the hub, which is not read again to be compared."""
-        return bool(self.inputs) and len(self.from_hub) == len(self.inputs + self.validation + self.test)
+        return bool(self.inputs) and len(self.from_hub) == sum(map(len, self.names.values()))
 
     @property
     def for_manifest(self) -> dict[str, Any]:
         """The settings that decide what is written. A tokenizer that is there puts in its hash."""
         settings: dict[str, Any] = {"held_out": self.held_out, "field": self.field, "shard_tokens": self.shard_tokens}
-        settings |= {"mlm": True} if self.is_masked else {}
-        settings |= {"task": self.task} if self.task is not None else {}
-        settings |= {"hub": " ".join(self.from_hub)} if self.from_hub else {}
-        settings["tokenizer"] = self.tokenizer
+        rarer = {"mlm": self.is_masked, "task": self.task, "hub": " ".join(self.from_hub)}
+        settings |= {name: value for name, value in rarer.items() if value} | {"tokenizer": self.tokenizer}
         if self.tokenizer == "train":
             settings |= {"vocab_size": self.vocab_size or DEFAULT_VOCAB_SIZE, "train_characters": self.train_characters}
         return settings

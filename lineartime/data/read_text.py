@@ -19,13 +19,13 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from lineartime.base.errors import DataError
+from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_BYTES
 from lineartime.base.stores import Name, file_blocks, is_address, opened, size_of, unpacked
-from lineartime.data.corpora import wiki40b_document
+from lineartime.data.corpora import wiki40b_text
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
@@ -33,8 +33,8 @@ PIECE = 1 << 16
 """Characters in a piece."""
 MAX_LINE_BYTES = 64 << 20
 """Longest line of JSON, and longest field of a table."""
-LARGEST_EXPANSION, EXPANSION_FREE = 100, 64 << 20
-"""A text may have so many times its file's bytes, or so many characters, whichever is more."""
+LARGEST_EXPANSION, EXPANSION_FREE = 100, 16 << 20
+"""A file may have so many times its size of text, or so many characters, whichever is more."""
 BYTE_ORDER_MARK = "\ufeff"
 BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
 """In UTF-8, a space or line feed before what is no white space, see `cut_pieces`."""
@@ -50,6 +50,10 @@ class Piece(NamedTuple):
     last: bool
 
 
+ReadSlice = Callable[..., Iterator[Piece]]
+"""`read_pieces` with the settings of this text; it takes a path and `start` and `stop`."""
+
+
 class Record(NamedTuple):
     """What a row of a file says, with its place for errors."""
 
@@ -58,15 +62,15 @@ class Record(NamedTuple):
 
 
 def ending_of(name: Name) -> str:
-    """The ending of a file that can be read, in lower case, such as ".jsonl.gz"; "" of any
-    other."""
+    """The ending of a file that can be read, such as ".jsonl.gz"; "" of any other."""
     found = ENDING.search(str(name))
     return found[0].lower() if found else ""
 
 
-def is_one_document(name: Name) -> bool:
-    """Whether a file that can be read is one document, and not rows."""
-    return ending_of(name).startswith((".txt", ".md"))
+def kind_of(name: Name) -> str:
+    """".txt" for a file that is one document, else its ending, see `ending_of`."""
+    ending = ending_of(name)
+    return ".txt" if ending.startswith((".txt", ".md")) else ending
 
 
 def is_token_file(name: Name) -> bool:
@@ -75,8 +79,21 @@ def is_token_file(name: Name) -> bool:
 
 
 def not_utf8(name: object, where: str) -> DataError:
-    """The error of text in another encoding."""
     return DataError("not valid UTF-8", f"{name}{where}", f"convert it: iconv -f latin1 -t utf-8 {name}")
+
+
+def text_counter(name: Name) -> Callable[[int], None]:
+    """A function that adds up the text of a file, and raises DataError where it is too much: the
+    file may have been made to fill a disk."""
+    n_left = max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
+
+    def count(n: int) -> None:
+        nonlocal n_left
+        n_left -= n
+        if n_left < 0:
+            raise DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
+
+    return count
 
 
 def read_pieces(name: Name, *, field: str = "text", task: str | None = None, start: int = 0, stop: int | None = None
@@ -87,16 +104,17 @@ def read_pieces(name: Name, *, field: str = "text", task: str | None = None, sta
 
     field: the field or column that holds the text. task: "wiki40b" takes its markers out. start,
     stop: a range of the file's bytes, None for its end; if its document goes on in the next range,
-    no piece is the last. Raises DataError, also for a small file of much text, made to fill the
-    disk."""
-    pieces = _pieces_of_text(name, start, stop) if is_one_document(name) else (
-        piece for text in _texts_of_rows(name, field, task, start, stop) for piece in pieces_of(text))
-    n_characters = 0
-    for piece in pieces:
-        n_characters += len(piece.text)
-        if n_characters > EXPANSION_FREE and n_characters > LARGEST_EXPANSION * size_of(name):
-            raise DataError(f"the text is more than {LARGEST_EXPANSION} times the file", name, "unpack it first")
-        yield piece
+    no piece is the last. Raises DataError."""
+    if kind_of(name) == ".txt":
+        yield from _pieces_of_text(name, start, stop)
+        return
+    count = text_counter(name)
+    for where, fields in read_rows(name, [field], start=start, stop=stop):
+        text = text_field(fields, field, where)
+        count(len(text))
+        with raised_as(DataError, "not a Wiki-40B article", where, ValueError):
+            text = wiki40b_text(text) if task == "wiki40b" else text
+        yield from pieces_of("" if text.isspace() else text)
 
 
 # One document
@@ -110,13 +128,14 @@ def _pieces_of_text(name: Name, start: int, stop: int | None) -> Iterator[Piece]
         end = None if stop is None else _before_word(file, stop, None)
         if start or stop is not None:
             file.seek(begin)
+        count = text_counter(name)
         for text, last in cut_pieces(text_blocks(_blocks_of(file, None if end is None else end - begin), name, begin)):
+            count(len(text))
             yield Piece(text, last and end is None)
 
 
 def _before_word(file: IO[bytes], start: int, stop: int | None) -> int | None:
-    """The first place of `BEFORE_WORD` in [start, stop), or in all that follows; None if there is
-    none."""
+    """The first place of `BEFORE_WORD` in [start, stop), or in all that follows; or None."""
     file.seek(start)
     at, block = start, b""
     while (stop is None or at < stop) and (more := file.read(PIECE if stop is None else min(PIECE, stop + 1 - at))):
@@ -137,9 +156,8 @@ def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
 def cut_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
     """Cut a document into pieces of at most `size` characters; the cuts depend on its text alone.
 
-    A piece ends before the last white space between two words. Byte-level BPE has a boundary there,
-    so the tokens are those of the whole document. Only if 4,096 characters have no such place can a
-    cut change a token."""
+    A piece ends before the last white space between two words, where byte-level BPE has a boundary.
+    Only if 4,096 characters have no such place can a cut change a token."""
     buffer = ""
     for block in blocks:
         buffer += block
@@ -157,8 +175,8 @@ def pieces_of(text: str) -> Iterator[Piece]:
 
 
 def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0) -> Iterator[str]:
-    """The text of blocks of bytes that begin at byte `position` of a file `name`, without a byte
-    order mark at its beginning. Raises DataError, with the byte, for what is not text."""
+    """The text of blocks of bytes from byte `position` of a file on, without a byte order mark at
+    its beginning. Raises DataError, with the byte, for what is not text."""
     decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     for block in itertools.chain(blocks, [b""]):
         if b"\0" in block:
@@ -177,8 +195,7 @@ def text_of(name: Name) -> Iterator[str]:
 
 def read_small(name: Name, most: int = MAX_BYTES) -> str:
     """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark.
-    Raises DataError for a file that cannot be read, for more than `most` bytes, and for what is not
-    UTF-8."""
+    Raises DataError for what cannot be read, is not UTF-8, or has more than `most` bytes."""
     content, where = bytearray(), "stdin" if name == "-" else name
     for block in file_blocks(name):
         content += block
@@ -193,18 +210,10 @@ def read_small(name: Name, most: int = MAX_BYTES) -> str:
 # Rows
 
 
-def _texts_of_rows(name: Name, field: str, task: str | None, start: int, stop: int | None) -> Iterator[str]:
-    for where, fields in read_rows(name, [field], start=start, stop=stop):
-        text = text_field(fields, field, where)
-        text = wiki40b_document(text, where) if task == "wiki40b" else text
-        yield "" if text.isspace() else text
-
-
 def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), start: int = 0,
               stop: int | None = None) -> Iterator[Record]:
-    """The rows of a file of rows that are not blank. Of parquet only the columns `names`, which the
-    file must have, and those of `optional` that it has, are read. start, stop: as of
-    `read_pieces`."""
+    """The rows of a file that are not blank. Of parquet only the columns `names`, which it must
+    have, and those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
     kind = ending_of(name)
     if kind == ".parquet":
         yield from _parquet_rows(name, names, optional, start, stop)
@@ -216,8 +225,8 @@ def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (),
             yield from _json_lines(file, name, start, stop)
 
 
-def _json_lines(file: IO[bytes], name: Name, start: int, stop: int | None) -> Iterator[Record]:
-    number, after = 0, f" after byte {start}" if start else ""
+def _json_lines(file: Any, name: Name, start: int, stop: int | None) -> Iterator[Record]:
+    number, after, count = 0, f" after byte {start}" if start else "", text_counter(name)
     if start:
         file.seek(start - 1)
         while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):  # of a line of the range before
@@ -226,6 +235,12 @@ def _json_lines(file: IO[bytes], name: Name, start: int, stop: int | None) -> It
     while (stop is None or at < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
         number, at = number + 1, at + len(line)
         where = f":{number}{after}"
+        if line == b"\n":  # a small packed file may have a thousand million of them
+            blank = file.peek(1)
+            n_more = len(file.read(len(blank) - len(blank.lstrip(b"\n"))))
+            number, at = number + n_more, at + n_more
+            count(n_more)
+        count(len(line))
         if len(line) > MAX_LINE_BYTES:
             raise DataError("line is too long", f"{name}{where}", f"the limit is {MAX_LINE_BYTES} bytes")
         line = line.removeprefix(codecs.BOM_UTF8).strip()
@@ -241,8 +256,7 @@ def _json_lines(file: IO[bytes], name: Name, start: int, stop: int | None) -> It
 
 
 def parse_json(text: str, where: object) -> Any:
-    """`json.loads`. Raises DataError for text that is not JSON, with line and column (of a single
-    line the column)."""
+    """`json.loads`. Raises DataError, with line and column, for text that is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -277,7 +291,9 @@ def _table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]
 
 
 def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
+    count = text_counter(name)
     for number, line in enumerate(file, 1):
+        count(len(line))
         if "\0" in line:
             raise DataError("a NUL byte: this is no text", f"{name}:{number}")
         if not line.isascii() and any("\udc80" <= each <= "\udcff" for each in line):
@@ -297,7 +313,11 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], sta
     try:
         source = opened(name) if is_address(name) else str(name)
         with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
-            columns = _columns(file.schema_arrow.names, names, optional, name)
+            there = file.schema_arrow.names
+            for column in names:
+                if there.count(column) != 1:
+                    raise _missing("column", column, name, there)
+            columns = [*dict.fromkeys(names), *(column for column in optional if column in there)]
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
                 first = group.column(0)
@@ -316,14 +336,6 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], sta
         raise DataError("cannot read as parquet", name, str(e).splitlines()[0] if str(e) else None) from None
 
 
-def _columns(there: Sequence[str], names: Sequence[str], optional: Sequence[str], name: Name) -> list[str]:
-    """The columns to read. Raises DataError unless each of `names` is there once."""
-    for column in names:
-        if there.count(column) != 1:
-            raise _missing("column", column, name, there)
-    return [*dict.fromkeys(names), *(column for column in optional if column in there)]
-
-
 def text_field(record: Any, name: str, where: str) -> str:
     """The text in a field of a record. Raises DataError if there is none."""
     if not isinstance(record, dict):
@@ -339,12 +351,9 @@ def _missing(kind: str, name: str, where: Name, there: Sequence[str]) -> DataErr
 
 
 def checked(text: Any, what: str, where: str) -> str:
-    """`text` itself. Raises DataError unless it is a string, and for a lone surrogate, which JSON
-    can spell."""
+    """`text` itself. Raises DataError if it is no string or has a lone surrogate, as JSON may."""
     if not isinstance(text, str):
         raise DataError(f"{what} is not a string", where, "make it one, or take the document out")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError("a lone surrogate", where, f"{what} is no valid Unicode") from None
+    with raised_as(DataError, "a lone surrogate", where, UnicodeEncodeError, todo=f"{what} is no valid Unicode"):
+        text.encode()
     return text

@@ -1,5 +1,4 @@
-"""Where text comes from: files of every split, found from their names; stdin; and data sets of the
-Hugging Face hub."""
+"""Where text comes from: files of every split, by their names; stdin; data sets of the hub."""
 
 import contextlib
 import importlib
@@ -10,22 +9,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lineartime.base.errors import DataError, UsageError
-from lineartime.base.stores import Name, found_at, is_address, size_of
+from lineartime.base.errors import DataError, UsageError, raised_as
+from lineartime.base.settings import require
+from lineartime.base.stores import Name, found_at, is_address
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
-from lineartime.data.read_text import (
-    ENDING,
-    READS,
-    Record,
-    ending_of,
-    is_one_document,
-    is_token_file,
-    text_field,
-    text_of,
-)
+from lineartime.data.read_text import ENDING, READS, ReadSlice, Record, is_token_file, kind_of, text_field, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +25,12 @@ SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validatio
                "dev": "validation", "test": "test"}
 SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d+)?)?(?:{ENDING.pattern}|\.ds|\.bin)",
                         re.IGNORECASE)
-"""Names of a split's files: `train.txt`, `train-00000-of-00001.parquet`,
-`c4-train.00000-of-01024.json.gz`."""
+"""Names of a split's files, such as `train.txt` and `c4-train.00000-of-01024.json.gz`."""
 ABOUT = re.compile(r"(^|/)(readme|license|notice|contributing|changelog)\.md$", re.IGNORECASE)
 """Pages about a folder, which are no text of it."""
 ON_HUB = "hub:"
+LINE_SEARCH = 1 << 16
+"""A single document is cut at a line that begins within this many characters."""
 HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
 
 
@@ -50,41 +42,38 @@ class Source(NamedTuple):
     path: str
 
     @property
-    def ending(self) -> str:
-        return ending_of(self.path)
-
-    @property
     def kind(self) -> str:
-        """".txt" for a file that is one document, else its ending."""
-        return ".txt" if is_one_document(self.path) else self.ending
-
-    @property
-    def has_tokens(self) -> bool:
-        return is_token_file(self.path)
-
-    @property
-    def n_bytes(self) -> int:
-        return size_of(self.path)
+        return kind_of(self.path)
 
 
 def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) -> list[Source]:
     """The files of every split, see `find_sources`. Stdin and data sets of the hub are first copied
-    into `work`, for `prepare` reads text several times. Raises UsageError and DataError, also for
-    text that the settings do not fit."""
+    into `work`, for text is read several times. Raises for text that does not fit the settings."""
     inputs, validation, test = (
         [saved_stream(name, settings.field, work / split / str(number), progress) for number, name in enumerate(names)]
-        for split, names in zip(SPLITS, (settings.inputs, settings.validation, settings.test), strict=True))
+        for split, names in settings.names.items())
     sources = find_sources([SAMPLE] if settings.sample else inputs, validation, test, task=settings.task)
     for source in sources:
-        if settings.held_out is not None and source.split == "validation":
-            raise UsageError("two validation splits", f"held_out = {settings.held_out}",
-                             "the inputs have one already; leave out held_out")
-        if settings.task == "wiki40b" and source.kind == ".txt":
-            raise UsageError("Wiki-40B is not .txt or .md", source.path, "name .parquet or .jsonl.gz, or leave out the "
-                             "task")
-        if settings.tokenizer == "train" and source.has_tokens:
-            raise UsageError("token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
+        require(settings.held_out is None or source.split != "validation", "two validation splits",
+                f"held_out = {settings.held_out}", "the inputs have one already; leave out held_out")
+        require(settings.task != "wiki40b" or source.kind != ".txt", "Wiki-40B is not .txt or .md", source.path,
+                "name .parquet or .jsonl.gz, or leave out the task")
+        require(settings.tokenizer != "train" or not is_token_file(source.path),
+                "token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
     return sources
+
+
+@contextlib.contextmanager
+def copies_named(work: Path, settings: PrepareSettings) -> Iterator[None]:
+    """Inside the block, an error that names a copy in `work` names stdin or the data set."""
+    def given(copy: re.Match[str]) -> str:
+        name = settings.names[copy[1]][int(copy[2])]
+        return "stdin" if name == "-" else name
+
+    try:
+        yield
+    except (DataError, UsageError) as e:
+        raise type(e)(re.sub(rf"{re.escape(str(work))}/(\w+)/(\d+)/[\w.]+", given, str(e))) from None
 
 
 # Files
@@ -94,11 +83,10 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
                  task: str | None = None) -> list[Source]:
     """The files of every split, in an order that depends on names only.
 
-    inputs: the train split, unless files or folders, or subfolders of a folder, are called train,
-    validation and test; then only these. validation, test: files or folders of these splits. task:
-    Wiki-40B is read from the published `.parquet`, and not from copies beside it. Raises UsageError
-    for ambiguous inputs and unknown kinds of files, DataError for what is missing or no regular
-    file, and for a folder with nothing to read."""
+    inputs: the train split, unless files, folders or subfolders are called train, validation and
+    test; then only these. validation, test: files or folders of these splits. task: of Wiki-40B the
+    published `.parquet` is read, not a copy beside it. Raises UsageError for ambiguous inputs and
+    unknown kinds of files, DataError for what is missing and for nothing to read."""
     found = {split: [each for name in names for each in _found_by(name, task)]
              for split, names in (("", inputs), ("validation", validation), ("test", test))}
     sources = [source for _, own in found[""] for source in own]
@@ -110,42 +98,39 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
     if "train" not in splits or not held_out:
         sources = [source._replace(split="train") for source in sources]
     for split in ("validation", "test"):
-        if found[split] and any(source.split == split for source in sources):
-            raise UsageError(f"two {split} splits", found[split][0][0], "the inputs have one already")
+        is_there = any(source.split == split for source in sources)
         for path, own in found[split]:
-            if len({source.split for source in own}) > 1:
-                raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
+            require(not is_there, f"two {split} splits", path, "the inputs have one already")
+            require(len({source.split for source in own}) == 1, "this folder has splits of its own", path,
+                    "name the files or the subfolder")
             sources += [source._replace(split=split) for source in own]
     seen: set[str] = set()
     for source in sources:
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
-        if real in seen:
-            raise UsageError("the same file twice", source.path, "name it once")
+        require(real not in seen, "the same file twice", source.path, "name it once")
         seen.add(real)
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
 
 def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]]:
-    """The files and folders that a name stands for, each with its files that are read. A file whose
-    name has no split has ""."""
+    """The files and folders that a name stands for, each with its files that are read."""
     for path, is_folder, files in found_at(name):
         sources = [Source("" if is_folder else _split_of(own), own, there) for own, there in files.items()]
         if is_folder:
             split = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
             sources = [source._replace(split=source.split or split) for source in _read_in(path, sources, task)]
-        elif not sources[0].kind and not sources[0].has_tokens:
+        elif not sources[0].kind and not is_token_file(path):
             raise UsageError("unknown kind of file", path,
                              f"{READS}; and token files, .ds of datatrove and .bin of Megatron-LM")
         yield path, sources
 
 
 def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]:
-    """The files of a folder that are read: text, or token files where there is none, but for hidden
-    files and pages about the folder; only the splits, where subfolders or files are called train,
-    validation and test. They must be of one kind: whole documents, or rows in files of one
-    ending."""
+    """The files of a folder that are read: text without pages about the folder, or token files;
+    only the splits, where subfolders or files are called train, validation and test. They must be
+    of one kind: whole documents, or rows in files of one ending."""
     text = [source for source in there if source.kind and not ABOUT.search(source.name)]
-    sources = _with_splits(folder, text or [source for source in there if source.has_tokens])
+    sources = _with_splits(folder, text or [source for source in there if is_token_file(source.path)])
     if not sources:
         raise DataError("nothing to read in this folder", folder, READS)
     kinds = sorted({source.kind for source in sources})
@@ -172,8 +157,8 @@ def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
             return [source for source in own if source.split]
     for source in deep:
         *parents, last = source.name.lower().split("/")
-        if "train" in (*parents, _split_of(last)):
-            raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {source.name}")
+        require("train" not in (*parents, _split_of(last)), "the splits lie deeper in this folder", folder,
+                f"name the folder that has {source.name}")
     return sources
 
 
@@ -182,12 +167,11 @@ def _split_of(name: str) -> str:
     return SPLIT_NAMES[found[1].lower()] if found else ""
 
 
-# Stdin, and the hub
+# Stdin, the hub, and a single document
 
 
 def saved_stream(name: str, field: str, folder: Path, progress: Progress | None) -> str:
-    """The name of a file or folder itself; for stdin (`-`) and the hub, a file in `folder` with the
-    text. Raises DataError for stdin without text, and as `hub_rows` does."""
+    """The name of a file or folder itself; for stdin (`-`) and the hub, a new file in `folder`."""
     if name != "-" and not name.startswith(ON_HUB):
         return name
     folder.mkdir(parents=True)
@@ -220,40 +204,48 @@ def on_hub(name: str) -> tuple[str, str | None, str, int | None]:
     return data, config, split, int(n_most) if n_most else None
 
 
-def hub_library() -> Any:
-    """The module `datasets`. Raises UsageError if it is not installed."""
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as e:
-        raise UsageError("a package is missing that reads the hub", str(e), "pip install datasets") from None
-
-
 def hub_rows(name: str) -> Iterator[Record]:
     """Stream the records of a name such as `hub:allenai/c4:en/train[:1000]`, and no more. Raises
-    UsageError for another name and if `datasets` is missing, DataError for errors of the
-    library."""
-    (data, config, split, n_most), library = on_hub(name), hub_library()
-    with quiet(library):
+    UsageError for another name and without `datasets`, DataError for errors of the library."""
+    data, config, split, n_most = on_hub(name)
+    with raised_as(UsageError, "reading the hub needs datasets", name, ImportError, todo="pip install datasets"):
+        library = importlib.import_module("datasets")
+    with contextlib.ExitStack() as after:  # no bars and warnings of its own meanwhile
+        for each in map(logging.getLogger, ("datasets", "huggingface_hub")):
+            after.callback(each.setLevel, each.level)
+            each.setLevel(logging.ERROR)
+        if not library.are_progress_bars_disabled():
+            after.callback(library.enable_progress_bars)
+            library.disable_progress_bars()
         try:
             records = library.load_dataset(data, config, split=split, streaming=True)
             for number, record in enumerate(itertools.islice(records, n_most), 1):
                 yield Record(f"{name}, row {number}", record)
         except Exception as e:
-            message = f"{type(e).__name__}: {e}"[:300]
-            raise DataError("cannot read from the hub", name, " ".join(message.split())) from None
+            raise DataError("cannot read from the hub", name, f"{type(e).__name__}: {e}"[:300]) from None
 
 
-@contextlib.contextmanager
-def quiet(library: Any) -> Iterator[None]:
-    """Switch off the library's bars and warnings: errors have one line, and verbs have their own
-    bars."""
-    with contextlib.ExitStack() as after:
-        for logger in map(logging.getLogger, ("datasets", "huggingface_hub")):
-            after.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        if not library.are_progress_bars_disabled():
-            after.callback(library.enable_progress_bars)
-            library.disable_progress_bars()
-        yield
-
-
+def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
+    """Copy the only document into two files of a folder, for train and validation, cut before a
+    line if one begins soon. Raises DataError for too little text."""
+    n = sum(len(text) for text, _ in read(path))
+    cut = n - int(n * share)
+    if cut == n:
+        raise DataError("too little text to hold some out", path, f"held_out = {share}")
+    parts = [Source(split, "", str(folder / f"{split}.txt")) for split in ("train", "validation")]
+    pieces, n_left, rest = (text for text, _ in read(path)), cut, ""
+    # Each with a byte order mark, which is not read: a text may begin with another.
+    with (open(parts[0].path, "w", encoding="utf-8-sig", newline="") as train,
+          open(parts[1].path, "w", encoding="utf-8-sig", newline="") as validation):
+        while n_left:
+            text = next(pieces)
+            train.write(text[:n_left])
+            rest, n_left = text[n_left:], max(n_left - len(text), 0)
+        while len(rest) < LINE_SEARCH and (text := next(pieces, "")):
+            rest += text
+        line = rest[:LINE_SEARCH].find("\n") + 1
+        line = line if 2 * (n - cut - line) >= n - cut else 0
+        train.write(rest[:line])
+        validation.write(rest[line:])
+        validation.writelines(pieces)
+    return parts

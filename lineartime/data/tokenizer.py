@@ -16,12 +16,11 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from lineartime.base.errors import DataError, UsageError
+from lineartime.base.errors import DataError, UsageError, raised_as
 from lineartime.base.files import read_bytes
 from lineartime.base.settings import require
 from lineartime.base.stores import is_address
 from lineartime.config import LARGEST
-from lineartime.data.prepare_config import require_vocab_size
 from lineartime.data.read_text import pieces_of
 from lineartime.folders import copied, shipped_models, weights_folder
 
@@ -33,23 +32,17 @@ PAD = "<|pad|>"
 """The padding of a causal model: the id behind its vocabulary. It is not the end-of-document token,
 for collators take padding out of what is learned."""
 KNOWN = r"(?![\x1c-\x1f\x80-\U0010ffff])"
-"""The next character is of ASCII and of a clear class: \\x1c to \\x1f are white space to Python
-alone."""
+"""The next character is of ASCII, but not \\x1c to \\x1f, which are white space to Python alone."""
 SIGN, SPACE = r"\x00-\x08\x0e-\x1b!-/:-@\[-`{-\x7f", r"\t-\r "
 WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
                    rf"|'(?:[stmd]|re|ve|ll)| ?[{SIGN}]++{KNOWN}"
                    rf"| ?[0-9]++{KNOWN}"
                    rf"|[{SPACE}]+(?=[{SPACE}][{SIGN}A-Za-z0-9])|[\t-\r](?=[{SIGN}A-Za-z0-9])"
                    r"|(?s:.)[^ \n]*(?:[ \n](?!\S)[^ \n]*)*")
-"""Cuts text where GPT-2's expression cuts it, as byte-level tokenizers do: each part has its own
-tokens. Within ASCII these are all of its cuts. The last alternative takes what has other
-characters, up to a space before a word, see `read_text.cut_pieces`."""
+"""Cuts text where GPT-2's expression does: each part has its own tokens. Within ASCII these are all
+of its cuts. The last alternative takes other characters, up to a space before a word."""
 LONGEST_WHOLE = 1 << 22
 """Characters of the longest document that a tokenizer sees whole."""
-PRECEDING = 64
-"""Characters before a continuation that its decoder is shown."""
-LONGEST_LEARNED = 1024
-"""Characters of the longest word that is learned from whole."""
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -66,12 +59,11 @@ class Tokenizer:
 
     `json` is the text of the tokenizer.json, `sha256` its hash, without what `json_with_beginning`
     adds. `vocab_size` is the largest id plus one, `dtype` the smallest type that holds every id.
-    `end_of_document`, `mask` and `separator` are ids; the constructor adds a missing
-    "<|endoftext|>", and with `mlm` "[MASK]" and "[SEP]". `special` are the ids that no text has:
-    special tokens and unused ids (`has_gaps`). `unknown` is the id of what it has no token for, or
-    None. `reads_pieces`: the ids of the pieces of a text are those of the whole; `is_lossless`:
-    every text is given back. Raises DataError if `json` is not a tokenizer, or has no room for a
-    token that is added."""
+    `end_of_document`, `mask` and `separator` are ids; a missing "<|endoftext|>" is added, and with
+    `mlm` "[MASK]" and "[SEP]". `special` are the ids that no text has: special tokens and unused
+    ids (`has_gaps`). `unknown` is the id of what it has no token for, or None. `reads_pieces`: the
+    ids of the pieces of a text are those of the whole; `is_lossless`: every text is given back.
+    Raises DataError if `json` is not a tokenizer, or has no room for a token that is added."""
 
     def __init__(self, json: str, name: str = "tokenizer.json", *, mlm: bool = False):
         self.name = name
@@ -112,8 +104,7 @@ class Tokenizer:
         self.is_lossless = self.reads_pieces and {*pre_tokenizers.ByteLevel.alphabet()} <= vocabulary.keys()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process, which keeps it, with the words it remembers, from one call to the
-        next."""
+        """For another process, which keeps it with the words that it remembers."""
         return _received, (self.json, self.name)
 
     @contextlib.contextmanager
@@ -127,14 +118,14 @@ class Tokenizer:
             raise DataError(what, self.name, " ".join(str(e).split())) from None
 
     def json_with_beginning(self) -> str | None:
-        """The tokenizer.json by which other programs begin each text with the end-of-document
-        token, as training does. None for a tokenizer that adds something of its own."""
+        """The tokenizer.json with which other programs begin a text as training does, with the
+        end-of-document token. None for a tokenizer that adds something of its own."""
         beginning = self._beginning()
         changed = re.sub(r'("post_processor":\s*)null', lambda found: found[1] + beginning, self.json)
         return changed if beginning in changed else None
 
     def _beginning(self) -> str:
-        """The post-processor that does so, as it is in a tokenizer.json."""
+        """The post-processor that does so."""
         token, first, second = ({kind: {"id": name, "type_id": 0}} for kind, name in (
             ("SpecialToken", END_OF_DOCUMENT), ("Sequence", "A"), ("Sequence", "B")))
         ids = {"id": END_OF_DOCUMENT, "ids": [self.end_of_document], "tokens": [END_OF_DOCUMENT]}
@@ -144,8 +135,7 @@ class Tokenizer:
 
     def parts_of(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
         """The parts in which the pieces of documents are encoded: the pieces, or whole documents
-        for a tokenizer that has to see them. One of more than `LONGEST_WHOLE` characters is cut at
-        the ends of lines."""
+        for a tokenizer that has to see them; those above `LONGEST_WHOLE` are cut at line ends."""
         if self.reads_pieces:
             yield from pieces
             return
@@ -166,22 +156,19 @@ class Tokenizer:
         return (part for part, _ in self.parts_of(pieces_of(text)))
 
     def encode_part(self, text: str) -> list[int]:
-        """The ids of one of the `parts` of a text. Raises DataError if the tokenizer lacks some of
-        it."""
+        """The ids of one of a text's `parts`. Raises DataError for what the tokenizer lacks."""
         with self._refused("the tokenizer cannot encode this text"):
             # Only the batch methods release the interpreter's lock, for threads in parallel.
             return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end-of-document token. Raises DataError as `encode_part`
-        does."""
+        """The ids of a text, without an end-of-document token. Raises as `encode_part` does."""
         return [i for part in self.parts(text) for i in self.encode_part(part)]
 
     @functools.cached_property
     def pack(self) -> Callable[[str], bytes]:
-        """A function that returns the ids of a part of a text, see `encode_part`, as bytes of
-        `dtype`. It remembers the ids of words, with which a byte-level tokenizer takes a third of
-        the time."""
+        """`encode_part` as bytes of `dtype`. It remembers the ids of words, with which a byte-level
+        tokenizer takes a third of the time."""
         tokenizer, dtype = self, self.dtype
         if not self._cuts_as_gpt2:
             return lambda text: np.array(self.encode_part(text), dtype).tobytes()
@@ -201,17 +188,15 @@ class Tokenizer:
         return lambda text: b"".join(map(find_ids, WORDS.findall(text)))
 
     def require_ordinary(self, ids: np.ndarray, where: str) -> None:
-        """Raise DataError for a token that data needs, and that this tokenizer has read out of
-        text."""
+        """Raise DataError for a special token that this tokenizer has read out of text."""
         if (ids == self.end_of_document).any():
             raise DataError("the tokenizer reads its end-of-document token out of text", where)
         if self.mask is not None and ((ids == self.mask) | (ids == self.separator)).any():
             raise DataError("the tokenizer reads [MASK] or [SEP] out of text", where)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text and the characters [start, stop) of each token, int64 [N] and [N, 2]. A
-        character of several tokens has the same place in each; a word's token has the space before
-        it."""
+        """The ids of a text and the characters [start, stop) of each token, int64 [N] and [N, 2].
+        Tokens of one character share its place; a word's token has the space before it."""
         ids, offsets, at = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
         for part in self.parts(text):
             with self._refused("the tokenizer cannot encode this text"):
@@ -227,9 +212,8 @@ class Tokenizer:
 
     def stream(self, before: str = "") -> Callable[[int], str]:
         """A function that takes ids one by one and returns the text that each completes after
-        `before`. The decoder is shown the end of `before`: some drop the space before the first
-        token of all."""
-        stream = decoders.DecodeStream(self.encode(before[-PRECEDING:]), skip_special_tokens=False)
+        `before`, whose end the decoder sees: some drop the space before the first token of all."""
+        stream = decoders.DecodeStream(self.encode(before[-64:]), skip_special_tokens=False)
         return lambda token: stream.step(self._inner, token) or ""
 
 
@@ -251,8 +235,7 @@ def _reads_bytes(content: dict[str, Any]) -> bool:
 
 
 def _cuts_as_gpt2(content: dict[str, Any]) -> bool:
-    """Whether a byte-level tokenizer.json is plain BPE of the parts that GPT-2's expression
-    makes."""
+    """Whether a byte-level tokenizer.json is plain BPE of the parts of GPT-2's expression."""
     model, more = content["model"], ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
                                      "fuse_unk", "byte_fallback")
     return (model.get("type") == "BPE" and not any(model.get(name) for name in more)
@@ -278,8 +261,7 @@ def needed_tokens(mlm: bool) -> list[str]:
 
 
 def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
-    """A tokenizer of UTF-8 bytes: id 256 ends a document, with `mlm` 257 is "[MASK]" and 258
-    "[SEP]"."""
+    """A tokenizer of bytes: id 256 ends a document, with `mlm` 257 is "[MASK]", 258 "[SEP]"."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # of printable Latin-1, and others in place of the rest
     others = (character for character in alphabet if character > "\xff")
     vocabulary = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
@@ -290,26 +272,23 @@ def byte_tokenizer(*, mlm: bool = False) -> Tokenizer:
 
 
 def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
-    """"[MASK]" with the space before it if words have theirs, so that "I [MASK] him" has as many
-    tokens as the text."""
+    """"[MASK]", with the space before it if words have theirs: "I [MASK] him" is three tokens."""
     spaced = any(len(entry) > 1 and entry[0] in "\u0120\u2581" for entry in inner.get_vocab())
     return AddedToken(MASK, lstrip=spaced, normalized=False, special=True)
 
 
 def _short_words(text: str) -> list[str]:
-    """A text in which words are short enough to learn from, for longer ones take ever more time: of
-    text without spaces, such as DNA, every fourth part of 1,024 characters."""
-    if max(map(len, text.split()), default=0) <= LONGEST_LEARNED:
+    """A text in which words are short enough to learn from in little time: of text without spaces,
+    such as DNA, every fourth part of 1,024 characters."""
+    if max(map(len, text.split()), default=0) <= 1024:
         return [text]
-    parts = re.split(rf"(\S{{{LONGEST_LEARNED}}})(?=\S)", text)
+    parts = re.split(r"(\S{1024})(?=\S)", text)
     return [part for i, part in enumerate(parts) if i % 2 == 0 or i % 8 == 1]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False) -> Tokenizer:
     """Byte-level BPE trained on `texts`; its first ids are "<|endoftext|>" and with `mlm` "[MASK]"
-    and "[SEP]". It has fewer than `vocab_size` entries if no further pair occurs twice. Raises
-    UsageError as `require_vocab_size` does."""
-    require_vocab_size(vocab_size, mlm=mlm)
+    and "[SEP]". It has fewer than `vocab_size` entries if no further pair occurs twice."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -325,8 +304,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, mlm: bool = False)
 
 
 def named_tokenizer(name: str, *, mlm: bool = False) -> Tokenizer:
-    """The tokenizer that `prepare --tokenizer` names: `bytes`, a tokenizer.json, a folder that has
-    one or that `transformers` opens, a run, a shipped model, or the address of a folder. Raises as
+    """The tokenizer that `prepare --tokenizer` names, see `PrepareSettings`. Raises as
     `load_tokenizer`, `auto_tokenizer` and `folders.weights_folder` do."""
     if name == "bytes":
         return byte_tokenizer(mlm=mlm)
@@ -342,19 +320,15 @@ def named_tokenizer(name: str, *, mlm: bool = False) -> Tokenizer:
 def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer of any tokenizer.json, see `Tokenizer`. Raises UsageError for a file that
     cannot be read, DataError for a file that is not a tokenizer."""
-    try:
-        json = read_bytes(Path(path)).decode("utf-8")
-    except OSError as e:
-        raise UsageError("cannot read the tokenizer", path, e.strerror) from None
-    except UnicodeDecodeError:
-        raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
-    return Tokenizer(as_saved(json, Path(path).parent), str(path), mlm=mlm)
+    with (raised_as(UsageError, "cannot read the tokenizer", path, OSError),
+          raised_as(DataError, "not a tokenizer.json", path, UnicodeDecodeError, todo="it is not valid UTF-8")):
+        json = read_bytes(path).decode()
+    return Tokenizer(as_saved(json, path.parent), str(path), mlm=mlm)
 
 
 def as_saved(json: str, folder: Path) -> str:
     """The tokenizer.json of a folder. Special tokens that a user has added under transformers
-    become ordinary ones, which `hf.LineartimeTokenizer` reads from text. Raises DataError for
-    damaged settings."""
+    become ordinary ones, which `hf.LineartimeTokenizer` reads from text. Raises DataError."""
     saved = saved_settings(folder)
     if saved.get("tokenizer_class") != "LineartimeTokenizer" or saved.get("split_special_tokens") is not False:
         return json
@@ -371,10 +345,8 @@ def as_saved(json: str, folder: Path) -> str:
 def saved_settings(folder: Path) -> dict[str, Any]:
     """A folder's tokenizer_config.json; empty without one. Raises DataError for damage."""
     path = folder / TOKENIZER_CONFIG_FILE
-    try:
+    with raised_as(DataError, "not a tokenizer_config.json", path, OSError, ValueError, TypeError, RecursionError):
         return dict(json_module.loads(read_bytes(path))) if path.exists() else {}
-    except (OSError, ValueError, TypeError, RecursionError) as e:
-        raise DataError("not a tokenizer_config.json", path, str(e)) from None
 
 
 def is_saved_elsewhere(folder: Path) -> bool:
@@ -387,8 +359,7 @@ def is_saved_elsewhere(folder: Path) -> bool:
 def auto_tokenizer(folder: Path, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer that `transformers.AutoTokenizer` opens from a folder, with what
     tokenizer_config.json changes; a vocabulary without tokenizer.json is converted. Raises
-    UsageError for a folder that it cannot open, and for a tokenizer that does more than its
-    tokenizer.json says."""
+    UsageError if there is none, and if it does more than its tokenizer.json says."""
     from transformers import AutoTokenizer
 
     try:

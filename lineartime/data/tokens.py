@@ -1,5 +1,4 @@
-"""Prepared text: the manifest of its folder, the tokens of a split, and the rows of a training
-step.
+"""Prepared text: the manifest of its folder, the tokens of a split, the rows of a training step.
 
 A prepared folder holds `manifest.json`, `tokenizer.json`, and for each split numbered shards of
 little-endian uint16 or uint32 ids (`train-00000.bin`) and the positions of its end-of-document
@@ -7,8 +6,7 @@ tokens as uint64 (`train-documents.bin`). A split is one stream
 
     [EOD] document 1 [EOD] document 2 [EOD] ... document n [EOD]
 
-in which every token but the first is a target once. Document i lies between end-of-document tokens
-i and i + 1."""
+in which every token but the first is a target once. Document i lies between [EOD] i and i + 1."""
 
 import dataclasses
 import functools
@@ -24,18 +22,7 @@ import numpy as np
 from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_LINES_BYTES, write_atomically
 from lineartime.base.settings import require
-from lineartime.base.stores import (
-    Name,
-    cached,
-    exists,
-    hash_of,
-    is_address,
-    is_as_written,
-    is_folder,
-    joined,
-    opened,
-    reading,
-)
+from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, joined, read_all
 from lineartime.data.corpora import published_words
 from lineartime.data.mixture import orders, places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -51,10 +38,10 @@ class Split:
     """Counts of a split. `tokens` are targets: the tokens of each document and the end-of-document
     token after it, which `words` (between white space) and `bytes` (of UTF-8) leave out."""
 
-    documents: int = 0
-    tokens: int = 0
-    words: int = 0
-    bytes: int = 0
+    documents: int
+    tokens: int
+    words: int
+    bytes: int
 
 
 @dataclass
@@ -72,11 +59,9 @@ class Manifest:
     blank_documents: int = 0
     """Documents of white space only, which were left out."""
     notes: list[str] = field(default_factory=list)
-    """Remarks that `lineartime prepare` prints."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Bytes and SHA-256 of every other file in the folder."""
-    already_prepared = False  # no field, for it is not written
-    """Whether `prepare` found the folder complete."""
+    already_prepared = False  # whether `prepare` found the folder complete: no field, for it is not written
 
     @property
     def vocab_size(self) -> int:
@@ -89,14 +74,11 @@ class Manifest:
     @property
     def sha256(self) -> str:
         """The hash of all fields, which include the hash of every file."""
-        return self._signed()["manifest_sha256"]
+        return _digest({"version": FORMAT_VERSION} | dataclasses.asdict(self))
 
     def to_json(self) -> str:
-        return json.dumps(self._signed(), indent=1) + "\n"
-
-    def _signed(self) -> dict[str, Any]:
         fields = {"version": FORMAT_VERSION} | dataclasses.asdict(self)
-        return fields | {"manifest_sha256": _digest(fields)}
+        return json.dumps(fields | {"manifest_sha256": self.sha256}, indent=1) + "\n"
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -104,17 +86,14 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Name) -> Manifest:
-    """The manifest of a prepared folder. Raises UsageError for a missing folder, DataError for a
-    missing, damaged or newer manifest."""
-    require(is_address(folder) or is_folder(folder), "no such folder", str(folder),
-            "make one with `lineartime prepare`")
-    path = joined(folder, DATA_MANIFEST)
+    """A prepared folder's manifest. Raises UsageError without the folder, DataError for damage."""
+    path, todo = joined(folder, DATA_MANIFEST), "make one with `lineartime prepare`"
+    require(is_address(folder) or Path(folder).is_dir(), "no such folder", str(folder), todo)
     if not exists(path):
-        raise DataError("no manifest of prepared text", path, "make one with `lineartime prepare`")
+        raise DataError("no manifest of prepared text", path, todo)
     with raised_as(DataError, "damaged manifest", path, ValueError, RecursionError, KeyError, TypeError, AttributeError,
                    todo="prepare it again"):
-        with reading(path), opened(path) as file:
-            fields = json.loads(file.read(MAX_LINES_BYTES))
+        fields = json.loads(read_all(path, MAX_LINES_BYTES))
         digest, version = fields.pop("manifest_sha256"), fields["version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise DataError("prepared by a newer lineartime", path,
@@ -126,8 +105,7 @@ def read_manifest(folder: Name) -> Manifest:
 
 
 def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:
-    """Raise DataError unless a file has the size, and with `by_hash` the hash, that the manifest
-    says."""
+    """Raise DataError unless a file has the size and, with `by_hash`, the hash of the manifest."""
     path, expected = joined(folder, name), manifest.files[name]
     if not (hash_of(path) == expected if is_address(path) else is_as_written(Path(path), expected, by_hash)):
         raise DataError("damaged or missing file", path, "delete the folder and prepare it again")
@@ -143,8 +121,7 @@ def verify_data(data_dir: Name) -> Manifest:
 
 
 def local_copy(folder: Name, manifest: Manifest, names: Iterable[str] = (TOKENIZER_FILE,)) -> Path:
-    """The folder itself; for an address, a folder in the cache with the manifest and the files
-    `names`, which training maps into memory."""
+    """The folder itself; of an address, a folder in the cache with the manifest and these files."""
     if not is_address(folder):
         return Path(folder)
     cache = cached(folder, {name: manifest.files[name]["bytes"] for name in names}, manifest.sha256)
@@ -202,8 +179,8 @@ class TokenStream:
 
 def open_split(data_dir: Name, split: str) -> TokenStream:
     """The tokens of one split. Its files and the tokenizer are first compared with the manifest:
-    their sizes, and for fewer bytes than `HASHED_BYTES` their SHA-256. Raises UsageError for a
-    missing folder, DataError for a missing split and for damaged or newer data."""
+    sizes, and up to `HASHED_BYTES` hashes. Raises UsageError without the folder, DataError without
+    the split and for damage."""
     manifest = read_manifest(data_dir)
     if split not in manifest.splits:
         raise DataError(f"no {split} split", data_dir, f"it has {', '.join(manifest.splits)}; "
@@ -223,8 +200,7 @@ def require_mask(mask: int | None, data_dir: Path | str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
-    """Words and bytes of the text to which the first `n_tokens` targets decode. They are those of
-    `Split` if the tokenizer keeps the text. A character that is cut at the end does not count."""
+    """Words and bytes of the text of the first `n_tokens` targets, without a character cut off."""
     tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
     words = n_bytes = 0
     for i in range(np.searchsorted(ends, n_tokens)):
@@ -245,7 +221,6 @@ class Mixture:
 
     @property
     def n_tokens(self) -> int:
-        """Of all texts."""
         return sum(stream.n_tokens for stream in self.streams)
 
 
@@ -284,11 +259,9 @@ def open_data(data: str, split: str) -> TokenStream | Mixture:
 def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                chosen: Sequence[int] | None = None) -> np.ndarray:
     """The rows of one training step, int64 [rows_per_step, context + 1], or those `chosen`: a pure
-    function of its arguments.
-
-    Row r is `stream.read(r * context, (r + 1) * context + 1)`: the last target of a row is the
-    first input of the next. An epoch reads every full row once, in an order drawn from (seed,
-    epoch). Raises DataError for a stream that does not fill one row."""
+    function of its arguments. Row r is `stream.read(r * context, (r + 1) * context + 1)`: its last
+    target is the first input of the next. An epoch reads every full row once, in an order drawn
+    from (seed, epoch). Raises DataError for a stream that does not fill one row."""
     places = rows_of_step(stream, seed=seed, step=step, rows_per_step=rows_per_step, context=context, n_shared=1)
     return np.stack([own.read(row * context, (row + 1) * context + 1)
                      for own, _, row in (places if chosen is None else [places[r] for r in chosen])])
@@ -296,9 +269,8 @@ def batch_rows(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_
 
 def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
                  n_shared: int) -> list[tuple[TokenStream, int, int]]:
-    """Stream, epoch and number of each row of one step; each stream of a mixture has its own
-    epochs. Rows share `n_shared` tokens with the next. Raises DataError if a stream does not fill
-    one row."""
+    """Stream, epoch in it and number of each row of a step. Rows share `n_shared` tokens with the
+    next. Raises DataError if a stream does not fill one row."""
     streams, weights = (stream.streams, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1,))
     n_rows = [(len(each) - n_shared) // context for each in streams]
     for each, n in zip(streams, n_rows, strict=True):
@@ -310,8 +282,7 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 
 
 def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
-    """All rows in order, int64 [context + 1]; the last may be shorter. Every token but the first is
-    a target once."""
+    """All rows in order, int64 [context + 1]; the last may be shorter. Each target is in one."""
     for start in range(0, len(stream) - 1, context):
         yield stream.read(start, min(start + context + 1, len(stream)))
 

@@ -1,33 +1,24 @@
-"""Units of work: a few million bytes of a split, tokenised by one process. A document that goes on
-in the next unit has a row in both. And what is held out."""
+"""Units of work: a few million bytes of a split, tokenised by one process; and what is held out."""
 
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from lineartime.base.errors import DataError
-from lineartime.data.read_text import Piece, is_token_file
+from lineartime.base.stores import packing_of, size_of
+from lineartime.data.read_text import ReadSlice, ending_of, is_token_file
 from lineartime.data.sources import Source
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 
 ROW = np.dtype(("<u8", 4))
 """A document, or its part in a unit: ids, words, bytes, hash."""
-LINE_SEARCH = 1 << 16
-"""A single document is cut at a line that begins within this many characters."""
 EXPANSION = 4
 """How many times larger than its file a packed text, or one in parquet, is taken to be."""
-PLAIN = (".txt", ".md", ".csv", ".tsv", ".jsonl", ".json")
-"""Endings of what is not packed."""
-APART = (".txt", ".md", ".jsonl", ".parquet")
-"""Endings of what several processes can read at once."""
-ReadSlice = Callable[..., Iterator[Piece]]
-"""`read_pieces` with the settings of this text; it takes a path and `start` and `stop`."""
 
 
 class Slice(NamedTuple):
@@ -57,7 +48,7 @@ class Encoded:
     ids: np.ndarray
     rows_N4: np.ndarray
     is_open: bool = False
-    """Its last document goes on in the next unit."""
+    """Its last document goes on in the next unit, and has a row in both."""
     n_lost: int = 0
     """Documents, or parts of one, that the tokenizer does not give back."""
     n_unknown: int = 0
@@ -67,8 +58,8 @@ class Encoded:
 
 
 def units_of(sources: Iterable[Source], unit_bytes: int, tokenizer: Tokenizer | None) -> list[Unit]:
-    """The units of all text, in the order of the splits. A document is in one slice if the
-    tokenizer has to see it whole; tokenizer: None for one that is to be trained."""
+    """The units of all text. A document is in one slice if the tokenizer has to see it whole.
+    tokenizer: None for one that is to be trained."""
     units: list[Unit] = []
     n_left = 0
     for source in sources:
@@ -86,8 +77,9 @@ def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
     """The slices of a file, each with so many bytes of text; one slice for None, and for a file
     that cannot be read apart. They depend on nothing else. A document is read to its end, however
     far the file has grown by then: its last slice has no end."""
-    size, expansion = source.n_bytes, 1 if source.has_tokens or source.ending in PLAIN else EXPANSION
-    is_apart = source.has_tokens or source.ending in APART
+    size, ending = size_of(source.path), ending_of(source.path)
+    expansion = EXPANSION if packing_of(source.path) or ending == ".parquet" else 1
+    is_apart = is_token_file(source.path) or ending in (".txt", ".md", ".jsonl", ".parquet")
     if not size or slice_bytes is None or not is_apart:
         return [Slice(source.path, 0, None, size * expansion)]
     ends = [*range(0, size, max(slice_bytes // expansion, 1)), size]
@@ -96,9 +88,7 @@ def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
 
 
 def rows_of(pieces: Iterable[tuple[str, int, bool]], with_hashes: bool) -> np.ndarray:
-    """The `ROW` of each document of some pieces: text, number of ids, and whether its document
-    ends."""
-
+    """The `ROW` of each document. pieces: text, number of ids, and whether its document ends."""
     def rows() -> Iterator[tuple[int, int, int, int]]:
         ids = words = n_bytes = 0
         last, in_word, digest = True, False, hashlib.blake2b(digest_size=8)
@@ -150,8 +140,8 @@ def encode_unit(unit: Unit, read: ReadSlice, tokenizer: Tokenizer, with_hashes: 
 
 
 def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, bool]]:
-    """The parts of a slice with their ids, and whether a document ends. Those of a token file are
-    decoded for their words and bytes, without special tokens at the ends of a document."""
+    """The parts of a slice with their ids, and whether a document ends. Ids of a token file are
+    decoded, without special tokens at the ends of a document."""
     if not is_token_file(one.path):
         for text, last in tokenizer.parts_of(read(one.path, start=one.start, stop=one.stop)):
             yield text, np.frombuffer(tokenizer.pack(text) if text else b"", tokenizer.dtype), last
@@ -165,6 +155,22 @@ def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tu
 
 
 # What is held out
+
+
+def divided(split: str, rows_D4: np.ndarray, held_out: float | None, path: str) -> dict[str, np.ndarray]:
+    """Which documents are in the split, and of train which are held out, in bool `[D]`; blank ones
+    are left out. path: for errors. Raises DataError for an empty split."""
+    is_kept_D = rows_D4[:, 1] > 0
+    if not is_kept_D.any():
+        raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
+                        f"the {split} split would be empty")
+    if split != "train" or held_out is None:
+        return {split: is_kept_D}
+    if is_kept_D.sum() == 1:
+        raise DataError("of one document in rows nothing can be held out", path, "save its text alone as .txt")
+    is_held_D = is_kept_D.copy()
+    is_held_D[is_kept_D] = held_out_documents(rows_D4[is_kept_D, 2], rows_D4[is_kept_D, 3], held_out)
+    return {"train": is_kept_D & ~is_held_D, "validation": is_held_D}
 
 
 def held_out_documents(bytes_D: np.ndarray, hashes_D: np.ndarray, share: float) -> np.ndarray:
@@ -182,30 +188,3 @@ def held_out_documents(bytes_D: np.ndarray, hashes_D: np.ndarray, share: float) 
         if k >= n - 1 or bytes_U[chosen].sum() >= wanted * (1 - 1e-9):
             return np.isin(groups_D, groups_U[chosen])
         k = min(k + 1 + k // 50, n - 1)
-
-
-def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
-    """Copy the only document into two files of a folder, for train and validation. The second has
-    its end, from the beginning of a line if one begins soon. Raises DataError for too little
-    text."""
-    n = sum(len(text) for text, _ in read(path))
-    cut = n - int(n * share)
-    if cut == n:
-        raise DataError("too little text to hold some out", path, f"held_out = {share}")
-    parts = [Source(split, "", str(folder / f"{split}.txt")) for split in ("train", "validation")]
-    pieces, n_left, rest = (text for text, _ in read(path)), cut, ""
-    # Each with a byte order mark, which is not read: a text may begin with another.
-    with (open(parts[0].path, "w", encoding="utf-8-sig", newline="") as train,
-          open(parts[1].path, "w", encoding="utf-8-sig", newline="") as validation):
-        while n_left:
-            text = next(pieces)
-            train.write(text[:n_left])
-            rest, n_left = text[n_left:], max(n_left - len(text), 0)
-        while len(rest) < LINE_SEARCH and (text := next(pieces, "")):
-            rest += text
-        line = rest[:LINE_SEARCH].find("\n") + 1
-        line = line if 2 * (n - cut - line) >= n - cut else 0
-        train.write(rest[:line])
-        validation.write(rest[line:])
-        validation.writelines(pieces)
-    return parts
