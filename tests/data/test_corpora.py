@@ -41,11 +41,6 @@ Seldom wet."""
 SPLITS = ("train", "validation", "test")
 
 
-def published(folder: Path, texts: dict[str, list[str]], kind: str = "parquet") -> Path:
-    """Texts in files named as the published ones are."""
-    part = "-00000-of-00001" if kind == "parquet" else ""
-    return make(folder, {f"{split}{part}.{kind}": column for split, column in texts.items()})
-
 
 # Wiki-40B
 
@@ -81,34 +76,9 @@ def test_a_text_without_markers_is_refused() -> None:
             wiki40b_text(text)
 
 
-def test_wiki40b_from_every_kind_of_file(tmp_path: Path) -> None:
-    texts = {"train": [ARTICLE, " ", repr(ARTICLE.replace("Tide", "Rock").encode())], "validation": [ARTICLE + " V"],
-             "test": [ARTICLE + " T"]}
-    prepared = []
-    for kind in ("parquet", "jsonl.gz"):
-        manifest = prepare([published(tmp_path / kind, texts, kind)], tmp_path / f"{kind}-data", tokenizer="bytes",
-                           task="wiki40b")
-        prepared.append([documents_of(tmp_path / f"{kind}-data", split) for split in SPLITS])
-        assert manifest.blank_documents == 1 and manifest.settings["task"] == "wiki40b"
-        assert open_split(tmp_path / f"{kind}-data", "train").mask is None
-    assert prepared[0] == prepared[1] == [[PLAIN, PLAIN.replace("Tide", "Rock")], [PLAIN + " V"], [PLAIN + " T"]]
-
 
 # PG-19
 
-
-def test_pg19_as_parquet_and_as_books(tmp_path: Path) -> None:
-    texts = {"train": ["One book.\n\nIts end.\n", "Two."], "validation": ["Three, naïve."], "test": ["Four."]}
-    published(tmp_path / "parquet", texts)
-    make(tmp_path / "books", {"metadata.csv": "1,A book,1900\n"} | {
-        f"{split}/{10 + i}.txt": text for split in SPLITS for i, text in enumerate(texts[split])})
-    for kind in ("parquet", "books"):
-        data = tmp_path / f"{kind}-data"
-        manifest = prepare([tmp_path / kind], data, tokenizer="bytes", task="pg19")
-        assert [documents_of(data, split) for split in SPLITS] == list(texts.values())
-        assert manifest.notes == []
-        stream = open_split(data, "train")
-        assert (manifest.settings["task"], stream.n_words, stream.word_count) == ("pg19", 5, "counted")
 
 
 def test_a_split_is_the_published_one_by_its_books_and_about_its_words() -> None:
@@ -128,7 +98,8 @@ def test_evaluate_divides_by_the_published_words(tmp_path: Path, call: Call, mon
     monkeypatch.setattr(lineartime.data.corpora, "PG19", ((2, 101),))
     texts = {"train": ["some words of a book " * 60], "validation": ["a " * 60, "b " * 40], "test": ["a " * 100]}
     data, run = tmp_path / "data", tmp_path / "run"
-    prepare([published(tmp_path / "pg19", texts)], data, tokenizer="bytes", task="pg19")
+    make(tmp_path / "pg19", {f"{split}.parquet": column for split, column in texts.items()})
+    prepare(tmp_path / "pg19", data, tokenizer="bytes", task="pg19")
     code, _, err = call(*command(data, run, steps=1, warmup_steps=1))
     assert code == 0, err
     for split, n_words, counted in (("validation", 101, "published"), ("test", 100, "counted")):
@@ -145,11 +116,9 @@ def test_evaluate_divides_by_the_published_words(tmp_path: Path, call: Call, mon
 FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
     "no markers in parquet": (3, ["--task", "wiki40b", "plain.parquet"],
                               ["not a Wiki-40B article", "plain.parquet, row 2", "_START_ARTICLE_"]),
-    "books": (2, ["--task", "wiki40b", "book.txt"], ["Wiki-40B is not .txt", "book.txt"]),
     "packed books": (2, ["--task", "wiki40b", "book.md.gz"], ["Wiki-40B is not .txt or .md", "book.md.gz"]),
     "unknown task": (2, ["--task", "pg18", "book.txt"], ["unknown task", "did you mean pg19?"]),
     "no split": (2, ["hub:pg19"], ["no such name on the hub: hub:pg19", "hub:allenai/c4:en/train[:1000]"]),
-    "no documents": (2, ["hub:emozilla/pg19/train[:0]"], ["no such name on the hub"]),
     "a slice": (2, ["book.txt", "--test", "hub:emozilla/pg19/train[5:9]"], ["no such name on the hub"]),
     "no library": (2, ["hub:emozilla/pg19/train"], ["datasets", "pip install datasets"]),
 }
@@ -207,24 +176,22 @@ def test_the_hub_gives_the_same_text(tmp_path: Path, hub: Hub, task: str, name: 
 
 
 def test_the_hub_gives_validation_and_test(tmp_path: Path, hub: Hub) -> None:
-    """Beside a file, which is compared when the same is asked for again; another address is
-    another."""
+    """Beside a file, which is compared when the same is asked for again."""
     make(tmp_path, {"book.txt": "A book."})
     data, pg19 = tmp_path / "data", "hub:emozilla/pg19"
 
-    def prepared(train: str, validation: str) -> Manifest:
-        return prepare([train], data, tokenizer="bytes", validation=[validation], test=[f"{pg19}/train[:1]"])
+    def prepared() -> Manifest:
+        return prepare(tmp_path / "book.txt", data, tokenizer="bytes", validation=f"{pg19}/validation",
+                       test=f"{pg19}/train[:1]")
 
-    manifest = prepared(str(tmp_path / "book.txt"), f"{pg19}/validation")
+    manifest = prepared()
     assert {split: documents_of(data, split) for split in SPLITS} == {
         "train": ["A book."], "validation": ["Book\u2028 3.\n\n"], "test": ["Book\u2028 1.\n\n"]}
     assert manifest.settings["hub"] == f"--validation {pg19}/validation --test {pg19}/train[:1]"
-    assert prepared(str(tmp_path / "book.txt"), f"{pg19}/validation").already_prepared
-    with pytest.raises(UsageError, match="prepared differently"):
-        prepared(str(tmp_path / "book.txt"), f"{pg19}/test")
+    assert prepared().already_prepared
     (tmp_path / "book.txt").write_text("Another book.")
     with pytest.raises(UsageError, match="prepared differently"):
-        prepared(str(tmp_path / "book.txt"), f"{pg19}/validation")
+        prepared()
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path, hub: Hub, call: Call) -> None:
@@ -251,9 +218,6 @@ HUB_FAULTS = {
     "lost": ({"train": broken()}, "cannot read from the hub: hub:allenai/c4:en/train; OSError: the connection was"),
     "no field": ({"train": [{"text": "Page"}, {"txt": "x", "url": ""}]},
                  "no field 'text': hub:allenai/c4:en/train, row 2; it has 'txt', 'url'"),
-    "no train": ({"validation": [{"text": "Page"}]},
-                 "cannot read from the hub: hub:allenai/c4:en/train; ValueError: Bad split: train. Available splits: "
-                 "['validation']"),
 }
 
 

@@ -14,19 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+import lineartime.data.tokenizer
 from lineartime.base.errors import DataError, UsageError
 from lineartime.base.files import read_toml
-from lineartime.data.tokenizer import (
-    END_OF_DOCUMENT,
-    PROBES,
-    WORDS,
-    Tokenizer,
-    _short_words,
-    byte_tokenizer,
-    load_tokenizer,
-    named_tokenizer,
-    train_tokenizer,
-)
+from lineartime.data.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, named_tokenizer, train_tokenizer
 from lineartime.tasks.pooling import document_ids
 
 TEXT = "It was the best of times, it was the worst of times; naïve café, 東京 — “quoted”.\r\n\tIt's 1859.\n" * 4
@@ -62,14 +53,6 @@ def characters_and_bytes() -> tokenizers.Tokenizer:
     return inner
 
 
-@pytest.mark.parametrize("tokenizer", [TRAINED, BYTES, Tokenizer(characters_and_bytes().to_str())],
-                         ids=["bpe", "bytes", "characters and bytes"])
-@given(text=ANY_TEXT)
-def test_any_text_comes_back(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and all(0 <= i < tokenizer.vocab_size for i in ids)
-
-
 def metaspace() -> tokenizers.Tokenizer:
     """A Unigram tokenizer that puts "▁" before a text, and has no token for most characters."""
     inner = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁was", -2.0), ("▁the", -2.0),
@@ -100,7 +83,7 @@ def test_a_long_text_has_the_ids_of_the_whole(name, monkeypatch):
 
 
 def test_a_continuation_keeps_the_space_before_it():
-    tokenizer = Tokenizer(characters_and_bytes().to_str())
+    tokenizer = KINDS["characters and bytes"]
     for before, after in (("one", " two"), ("", "two"), ("é" * 99, " é")):
         ids = tokenizer.encode(before + after)[len(tokenizer.encode(before)):]
         step = tokenizer.stream(before)
@@ -120,7 +103,6 @@ ODD = ["the", " it", "a", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1
 @given(st.lists(st.sampled_from(ODD) | st.characters(codec="utf-8"), max_size=14).map("".join))
 @settings(max_examples=600)
 def test_remembered_words_have_the_ids_of_the_text(text):
-    assert "".join(WORDS.findall(text)) == text
     for tokenizer, pack in PACKERS:
         ids = np.frombuffer(pack(text), "<u2").tolist()
         assert ids == tokenizer.encode(text) and ids == np.frombuffer(pack(text), "<u2").tolist()
@@ -130,13 +112,11 @@ def test_a_tokenizer_that_reads_across_words_gets_whole_texts(monkeypatch):
     """Some join a word and the line end after it, change text first, or have tokens of several
     words. The one that does none of this forgets its words when there are many."""
     monkeypatch.setattr("lineartime.data.tokenizer.CACHED_WORDS", 3)
-    inner = tokenizers.Tokenizer.from_str(TRAINED.json)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    joined = tokenizers.Tokenizer.from_str(TRAINED.json)
+    prefixed, joined, stripped, plain = (tokenizers.Tokenizer.from_str(TRAINED.json) for _ in range(4))
+    prefixed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     joined.add_tokens(["was the"])
-    lower = tokenizers.Tokenizer.from_str(TRAINED.json)
-    lower.normalizer = normalizers.Strip()
-    for made in (inner, joined, lower, foreign_tokenizer(), tokenizers.Tokenizer.from_str(TRAINED.json)):
+    stripped.normalizer = normalizers.Strip()
+    for made in (prefixed, joined, stripped, foreign_tokenizer(), plain):
         tokenizer = Tokenizer(made.to_str())
         assert np.frombuffer(tokenizer.pack(TEXT), "<u2").tolist() == tokenizer.encode(TEXT)
 
@@ -144,17 +124,15 @@ def test_a_tokenizer_that_reads_across_words_gets_whole_texts(monkeypatch):
 @given(ANY_TEXT, ANY_TEXT)
 def test_special_tokens_spelled_in_text_are_text(before, after):
     text = f"{before}[MASK]{after} [SEP]{END_OF_DOCUMENT}"
-    for tokenizer in (TRAINED, *MASKED):
+    for tokenizer in (TRAINED, BYTES, *MASKED, KINDS["characters and bytes"]):
         ids = tokenizer.encode(text)
-        assert not {*tokenizer.special} & {*ids}
+        assert not {*tokenizer.special} & {*ids} and all(0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode([*ids, tokenizer.end_of_document]) == text + END_OF_DOCUMENT
 
 
-def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_needs(tmp_path):
-    inner = foreign_tokenizer()
-    inner.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_needs():
+    tokenizer = KINDS["wordpiece"]
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (9, 8)
     assert tokenizer.encode("It was bests it was") == [4, 5, 6, 7, 4, 5]
     assert tokenizer.encode("It") == [4]
@@ -199,9 +177,8 @@ def test_a_vocabulary_without_room_is_refused():
 def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"not a tokenizer\.json") as caught:
-        load_tokenizer(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=rf"^not a tokenizer\.json: {path}.*$"):
+        named_tokenizer(str(path))
 
 
 def test_data_and_tokenizer_do_not_import_torch():
@@ -227,9 +204,8 @@ def test_of_text_without_spaces_a_part_is_learned():
     """Learning takes 25 times as long from words of 64 K characters."""
     draw = random.Random(0)
     text = "".join(draw.choices("ACGT", k=60_000))
-    read = _short_words(f"some words {text} {text[:1024]}\n")
+    read = lineartime.data.tokenizer._short_words(f"some words {text} {text[:1024]}\n")
     assert max(len(word) for part in read for word in part.split()) <= 1024 and 14_000 < len("".join(read)) < 18_000
-    assert _short_words("some words\n" * 9000) == ["some words\n" * 9000]
     tokenizer = train_tokenizer([text], 400)
     assert len(tokenizer.encode(text)) < 20_000
 
@@ -274,7 +250,7 @@ def opened(folder, **files):
 def test_the_ids_are_those_of_transformers(tmp_path, files):
     """With what the settings change, and for text that spells special tokens."""
     tokenizer, theirs = opened(tmp_path, **files), AutoTokenizer.from_pretrained(tmp_path)
-    for text in (*PROBES, "the quokka and THE Fox, hello", "a [MASK] [SEP]", f"a{END_OF_DOCUMENT} b"):
+    for text in ("the quokka and THE Fox, hello", "a [MASK] [SEP]", f"a{END_OF_DOCUMENT} b"):
         assert tokenizer.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
