@@ -25,10 +25,10 @@ from lineartime.base.stores import exists, hash_of, is_address, is_folder, joine
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.read_text import ReadSlice, read_pieces
-from lineartime.data.sources import Source, copies_named, cut_document, find_text
+from lineartime.data.sources import Source, copies_named, find_text
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer, train_tokenizer
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
-from lineartime.data.units import Encoded, Unit, divided, documents_of, encode_unit, rows_of, units_of
+from lineartime.data.units import Encoded, Unit, cut_document, documents_of, encode_unit, rows_of, units_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,12 +51,10 @@ def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: P
 
 
 def prepare_text(settings: PrepareSettings, progress: Progress | None = None) -> Manifest:
-    """`prepare` for settings.
-
-    `out` appears only when it is complete; after a kill the same call begins again. If it was
-    prepared from the same text and settings it is verified and kept; text that is all on the hub is
-    not compared again. The number of processes does not change a byte. Raises UsageError, DataError
-    (with file and line or byte) or ResourceError (disk)."""
+    """`prepare` for settings. `out` appears only when it is complete; after a kill the same call
+    begins again. If it was prepared from the same text and settings it is verified and kept; text
+    that is all on the hub is not compared again. The number of processes does not change a byte.
+    Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     out = settings.out if is_address(settings.out) else os.path.realpath(settings.out)
     with system_errors(out):
         is_prepared = exists(joined(out, DATA_MANIFEST))
@@ -200,6 +198,36 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def divided(split: str, rows_D4: np.ndarray, share: float | None, path: str) -> dict[str, np.ndarray]:
+    """Which documents are in the split, and of train which are held out, in bool `[D]`: documents
+    at equal distances with at least `share` of the bytes; at least one, and not all. Equal ones go
+    together, unless all are equal. Blank ones are left out. Raises DataError for an empty split."""
+    is_kept_D = rows_D4[:, 1] > 0
+    if not is_kept_D.any():
+        raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
+                        f"the {split} split would be empty")
+    if split != "train" or share is None:
+        return {split: is_kept_D}
+    _, _, bytes_D, hashes_D = rows_D4[is_kept_D].T
+    if len(bytes_D) == 1:
+        raise DataError("of one document in rows nothing can be held out", path, "save its text alone as .txt")
+    if len({*hashes_D.tolist()}) == 1:
+        hashes_D = np.arange(len(hashes_D))
+    _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
+    groups_U = np.argsort(firsts)  # groups of equal documents, in the order of their first ones
+    bytes_U = np.bincount(groups_D, bytes_D)[groups_U]
+    n, wanted = len(groups_U), share * bytes_U.sum()
+    k = min(max(1, round(n * share)), n - 1)
+    while True:
+        chosen = (2 * np.arange(k) + 1) * n // (2 * k)
+        if k == n - 1 or bytes_U[chosen].sum() >= wanted * (1 - 1e-9):
+            break
+        k = min(k + 1 + k // 50, n - 1)
+    is_held_D = is_kept_D.copy()
+    is_held_D[is_kept_D] = np.isin(groups_D, groups_U[chosen])
+    return {"train": is_kept_D & ~is_held_D, "validation": is_held_D}
 
 
 def write_documents(folder: Path, split: str, ids: IO[bytes], rows_D4: np.ndarray, held_out: float | None, path: str,

@@ -83,8 +83,7 @@ def not_utf8(name: object, where: str) -> DataError:
 
 
 def text_counter(name: Name) -> Callable[[int], None]:
-    """A function that adds up the text of a file, and raises DataError where it is too much: the
-    file may have been made to fill a disk."""
+    """A function that adds up a file's text, and raises DataError for more than fits the file."""
     n_left = max(LARGEST_EXPANSION * size_of(name), EXPANSION_FREE)
 
     def count(n: int) -> None:

@@ -12,11 +12,10 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from lineartime.base.errors import DataError, UsageError, raised_as
-from lineartime.base.settings import require
-from lineartime.base.stores import Name, found_at, is_address
+from lineartime.base.stores import Name, found_at, is_address, size_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
-from lineartime.data.read_text import ENDING, READS, ReadSlice, Record, is_token_file, kind_of, text_field, text_of
+from lineartime.data.read_text import ENDING, READS, Record, ending_of, is_token_file, kind_of, text_field, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d
 ABOUT = re.compile(r"(^|/)(readme|license|notice|contributing|changelog)\.md$", re.IGNORECASE)
 """Pages about a folder, which are no text of it."""
 ON_HUB = "hub:"
-LINE_SEARCH = 1 << 16
-"""A single document is cut at a line that begins within this many characters."""
 HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
 
 
@@ -45,6 +42,14 @@ class Source(NamedTuple):
     def kind(self) -> str:
         return kind_of(self.path)
 
+    @property
+    def ending(self) -> str:
+        return ending_of(self.path)
+
+    @property
+    def n_bytes(self) -> int:
+        return size_of(self.path)
+
 
 def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) -> list[Source]:
     """The files of every split, see `find_sources`. Stdin and data sets of the hub are first copied
@@ -54,12 +59,14 @@ def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) 
         for split, names in settings.names.items())
     sources = find_sources([SAMPLE] if settings.sample else inputs, validation, test, task=settings.task)
     for source in sources:
-        require(settings.held_out is None or source.split != "validation", "two validation splits",
-                f"held_out = {settings.held_out}", "the inputs have one already; leave out held_out")
-        require(settings.task != "wiki40b" or source.kind != ".txt", "Wiki-40B is not .txt or .md", source.path,
-                "name .parquet or .jsonl.gz, or leave out the task")
-        require(settings.tokenizer != "train" or not is_token_file(source.path),
-                "token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
+        if settings.held_out is not None and source.split == "validation":
+            raise UsageError("two validation splits", f"held_out = {settings.held_out}",
+                             "the inputs have one already; leave out held_out")
+        if settings.task == "wiki40b" and source.kind == ".txt":
+            raise UsageError("Wiki-40B is not .txt or .md", source.path,
+                             "name .parquet or .jsonl.gz, or leave out the task")
+        if settings.tokenizer == "train" and is_token_file(source.path):
+            raise UsageError("token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
     return sources
 
 
@@ -100,14 +107,16 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
     for split in ("validation", "test"):
         is_there = any(source.split == split for source in sources)
         for path, own in found[split]:
-            require(not is_there, f"two {split} splits", path, "the inputs have one already")
-            require(len({source.split for source in own}) == 1, "this folder has splits of its own", path,
-                    "name the files or the subfolder")
+            if is_there:
+                raise UsageError(f"two {split} splits", path, "the inputs have one already")
+            if len({source.split for source in own}) > 1:
+                raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
             sources += [source._replace(split=split) for source in own]
     seen: set[str] = set()
     for source in sources:
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
-        require(real not in seen, "the same file twice", source.path, "name it once")
+        if real in seen:
+            raise UsageError("the same file twice", source.path, "name it once")
         seen.add(real)
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
@@ -157,8 +166,8 @@ def _with_splits(folder: str, sources: list[Source]) -> list[Source]:
             return [source for source in own if source.split]
     for source in deep:
         *parents, last = source.name.lower().split("/")
-        require("train" not in (*parents, _split_of(last)), "the splits lie deeper in this folder", folder,
-                f"name the folder that has {source.name}")
+        if "train" in (*parents, _split_of(last)):
+            raise UsageError("the splits lie deeper in this folder", folder, f"name the folder that has {source.name}")
     return sources
 
 
@@ -167,7 +176,7 @@ def _split_of(name: str) -> str:
     return SPLIT_NAMES[found[1].lower()] if found else ""
 
 
-# Stdin, the hub, and a single document
+# Stdin, and the hub
 
 
 def saved_stream(name: str, field: str, folder: Path, progress: Progress | None) -> str:
@@ -175,23 +184,18 @@ def saved_stream(name: str, field: str, folder: Path, progress: Progress | None)
     if name != "-" and not name.startswith(ON_HUB):
         return name
     folder.mkdir(parents=True)
-    if name == "-":
-        path, lines = folder / "stdin.txt", text_of("-")  # checked as it comes, as a device may have no end
-    else:
-        split = on_hub(name)[2]  # by which `find_sources` knows it
-        path, lines = folder / f"{split}.jsonl", _lines_of_hub(name, field, progress)
+    path = folder / ("stdin.txt" if name == "-" else f"{on_hub(name)[2]}.jsonl")  # a split, as `find_sources` knows it
     with path.open("w", encoding="utf-8", newline="") as file:
-        file.writelines(lines)
+        if name == "-":
+            file.writelines(text_of("-"))  # checked as it comes, as a device may have no end
+        else:
+            for number, (where, fields) in enumerate(hub_rows(name), 1):
+                file.write(json.dumps({field: text_field(fields, field, where)}) + "\n")
+                if progress is not None:
+                    progress(f"reading {name}", number, None)
     if name == "-" and not path.stat().st_size:
         raise DataError("no text", "stdin", "pipe some in: cat notes.txt | lineartime prepare - ...")
     return str(path)
-
-
-def _lines_of_hub(name: str, field: str, progress: Progress | None) -> Iterator[str]:
-    for number, (where, fields) in enumerate(hub_rows(name), 1):
-        yield json.dumps({field: text_field(fields, field, where)}) + "\n"
-        if progress is not None:
-            progress(f"reading {name}", number, None)
 
 
 def on_hub(name: str) -> tuple[str, str | None, str, int | None]:
@@ -223,29 +227,3 @@ def hub_rows(name: str) -> Iterator[Record]:
                 yield Record(f"{name}, row {number}", record)
         except Exception as e:
             raise DataError("cannot read from the hub", name, f"{type(e).__name__}: {e}"[:300]) from None
-
-
-def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
-    """Copy the only document into two files of a folder, for train and validation, cut before a
-    line if one begins soon. Raises DataError for too little text."""
-    n = sum(len(text) for text, _ in read(path))
-    cut = n - int(n * share)
-    if cut == n:
-        raise DataError("too little text to hold some out", path, f"held_out = {share}")
-    parts = [Source(split, "", str(folder / f"{split}.txt")) for split in ("train", "validation")]
-    pieces, n_left, rest = (text for text, _ in read(path)), cut, ""
-    # Each with a byte order mark, which is not read: a text may begin with another.
-    with (open(parts[0].path, "w", encoding="utf-8-sig", newline="") as train,
-          open(parts[1].path, "w", encoding="utf-8-sig", newline="") as validation):
-        while n_left:
-            text = next(pieces)
-            train.write(text[:n_left])
-            rest, n_left = text[n_left:], max(n_left - len(text), 0)
-        while len(rest) < LINE_SEARCH and (text := next(pieces, "")):
-            rest += text
-        line = rest[:LINE_SEARCH].find("\n") + 1
-        line = line if 2 * (n - cut - line) >= n - cut else 0
-        train.write(rest[:line])
-        validation.write(rest[line:])
-        validation.writelines(pieces)
-    return parts

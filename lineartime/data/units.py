@@ -1,22 +1,24 @@
-"""Units of work: a few million bytes of a split, tokenised by one process; and what is held out."""
+"""Units of work: a few million bytes of a split, tokenised by one process."""
 
 import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from lineartime.base.errors import DataError
-from lineartime.base.stores import packing_of, size_of
-from lineartime.data.read_text import ReadSlice, ending_of, is_token_file
+from lineartime.data.read_text import ReadSlice, is_token_file
 from lineartime.data.sources import Source
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 
 ROW = np.dtype(("<u8", 4))
 """A document, or its part in a unit: ids, words, bytes, hash."""
+LINE_SEARCH = 1 << 16
+"""A single document is cut at a line that begins within this many characters."""
 EXPANSION = 4
 """How many times larger than its file a packed text, or one in parquet, is taken to be."""
 
@@ -77,10 +79,9 @@ def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
     """The slices of a file, each with so many bytes of text; one slice for None, and for a file
     that cannot be read apart. They depend on nothing else. A document is read to its end, however
     far the file has grown by then: its last slice has no end."""
-    size, ending = size_of(source.path), ending_of(source.path)
-    expansion = EXPANSION if packing_of(source.path) or ending == ".parquet" else 1
-    is_apart = is_token_file(source.path) or ending in (".txt", ".md", ".jsonl", ".parquet")
-    if not size or slice_bytes is None or not is_apart:
+    size, ending = source.n_bytes, source.ending  # a token file has no ending, a packed file has two
+    expansion = EXPANSION if ending == ".parquet" or ending.count(".") == 2 else 1
+    if not size or slice_bytes is None or ending not in ("", ".txt", ".md", ".jsonl", ".parquet"):
         return [Slice(source.path, 0, None, size * expansion)]
     ends = [*range(0, size, max(slice_bytes // expansion, 1)), size]
     slices = [Slice(source.path, start, stop, (stop - start) * expansion) for start, stop in itertools.pairwise(ends)]
@@ -154,37 +155,27 @@ def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tu
         yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
 
 
-# What is held out
-
-
-def divided(split: str, rows_D4: np.ndarray, held_out: float | None, path: str) -> dict[str, np.ndarray]:
-    """Which documents are in the split, and of train which are held out, in bool `[D]`; blank ones
-    are left out. path: for errors. Raises DataError for an empty split."""
-    is_kept_D = rows_D4[:, 1] > 0
-    if not is_kept_D.any():
-        raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
-                        f"the {split} split would be empty")
-    if split != "train" or held_out is None:
-        return {split: is_kept_D}
-    if is_kept_D.sum() == 1:
-        raise DataError("of one document in rows nothing can be held out", path, "save its text alone as .txt")
-    is_held_D = is_kept_D.copy()
-    is_held_D[is_kept_D] = held_out_documents(rows_D4[is_kept_D, 2], rows_D4[is_kept_D, 3], held_out)
-    return {"train": is_kept_D & ~is_held_D, "validation": is_held_D}
-
-
-def held_out_documents(bytes_D: np.ndarray, hashes_D: np.ndarray, share: float) -> np.ndarray:
-    """Which documents, in bool `[D]`, are held out: at equal distances, with at least `share` of
-    the bytes; at least one, and not all. Equal documents go together, unless all are equal."""
-    if len({*hashes_D.tolist()}) == 1:
-        hashes_D = np.arange(len(hashes_D))
-    _, firsts, groups_D = np.unique(hashes_D, return_index=True, return_inverse=True)
-    groups_U = np.argsort(firsts)  # groups of equal documents, in the order of their first ones
-    bytes_U = np.bincount(groups_D, bytes_D)[groups_U]
-    n, wanted = len(groups_U), share * bytes_U.sum()
-    k = min(max(1, round(n * share)), n - 1)
-    while True:
-        chosen = (2 * np.arange(k) + 1) * n // (2 * k)
-        if k >= n - 1 or bytes_U[chosen].sum() >= wanted * (1 - 1e-9):
-            return np.isin(groups_D, groups_U[chosen])
-        k = min(k + 1 + k // 50, n - 1)
+def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
+    """Copy the only document into two files of a folder, for train and validation, cut before a
+    line if one begins soon. Raises DataError for too little text."""
+    n = sum(len(text) for text, _ in read(path))
+    cut = n - int(n * share)
+    if cut == n:
+        raise DataError("too little text to hold some out", path, f"held_out = {share}")
+    parts = [Source(split, "", str(folder / f"{split}.txt")) for split in ("train", "validation")]
+    pieces, n_left, rest = (text for text, _ in read(path)), cut, ""
+    # Each with a byte order mark, which is not read: a text may begin with another.
+    with (open(parts[0].path, "w", encoding="utf-8-sig", newline="") as train,
+          open(parts[1].path, "w", encoding="utf-8-sig", newline="") as validation):
+        while n_left:
+            text = next(pieces)
+            train.write(text[:n_left])
+            rest, n_left = text[n_left:], max(n_left - len(text), 0)
+        while len(rest) < LINE_SEARCH and (text := next(pieces, "")):
+            rest += text
+        line = rest[:LINE_SEARCH].find("\n") + 1
+        line = line if 2 * (n - cut - line) >= n - cut else 0
+        train.write(rest[:line])
+        validation.write(rest[line:])
+        validation.writelines(pieces)
+    return parts

@@ -98,7 +98,7 @@ def test_prepare_says_what_it_held_out(tmp_path: Path, call: Call) -> None:
     masked = ["--out", tmp_path / "masked", *prepare[4:], "--mlm", "--task", "pg19"]
     assert "train flash --task pg19 --set causal=false --data" in call(*prepare[:2], *masked)[1]
     assert call("prepare", "-", "--out", tmp_path / "piped", *prepare[4:], stdin=TEXT)[0] == 0
-    assert "too little text to hold" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin=" \n")[2]
+    assert "hold some out: stdin;" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin=" \n")[2]
     assert "text: stdin, byte 9" in call("prepare", "-", "--out", tmp_path / "x", *prepare[4:], stdin="x" * 9 + "\0")[2]
 
 

@@ -1,5 +1,4 @@
-"""Documents from files, and files into splits; whatever is wrong is refused with the file and its
-line, row or byte."""
+"""Documents from files, and files into splits; what is wrong is refused with its place."""
 
 import bz2
 import contextlib
@@ -200,14 +199,17 @@ def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path):
             read()
 
 
-def test_what_lies_beside_the_text_of_a_folder_is_left_out(tmp_path):
-    """Files without text, pages about the folder and copies of Wiki-40B."""
+def test_what_lies_beside_the_text_of_a_folder_is_left_out(tmp_path, caplog):
+    """Files without text, pages about the folder and copies of Wiki-40B, which are counted."""
+    caplog.set_level("INFO", "lineartime")
     for number, (names, read) in enumerate([
             (("a.txt", "b.pdf", "d.txt.xz", "c/.e.txt"), ["a.txt", "d.txt.xz"]), (("a.json", "README.md"), ["a.json"]),
             (("notes.txt", "test.tsv", "train.tsv"), ["train.tsv", "test.tsv"]),
             (("a.jsonl.gz", "a.parquet"), ["a.parquet"])]):
         make(tmp_path, {f"{number}/{name}": "text" for name in names})
         assert [source.name for source in find_sources([tmp_path / str(number)], task="wiki40b")] == read
+    assert caplog.messages[0] == (f"left out    1 of 3 files in {tmp_path / '0'}: no text, about the folder, or of no "
+                                  "split")
     assert [source.name for source in find_sources([tmp_path / "*" / "a.*"])] == [
         "a.txt", "a.json", "a.jsonl.gz", "a.parquet"]
 
@@ -263,8 +265,7 @@ def test_layouts_that_could_mean_two_things_are_usage_errors(tmp_path, names, in
 
 def test_what_is_missing_is_named(tmp_path):
     make(tmp_path, {"a.txt": "a", "none/a.rst": "a"})
-    for arguments in ([["none.txt"]], [["a.txt"], [], ["none.txt"]]):
-        with pytest.raises(DataError, match=r"cannot read: .*none.txt; no such file or folder"):
-            find_sources(*([tmp_path / name for name in names] for names in arguments))
+    with pytest.raises(DataError, match=r"cannot read: .*none.txt; no such file or folder"):
+        find_sources([tmp_path / "a.txt"], [], [tmp_path / "none.txt"])
     with pytest.raises(DataError, match="nothing to read in this folder"):
         find_sources([tmp_path / "none"])

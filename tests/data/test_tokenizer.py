@@ -29,8 +29,7 @@ ANY_TEXT = st.text(st.characters(codec="utf-8"))
 
 
 def foreign_tokenizer() -> tokenizers.Tokenizer:
-    """A tokenizer with everything that must not happen to a text: lower case, truncation,
-    padding."""
+    """With all that must not happen to a text: lower case, truncation, padding."""
     words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "it", "was", "best", "##s"]
     inner = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     inner.normalizer = normalizers.BertNormalizer()
@@ -42,8 +41,7 @@ def foreign_tokenizer() -> tokenizers.Tokenizer:
 
 
 def characters_and_bytes() -> tokenizers.Tokenizer:
-    """As SentencePiece writes them: spaces are "▁", with one before a text; other characters are
-    tokens of bytes."""
+    """As SentencePiece has it: spaces are "▁", one before a text; other characters are bytes."""
     vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t"]
     inner = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [("▁", "t")],
                                             unk_token="<unk>", byte_fallback=True))
@@ -109,8 +107,7 @@ def test_remembered_words_have_the_ids_of_the_text(text):
 
 
 def test_a_tokenizer_that_reads_across_words_gets_whole_texts(monkeypatch):
-    """Some join a word and the line end after it, change text first, or have tokens of several
-    words. The one that does none of this forgets its words when there are many."""
+    """One that does not forgets its words when there are many."""
     monkeypatch.setattr("lineartime.data.tokenizer.CACHED_WORDS", 3)
     prefixed, joined, stripped, plain = (tokenizers.Tokenizer.from_str(TRAINED.json) for _ in range(4))
     prefixed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -136,13 +133,10 @@ def test_foreign_tokenizer_gets_an_end_of_document_and_does_only_what_a_text_nee
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (9, 8)
     assert tokenizer.encode("It was bests it was") == [4, 5, 6, 7, 4, 5]
     assert tokenizer.encode("It") == [4]
-    again = Tokenizer(tokenizer.json)
-    assert (again.end_of_document, again.sha256) == (tokenizer.end_of_document, tokenizer.sha256)
 
 
 def test_mask_and_separator_are_there_only_where_asked_for():
-    """In a learnt vocabulary the mask takes the space before it, for programs that read
-    "[MASK]"."""
+    """In a learnt vocabulary the mask takes the space before it, for other programs."""
     masked = (train_tokenizer([TEXT], 300, mlm=True), byte_tokenizer(mlm=True), Tokenizer(TRAINED.json, mlm=True))
     assert [(t.mask, t.separator, t.special) for t in (TRAINED, BYTES)] == [(None, None, [0]), (None, None, [256])]
     n = TRAINED.vocab_size

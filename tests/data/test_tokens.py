@@ -26,8 +26,7 @@ def prepared(tmp_path):
 
 
 def test_words_and_bytes_of_the_first_tokens(tmp_path):
-    """Of any number of tokens: here a byte is a token, and a character that is cut does not
-    count."""
+    """Here a byte is a token, and a character that is cut does not count."""
     make(tmp_path, {"a.jsonl": ["One book,\n naïve.\n", "Another\u3000東京\xa0book", "Short"]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes")
     stream = open_split(tmp_path / "out", "train")
@@ -102,8 +101,7 @@ def test_what_is_missing_or_of_a_newer_format_is_refused(prepared):
 
 
 def damage(rng, folder):
-    """Flip a bit of a file, cut it, lengthen it, remove it or put another there; its name, and
-    whether it changed."""
+    """Damage a file in one of five ways: its name, and whether it changed."""
     path, other = rng.sample(sorted(folder.iterdir()), 2)
     old = path.read_bytes()
     at = rng.randrange(len(old))
