@@ -39,10 +39,9 @@ BLOCK_IDS = 1 << 21
 
 def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: Progress | None = None,
             **options: Any) -> Manifest:
-    """Read text, train or load a tokenizer, and write the tokens of every split to `out`.
-
-    inputs: files or folders, see `find_sources`. options: the other fields of `PrepareSettings`.
-    progress: called with files hashed, bytes tokenised, ids written. Raises as `prepare_text`."""
+    """Read text, train or load a tokenizer, and write the tokens of every split to `out`. inputs:
+    files or folders, see `find_sources`. options: other fields of `PrepareSettings`. progress: told
+    of files hashed, bytes tokenised, ids written. Raises as `prepare_text` does."""
     given = {"inputs": inputs, "out": out, "tokenizer": "train"} | options
     for name in ("inputs", "validation", "test"):
         names = given.get(name, ())

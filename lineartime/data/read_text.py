@@ -308,7 +308,7 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], sta
 
     if not size_of(name):
         return
-    row = 0
+    row, count = 0, text_counter(name)
     try:
         source = opened(name) if is_address(name) else str(name)
         with parquet.ParquetFile(source, buffer_size=1 << 20, page_checksum_verification=True) as file:
@@ -324,6 +324,7 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], sta
                 if not start <= begin < (math.inf if stop is None else stop):
                     row += group.num_rows
                     continue
+                count(group.total_byte_size)  # unpacked: a page may be as large as its group
                 for batch in file.iter_batches(16, row_groups=[number], columns=columns, use_threads=False):
                     for i in range(batch.num_rows):
                         row += 1

@@ -278,8 +278,7 @@ def _mask_token(inner: tokenizers.Tokenizer) -> AddedToken:
 
 
 def _short_words(text: str) -> list[str]:
-    """A text in which words are short enough to learn from in little time: of text without spaces,
-    such as DNA, every fourth part of 1,024 characters."""
+    """Parts with words short enough to learn from; of longer ones every fourth 1,024 characters."""
     if max(map(len, text.split()), default=0) <= 1024:
         return [text]
     parts = re.split(r"(\S{1024})(?=\S)", text)

@@ -112,8 +112,7 @@ def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = Tru
 
 
 def verify_data(data_dir: Name) -> Manifest:
-    """The manifest of a prepared folder, after all of its files were compared by SHA-256. Raises
-    UsageError for a missing folder, DataError for a file that differs."""
+    """`read_manifest`, after which all files are compared by SHA-256. Raises DataError."""
     manifest = read_manifest(data_dir)
     for name in manifest.files:
         verify_file(data_dir, manifest, name)

@@ -88,10 +88,10 @@ print(sum(each.ru_utime + each.ru_stime for each in used), max(int(peak), used[1
 def bombs(folder: Path) -> list[Path]:
     for name, block in (("lines.jsonl.gz", b"\n" * (1 << 20)), ("line.jsonl.gz", bytes(1 << 20))):
         (folder / name).write_bytes(gzip.compress(block) * 1000)
-    text, how = "x " * (20 << 20), {"compression": "zstd", "compression_level": 1, "write_statistics": False}
+    text, how = "x " * (5 << 20), {"compression": "zstd", "compression_level": 1, "write_statistics": False}
     again = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, pyarrow.int32()), pyarrow.array([text]))
     parquet.write_table(pyarrow.table({"text": again}), folder / "again.parquet", **how)
-    parquet.write_table(pyarrow.table({"text": [text[:10 << 20]] * 50}), folder / "large.parquet",
+    parquet.write_table(pyarrow.table({"text": [text] * 50}), folder / "large.parquet",
                         use_dictionary=False, **how)
     return sorted(folder.iterdir())
 
