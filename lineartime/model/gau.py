@@ -35,7 +35,7 @@ class GatedAttentionUnit(ResidualLayer):
     chunk_size those of FLASH-Quad. `model.init_weights` lists the initial values.
 
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md,
-    section 8). For second derivatives set `layer.impl = "reference"`.
+    section 8). Kernels have no second derivatives; `layer.impl = "reference"` has.
 
     Raises UsageError for a wrong field, and for the configuration of a model without GAUs."""
 

@@ -1,13 +1,15 @@
 """Linear cross-entropy: head and loss in one op, with logits of one chunk of tokens at a time."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dispatch import is_transformed, refuse_second_derivative
+from lineartime.ops.dispatch import is_transformed
 from lineartime.ops.dtypes import at_least_float32, autocast_off, matmul_dtype
+from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 BLOCK_LOGITS = 2**18
 """Logits whose softmax is made at once on a processor: as many as stay in its cache."""
@@ -29,8 +31,8 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, target
     Losses are nearly always summed or averaged. So the forward pass also computes the gradients of
     the plain sum, and a backward pass with equal weights of all losses only scales them. A backward
     pass with other weights, or a second backward pass, recomputes the logits. `torch.compile` does
-    not trace into this op. In `torch.func`, which also has second derivatives, all logits are in
-    memory at once.
+    not trace into this op. For a second derivative, and in `torch.func`, all logits are in memory
+    at once.
 
     PyTorch from 2.13 has `F.linear_cross_entropy`, which cannot replace this op: losses per token
     cost another matmul, and it knows no autocast."""
@@ -64,9 +66,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
         x_ND, weight_VD, bias_V, targets_N = ctx.saved_tensors
         (dtype, chunk, wanted), gradients = ctx.how, ctx.gradients_of_sum
+        if must_be_followed(gradient_N):
+            definition = partial(all_at_once, targets_N=targets_N, dtype=dtype)
+            return *reference_gradients(definition, (x_ND, weight_VD, bias_V), gradient_N, wanted), None, None, None
         ctx.gradients_of_sum = None  # scaled in place below, so they cannot be used twice
         scale = gradient_N[:1].sum()
         if gradients is None or not all_equal(gradient_N):

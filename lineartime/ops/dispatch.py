@@ -146,13 +146,6 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
         raise RuntimeError('a kernel has no forward-mode derivative: take impl = "reference"')
 
 
-def refuse_second_derivative() -> None:
-    """Raise RuntimeError in a backward pass with `create_graph=True`: what computes gradients in
-    place cannot be differentiated again."""
-    if torch.is_grad_enabled():
-        raise RuntimeError('no second derivative: take torch.func, or impl = "reference" and the loss of logits')
-
-
 def tile_class(device: torch.device) -> TileClass:
     """Which tiles a device takes: "small" where a program has less than MUCH_SHARED_KIB of shared
     memory, "hopper" for compute capability 9.0, else "large", also on a CPU, where Triton's

@@ -5,7 +5,7 @@ three times what the layer itself needs. Here a row is read in windows of chunks
 projection, what attention returns before the gate, the states that each chunk reads, and heads
 where the caller gives them. The backward pass goes through the windows from the last to the first,
 makes activations, heads and scores of one window again, and lets them go. Where the causal mask
-hides whole blocks of scores, these are not computed. First derivatives only.
+hides whole blocks of scores, these are not computed. A second derivative is taken by the reference.
 
 The states of causal rows are carried from window to window. Those of other rows come from both
 sides, so all states of a row are made before its first window is read."""
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops import reference
-from lineartime.ops.dispatch import refuse_second_derivative
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Heads, HeadsFromZ
+from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
@@ -360,20 +360,23 @@ class GatedChunkAttention(torch.autograd.Function):
     whose angles have none."""
 
     @staticmethod
-    def forward(ctx: Any, uvz_BTF: Tensor, w: Tensor, from_z: bool, documents: DocumentWeights, chunk_size: int,
-                *heads: Tensor) -> Tensor:
+    def forward(ctx: Any, uvz_BTF: Tensor, w: Tensor, definition: Callable[..., Tensor], from_z: bool,
+                documents: DocumentWeights, chunk_size: int, *heads: Tensor) -> Tensor:
         s = heads[0].shape[-1]
         uv_BTF = uvz_BTF[..., :-s] if from_z else uvz_BTF
         out_BTE, *kept = attend_rows(uv_BTF, s, heads_in_parts(uvz_BTF, heads, from_z), w, documents, chunk_size)
-        ctx.how = from_z, documents, chunk_size
+        ctx.how = definition, from_z, documents, chunk_size
         ctx.save_for_backward(uvz_BTF, w, *kept, *heads)
         return out_BTE
 
     @staticmethod
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
         uvz_BTF, w, attended_BTE, kv_BGFE, *heads = ctx.saved_tensors
-        from_z, documents, chunk_size = ctx.how
+        definition, from_z, documents, chunk_size = ctx.how
+        if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
+            wanted = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[6:]]
+            duvz_BTF, dw, *dheads = reference_gradients(definition, (uvz_BTF, w, *heads), dout_BTE, wanted)
+            return duvz_BTF, dw, None, None, None, None, *dheads
         uv_BTF, duv_BTF = uvz_BTF, (duvz_BTF := torch.empty_like(uvz_BTF))
         if from_z:
             uv_BTF, duv_BTF = (x[..., : -heads[0].shape[-1]] for x in (uvz_BTF, duvz_BTF))
@@ -385,7 +388,7 @@ class GatedChunkAttention(torch.autograd.Function):
         dw = differentiate_rows(dout_BTE, uv_BTF, heads_in_parts(uvz_BTF, heads, from_z), w, attended_BTE, kv_BGFE,
                                 documents, chunk_size, duv_BTF, take_gradient)
         made = [dx.to(x.dtype) for dx, x in zip(dheads, heads, strict=False)]
-        return duvz_BTF, dw, None, None, None, *made, *[None] * (4 - len(made))
+        return duvz_BTF, dw, None, None, None, None, *made, *[None] * (4 - len(made))
 
 
 def heads_in_parts(uvz_BTF: Tensor, heads: Sequence[Tensor], from_z: bool) -> HeadsOf:
@@ -458,4 +461,10 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
     # Heads with their divisor already, so that "written" is a sum below.
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
     documents = weigh_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling, causal)
-    return GatedChunkAttention.apply(uvz_BTF, w, from_z, documents, chunk_size, *heads)
+
+    def definition(uvz_BTF: Tensor, w: Tensor, *heads: Tensor) -> Tensor:
+        return reference.gated_chunk_attention(uvz_BTF, HeadsFromZ(*heads) if from_z else heads, w,
+                                               chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
+                                               pooling="mean" if pooling == "mean" else "sum")
+
+    return GatedChunkAttention.apply(uvz_BTF, w, definition, from_z, documents, chunk_size, *heads)
