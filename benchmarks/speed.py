@@ -155,8 +155,8 @@ def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures
     drawn = cells[cells.hardware == widest.hardware.iat[0]].assign(name="")
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], rival, by_type=False).to_dict(
         "records")) for rival, dtype in SUMMARY]
-    how = (f"{in_markdown(title(drawn))}, each model in its fastest variant, from Llama down eager. "
-           "Bold: FLASH is slower.")
+    how = (f"{in_markdown(title(drawn))}, each model in its fastest variant; Llama and those below are "
+           "eager. (Quartiles.) Bold: FLASH is slower.")
     table = ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]])
     return "\n\n".join([*pictures(drawn), how, table]) + "\n"
 

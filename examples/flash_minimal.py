@@ -35,9 +35,9 @@ class RelPosBias(nn.Module):
         super().__init__()
         self.n = n
         if n < 512:
-            self.weight = nn.Parameter(torch.zeros(2 * n - 1))
+            self.weight = nn.Parameter(0.02 * torch.randn(2 * n - 1))
         else:
-            self.a, self.b = nn.Parameter(torch.zeros(128)), nn.Parameter(torch.zeros(128))
+            self.a, self.b = (nn.Parameter(0.02 * torch.randn(128)) for _ in range(2))
 
     def forward(self) -> Tensor:
         place_C = torch.arange(self.n)
@@ -52,7 +52,8 @@ class ScaleOffset(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.zeros(4, width)), nn.Parameter(torch.zeros(4, width))
+        self.gamma = nn.Parameter(0.02 * torch.randn(4, width))  # 0 would attend to nothing, and learn nothing
+        self.beta = nn.Parameter(torch.zeros(4, width))
 
     def forward(self, z_BTS: Tensor, position_T: Tensor) -> Tensor:
         return rope(z_BTS * self.gamma[:, None, None] + self.beta[:, None, None], position_T)  # [4, B, T, S]
