@@ -14,50 +14,8 @@ from typing import Annotated, Any, Literal
 from lineartime.base.errors import CheckpointError
 from lineartime.base.settings import Rule, check_fields, check_rules, replace_fields, require, require_name
 
-LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
-           "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
-           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16}
-"""The largest values of settings: a larger number is refused before it fills the memory."""
-
-BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
-    "must be at least 1": (lambda value: value >= 1, (
-        "n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context",
-        "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
-        "keep", "context_parallel")),
-    "must be positive": (lambda value: value > 0, (
-        "init_std", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip")),
-    "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
-    "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
-    "must be above 1": (lambda value: value > 1, ("rope_base",))}
-"""What numbers must be, in words and as a test, and the fields that must be so; None passes."""
-
-EXACT_MASK = 'set document_mask = "exact"'
-IN_CHUNKS = ("mixed_chunk", "rowmajor_axial")
-OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
-OF_LINEAR_HALF = ("linear_rope", "linear_gate")
 TOEPLITZ_BELOW = 512
 """The position bias is a Toeplitz table for n below this, else two rotated vectors (Code 4)."""
-
-ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ...] = (
-    (("chunk_size",), "attention in chunks", lambda c: c.attn_type in IN_CHUNKS, "attn_type", "leave it out"),
-    (OF_MIXED_CHUNK, "mixed chunk attention", lambda c: c.attn_type == "mixed_chunk", "{} attn_type", "leave it out"),
-    (OF_LINEAR_HALF, "the linear half of mixed chunk attention", lambda c: c.has_linear_half, "attn_type chunk_parts",
-     "leave it out"),
-    (("full_attention_interval",), "GAUs in chunks", lambda c: c.ffn == "gau" and c.attn_type == "mixed_chunk"
-     and c.document_mask == "exact" and not (c.first_to_all or c.cls_softmax), "ffn attn_type", "leave it out"),
-    (("prefix_sum",), "linear attention", lambda c: c.attn_type == "linear", "{} attn_type", "leave it out"),
-    (("rope_base",), "models with RoPE", lambda c: c.rel_pos == "rope", "{} rel_pos", "leave it out"),
-    (("local_key_conv",), "the local half of mixed chunk attention, with key_conv", lambda c: c.key_conv > 0
-     and c.attn_type == "mixed_chunk" and c.chunk_parts != "global", "key_conv attn_type chunk_parts",
-     "set key_conv = 3"),
-    (("key_conv",), "quadratic attention and for the linear half of mixed chunk attention",
-     lambda c: c.attn_type == "quadratic" or c.has_linear_half or c.local_key_conv, "attn_type chunk_parts",
-     "leave it out"),
-    (("qk_norm",), "a Transformer's softmax attention without chunks",
-     lambda c: c.ffn != "gau" and c.attn_type == "quadratic" and not c.has_bias, "ffn attn_type attn_kernel",
-     "leave it out"))
-"""Options for some models alone: the options, the models, whether a configuration is one, the
-fields that say so ({} is the option), and what to do."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +257,51 @@ class ModelConfig:
         return min(self.context, end or self.context) if self.abs_pos == "learned" else end
 
 
+# What must hold
+
+LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_factor": 2**10, "query_key_dim": 2**16,
+           "vocab_size": 2**24, "context": 2**40, "chunk_size": 2**24, "tokens_per_step": 2**26,
+           "micro_batch_tokens": 2**26, "keep": 2**20, "key_conv": 2**8, "context_parallel": 2**16}
+"""The largest values of settings: a larger number is refused before it fills the memory."""
+
+BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "must be at least 1": (lambda value: value >= 1, (
+        "n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context",
+        "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
+        "keep", "context_parallel")),
+    "must be positive": (lambda value: value > 0, (
+        "init_std", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip")),
+    "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
+    "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
+    "must be above 1": (lambda value: value > 1, ("rope_base",))}
+"""What numbers must be, in words and as a test, and the fields that must be so; None passes."""
+
+EXACT_MASK = 'set document_mask = "exact"'
+IN_CHUNKS = ("mixed_chunk", "rowmajor_axial")
+OF_MIXED_CHUNK = ("chunk_parts", "chunk_pooling", "document_mask", "overlap", "first_to_all")
+OF_LINEAR_HALF = ("linear_rope", "linear_gate")
+ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ...] = (
+    (("chunk_size",), "attention in chunks", lambda c: c.attn_type in IN_CHUNKS, "attn_type", "leave it out"),
+    (OF_MIXED_CHUNK, "mixed chunk attention", lambda c: c.attn_type == "mixed_chunk", "{} attn_type", "leave it out"),
+    (OF_LINEAR_HALF, "the linear half of mixed chunk attention", lambda c: c.has_linear_half, "attn_type chunk_parts",
+     "leave it out"),
+    (("full_attention_interval",), "GAUs in chunks", lambda c: c.ffn == "gau" and c.attn_type == "mixed_chunk"
+     and c.document_mask == "exact" and not (c.first_to_all or c.cls_softmax), "ffn attn_type", "leave it out"),
+    (("prefix_sum",), "linear attention", lambda c: c.attn_type == "linear", "{} attn_type", "leave it out"),
+    (("rope_base",), "models with RoPE", lambda c: c.rel_pos == "rope", "{} rel_pos", "leave it out"),
+    (("local_key_conv",), "the local half of mixed chunk attention, with key_conv", lambda c: c.key_conv > 0
+     and c.attn_type == "mixed_chunk" and c.chunk_parts != "global", "key_conv attn_type chunk_parts",
+     "set key_conv = 3"),
+    (("key_conv",), "quadratic attention and for the linear half of mixed chunk attention",
+     lambda c: c.attn_type == "quadratic" or c.has_linear_half or c.local_key_conv, "attn_type chunk_parts",
+     "leave it out"),
+    (("qk_norm",), "a Transformer's softmax attention without chunks",
+     lambda c: c.ffn != "gau" and c.attn_type == "quadratic" and not c.has_bias, "ffn attn_type attn_kernel",
+     "leave it out"))
+"""Options for some models alone: the options, the models, whether a configuration is one, the
+fields that say so ({} is the option), and what to do."""
+
+
 def check_bounds(config: Any) -> None:
     """Raise UsageError for a number outside its `BOUNDS`, or above its `LARGEST` value."""
     kinds = typing.get_type_hints(type(config))
@@ -312,6 +315,8 @@ def check_bounds(config: Any) -> None:
         require(value is None or value <= largest, f"{name} is too large", f"{name} = {value}",
                 f"the largest is {largest:,}")
 
+
+# The models of the paper
 
 TRANSFORMER = ModelConfig()
 TRANSFORMER_PLUS = replace(TRANSFORMER, abs_pos="scaled_sin", rel_pos="rope")

@@ -3,8 +3,9 @@ scale-and-offset (Eq. 5); and `ResidualLayer`, the base class of all layers of a
 
 Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and
 after chunks, C chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S,
-N heads made from one base, H heads, K head width, V vocabulary. In decoding N counts new tokens, L
-cached keys; some ops use D, N and F otherwise."""
+N heads made from one base, H heads, K head width, V vocabulary, L places of a row that is laid out
+anew (`layout.py`), W ranks that share rows. In decoding N counts new tokens, L cached keys; some
+ops use D, N and F otherwise."""
 
 import dataclasses
 import itertools
