@@ -23,29 +23,20 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("cli")
-    (root / "book.txt").write_text(TEXT)
-    lineartime.prepare([root / "book.txt"], root / "data", tokenizer="bytes", held_out=0.2)
-    return root / "data"
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "run"
+    return lineartime.train({"model": "flash", "data": data, "out": out, **SETTINGS, "steps": 6}).out
 
 
-@pytest.fixture(scope="module")
-def run(data: Path) -> Path:
-    return lineartime.train({"model": "flash", "data": data, "out": data.parent / "run", **SETTINGS, "steps": 3}).out
-
-
-def test_the_command_imports_nothing_heavy() -> None:
-    heavy = {"matplotlib", "numpy", "pyarrow", "tokenizers", "torch", "transformers"}
-    code = f"import sys, lineartime.cli.verbs, lineartime.config; print({heavy} & {{*sys.modules}})"
+@pytest.mark.parametrize(("code", "heavy"), [
+    ("import lineartime.cli.verbs, lineartime.config",
+     {"matplotlib", "numpy", "pyarrow", "tokenizers", "torch", "transformers"}),
+    ("import lineartime as l; model, tokenizer, _ = l.load_model('small'); "
+     "l.generate(model, ['It was'], tokenizer=tokenizer, max_new_tokens=1)", {"torch._dynamo"})],
+    ids=["the command", "generation"])
+def test_nothing_heavy_is_imported(code: str, heavy: set[str]) -> None:
+    code += f"; import sys; print({heavy} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
-
-
-def test_generation_does_not_load_the_compiler() -> None:
-    code = ("import sys, lineartime as l; model, tokenizer, _ = l.load_model('small'); "
-            "l.generate(model, ['It was'], tokenizer=tokenizer, max_new_tokens=1); "
-            "print('torch._dynamo' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
@@ -134,8 +125,7 @@ def test_generate_from_arguments_files_and_stdin(run: Path, tmp_path: Path, call
 
 
 def test_generate_ends_before_a_stop_text(call: Call) -> None:
-    """For one prompt, which streams, and for two, which do not. The stop text is in several
-    tokens."""
+    """One prompt streams, two do not. The stop text is in several tokens."""
     begin, how = ["generate", "small", "Reader,"], ["--max-new-tokens", 12, "--temperature", 0]
     free = call(*begin, *how)[1].rstrip("\n")
     unfinished, stop = free[-1] + "never", free[-11:-5]
@@ -173,13 +163,13 @@ def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call, monk
 
 
 def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
-    """One line on stderr and the exit code of the kind of trouble, for every verb."""
     (tmp_path / "bad.txt").write_bytes(b"good\n\xff\xfe bad")
     short = shutil.copytree(data, tmp_path / "short")
     (short / "manifest.json").write_text((short / "manifest.json").read_text().replace("validation", "validatiom"))
     broken = shutil.copytree(data, tmp_path / "broken")
     (broken / "train-00000.bin").write_bytes(bytes((broken / "train-00000.bin").stat().st_size))
-    evaluate = ["evaluate", run, "--data", data]
+    (tmp_path / "nul.toml").write_text('model = "flash"\ndata = "a\\u0000b"\nout = "c"\n')
+    long, evaluate = "x" * 6000, ["evaluate", run, "--data", data]
     for code, words, arguments in [
         (3, ["bad.txt", "byte 5"], ["prepare", tmp_path / "bad.txt", "--out", tmp_path / "x"]),
         (3, ["damaged manifest", "short"], ["evaluate", run, "--data", short]),
@@ -193,6 +183,12 @@ def test_refusals(run: Path, data: Path, tmp_path: Path, call: Call) -> None:
         (2, ["--out"], ["plot", run, run]),
         (2, ["the same label", f"a={run}, a={data}"], ["plot", f"a={run}", f"a={data}", "--out", tmp_path / "x"]),
         (2, ["unknown model: run.tml"], ["train", "run.tml"]),
+        (2, ["temperature must be 0 or at least"], ["generate", run, "--temperature", "1e-320", "hello"]),
+        (2, ["the prompt is not UTF-8"], ["generate", run, "a\udcffb"]),
+        (6, ["File name too long"], ["evaluate", long, "--data", long]),
+        (2, ["wrong value: data = 'a\\x00b'"], ["train", tmp_path / "nul.toml"]),
+        (2, ["na\\x1b[31mve\\u202e"], ["info", "na\x1b[31mve\u202e"]),
+        (2, ["d_model is too large"], ["info", "flash", "--set", "d_model=1000000000000"]),
         (2, ["evaluate scores one text", f"{data}:2,{short}:1"], [*evaluate[:3], f"{data}:2,{short}:1"]),
     ]:
         assert_refused(*call(*arguments)[::2], code, *words)

@@ -1,10 +1,7 @@
-"""What a run is before its first step: its size, its plan, its time; its lines for TensorBoard; and
-signals."""
+"""What a run is before its first step: its size, its plan, its time; its lines for TensorBoard."""
 
 import json
-import os
 import re
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +18,6 @@ from lineartime.data.tokens import read_manifest
 from lineartime.folders import read_metrics
 from lineartime.training.language import TrainResult
 from lineartime.training.run_config import config_for_data, run_config
-from lineartime.training.runtime import StopSignal
 from tiny_runs import assert_same, command, prepare_text, what_is_left
 
 PLACE = {"data": "D", "out": "R"}
@@ -174,15 +170,6 @@ def test_a_line_comes_off_a_terminal_now_and_then(capsys: pytest.CaptureFixture[
             terminal.count("step", 8 + number / 16, 500)
             now[0] += 3
         assert re.fullmatch(r"step 27/500  6:\d\d:\d\d left", capsys.readouterr().err.splitlines()[-1])
-
-
-def test_the_first_signal_is_answered() -> None:
-    heard: list[str] = []
-    with StopSignal().listening(heard.append) as stop:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert heard == ["SIGTERM"] and stop.number == signal.SIGTERM
-            signal.signal(signal.SIGTERM, lambda number, frame: None)  # the second would end this process
 
 
 def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lineartime.config import ModelConfig, model_config
+from lineartime.data.tokens import TokenStream
 from lineartime.model.language_model import LanguageModel
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -112,6 +113,14 @@ def with_end(config: ModelConfig, end: int = 0) -> ModelConfig:
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
     """Float64 weights from normal(0, 0.5), biases too, so that no path is dead."""
     return drawn(LanguageModel(config).double(), seed)
+
+
+def tiny_flash(stream: TokenStream, task: str = "wiki40b") -> LanguageModel:
+    """For the tokens of this stream; initial weights in float64."""
+    torch.manual_seed(0)
+    config = model_config("flash", task, n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=32,
+                          vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)
+    return LanguageModel(config).double()
 
 
 def drawn(model: Model, seed: int = 0, of_layers: float = 0.5, of_others: float = 0.5) -> Model:

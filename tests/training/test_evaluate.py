@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.base.errors import NumericsError, UsageError
-from lineartime.config import model_config
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import Evaluation, by_position, evaluate, evaluate_data, mixed
+from tiny_models import tiny_flash
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,6 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
         (root / f"{i}.txt").write_text(text)
     prepare([root], root / "data", tokenizer="bytes", held_out=0.5)
     return open_split(root / "data", "validation")
-
-
-def tiny_flash(stream: TokenStream, context: int) -> LanguageModel:
-    torch.manual_seed(0)
-    return LanguageModel(model_config("flash", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=context,
-                                      vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)).double()
 
 
 @settings(max_examples=15)
@@ -45,7 +39,7 @@ def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_row
             given_ids.extend(ids_BT.flatten().tolist())
             return torch.zeros(*ids_BT.shape, self.config.d_model, dtype=torch.float64)
 
-    result = evaluate(Spy(tiny_flash(stream, 8).config).double(), stream, context=context, batch_rows=batch_rows)
+    result = evaluate(Spy(tiny_flash(stream).config).double(), stream, context=context, batch_rows=batch_rows)
     assert given_ids == stream.read(0, stream.n_tokens).tolist()
     assert result.n_tokens == stream.n_tokens
     assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)
@@ -65,7 +59,7 @@ def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens
         (tmp_path / "text" / split / "a.txt").write_text(text[split])
     prepare([tmp_path / "text"], tmp_path / "data", tokenizer=tmp_path / "characters.json")
     stream = open_split(tmp_path / "data", "validation")
-    result = evaluate(tiny_flash(stream, 32), stream, context=32, batch_rows=1, max_tokens=max_tokens)
+    result = evaluate(tiny_flash(stream), stream, context=32, batch_rows=1, max_tokens=max_tokens)
     scored = text["validation"][:result.n_tokens]
     assert result.n_tokens == min(max_tokens, len(text["validation"]) + 1)
     assert (result.n_words, result.n_bytes) == (len(scored.split()), len(scored.encode()))
@@ -83,14 +77,14 @@ def test_a_mixture_has_its_words_and_bytes_by_weight(stream: TokenStream) -> Non
     assert mixed([nothing, Evaluation(9, 27.0, 0, 0, [], 60)], (1, 1)).loss == pytest.approx(3)
     assert Evaluation(1, 1e4, 0, 0, [], 9).to_dict()["perplexity"] is None  # JSON has no infinity
     assert both.bits_per_byte == pytest.approx(2.25 / math.log(2) / 3.5)
-    model, twice, told = tiny_flash(stream, 32), Mixture((stream, stream), (1, 1)), []
+    model, twice, told = tiny_flash(stream), Mixture((stream, stream), (1, 1)), []
     evaluate_data(model, twice, max_tokens=256, batch_rows=1, progress=told.append)
     assert told == [*range(32, 257, 32)]
 
 
 def test_the_loss_is_that_of_the_model(stream: TokenStream) -> None:
     """Against a loop over rows that knows nothing of batches; for any number of rows in a batch."""
-    model, nll = tiny_flash(stream, 32), 0.0
+    model, nll = tiny_flash(stream), 0.0
     for ids in map(torch.from_numpy, eval_rows(stream, 32)):
         log_p = model(ids[None, :-1])[0].log_softmax(-1)
         nll -= log_p[torch.arange(len(ids) - 1), ids[1:]].sum().item()
@@ -107,7 +101,7 @@ def test_loss_by_position_covers_the_context_once() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_refused(stream: TokenStream) -> None:
-    model = tiny_flash(stream, 32)
+    model = tiny_flash(stream)
     model.head_bias.data[0] = math.nan
     with pytest.raises(NumericsError):
         evaluate(model, stream, context=32)

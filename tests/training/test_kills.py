@@ -60,6 +60,7 @@ def test_a_stop_saves_and_the_same_command_resumes(share, number, twice, process
     at = round(share * reference[1])
     code = processes.run(command(data, out), printed, folder=out, at=at, number=number, stays=twice)
     assert code == (-number if twice else 128 + number), printed.read_text()
+    assert printed.read_text().count(f"\n{signal.Signals(number).name}: stops at the next safe moment") == 1
     if not twice:
         name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else "SIGTERM"
         assert printed.read_text().count(f"stopped by {name}: ") == 1 and "error: " not in printed.read_text()

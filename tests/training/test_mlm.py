@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from command_line import assert_refused
 from lineartime.base.errors import DataError, UsageError
-from lineartime.config import TrainConfig, model_config
+from lineartime.config import TrainConfig
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import open_split
 from lineartime.folders import read_metrics
@@ -26,7 +26,7 @@ from lineartime.training.masking import NO_TARGET, mask_tokens, masked_batch
 from lineartime.training.objectives import MaskedTokens
 from lineartime.training.run_config import run_config
 from lineartime.weights.load import load_model
-from tiny_models import CONFIGS, random_ids, random_model
+from tiny_models import CONFIGS, random_ids, random_model, tiny_flash
 from tiny_runs import EVAL_EVERY, SETTINGS, STEPS, command, prepare_text
 
 BIDIRECTIONAL = {name: replace(CONFIGS[name], causal=False) for name in ("flash", "flash-quad", "transformer++")}
@@ -51,13 +51,6 @@ def whole(processes, data, tmp_path_factory):
     printed = (folder / "printed").read_text()
     assert code == 0, printed
     return folder / "run", printed
-
-
-def tiny(stream, context=40):
-    torch.manual_seed(0)
-    config = model_config("flash", "c4", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=context,
-                          vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)
-    return LanguageModel(config).double()
 
 
 def asked_of(*counts):
@@ -178,15 +171,9 @@ def test_the_loss_is_that_of_the_whole_head_where_it_is_asked(name):
     assert masked_token_losses(model.float(), IDS[:4], targets).dtype == torch.float32
 
 
-class Given:
-    """The task with targets of our own."""
-
-    n_targets, losses = MaskedTokens.n_targets, MaskedTokens.losses
-
-
 def gradient_of(model, targets, n_rows, **changes):
     config = TrainConfig(**{"clip_scope": "global", "clip": 0.5, **changes})
-    loss, norm = compute_gradient(model, Given(), [IDS[: len(targets)], targets], n_rows, config)
+    loss, norm = compute_gradient(model, MaskedTokens(None, None, None), [IDS[: len(targets)], targets], n_rows, config)
     return loss, norm, [p.grad.clone() for p in model.parameters()]
 
 
@@ -216,7 +203,7 @@ def test_nothing_asked_is_a_loss_of_zero_and_no_gradient(scope):
 # A run
 
 
-def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
+def test_a_run_leaves_what_masked_language_modelling_has(whole, stream):
     out, printed = whole
     result = json.loads((out / "result.json").read_text())
     assert set(result) == {"run", "steps", "held_out", "peak_mib"}
@@ -235,6 +222,9 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
     assert losses[0] == pytest.approx(math.log(300), rel=0.02) and np.mean(losses[-4:]) < np.mean(losses[:4])
     model, tokenizer, _ = load_model(out)
     assert not model.config.causal and model.config.norm == "scale_norm" and tokenizer.mask == stream.mask
+    again = evaluate(model, stream, batch_rows=5).to_dict()
+    assert again["masked"] and (again["n_tokens"], again["n_read"]) == (held_out["n_tokens"], held_out["n_read"])
+    assert again["perplexity"] == pytest.approx(held_out["perplexity"], rel=1e-6)
     assert not (out / "sample.txt").exists()  # it writes no text
     assert imread(out / "loss.png").size
 
@@ -242,19 +232,9 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, data, stream):
 # The held-out score
 
 
-def test_evaluate_from_the_command_line_is_the_same_for_any_batch_rows(whole, data, call):
-    out, _ = whole
-    stored = json.loads((out / "result.json").read_text())["held_out"]
-    code, printed, _ = call("evaluate", out, "--data", data, "--json", "--batch-rows", 5)
-    found = json.loads(printed)
-    assert code == 0 and found["masked"] is True
-    assert (found["n_tokens"], found["n_read"]) == (stored["n_tokens"], stored["n_read"])
-    assert found["perplexity"] == pytest.approx(stored["perplexity"], rel=1e-6)
-
-
 def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
     """Against a loop over rows, of which the last is shorter, that knows nothing of batches."""
-    model, nll, count = tiny(stream, 32), 0.0, 0
+    model, nll, count = tiny_flash(stream, "c4"), 0.0, 0
     assert len(stream) % 32
     for row, start in enumerate(range(0, len(stream), 32)):
         ids = stream.read(start, min(start + 32, len(stream)))
@@ -262,9 +242,10 @@ def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
         log_p = model(torch.from_numpy(inputs)[None])[0].log_softmax(-1).detach().numpy()
         costs = [-log_p[place, targets[place]] for place in np.flatnonzero(targets != NO_TARGET)]
         nll, count = nll + sum(costs), count + len(costs)
-    result = evaluate(model, stream, context=32)
-    assert result.n_tokens == count and result.nll == pytest.approx(nll, rel=1e-12)
-    assert result.perplexity == pytest.approx(math.exp(nll / count))
+    for batch_rows in (5, 16):
+        result = evaluate(model, stream, context=32, batch_rows=batch_rows)
+        assert result.n_tokens == count and result.nll == pytest.approx(nll, rel=1e-12)
+        assert result.perplexity == pytest.approx(math.exp(nll / count))
 
 
 def test_the_score_in_training_reads_as_many_tokens_as_asked(data, stream, tmp_path):
@@ -277,7 +258,7 @@ def test_the_score_in_training_reads_as_many_tokens_as_asked(data, stream, tmp_p
     assert model.training
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
+def test_bad_input_is_one_line_and_leaves_nothing(whole, stream, tmp_path, call):
     plain = prepare_text(tmp_path)
     for words, arguments in [
         (["no [MASK]", str(plain), "prepare with --mlm"], command(plain, tmp_path / "run", task="c4")),
@@ -290,4 +271,4 @@ def test_bad_input_is_one_line_and_leaves_nothing(whole, data, tmp_path, call):
         assert printed == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "text.txt"]
     with pytest.raises(UsageError, match=r"no \[MASK\]"):
-        evaluate(tiny(open_split(plain, "validation")), open_split(plain, "validation"), context=32)
+        evaluate(tiny_flash(stream, "c4"), open_split(plain, "validation"), context=32)
