@@ -1,5 +1,4 @@
-"""The command line as a person meets it: every verb, every refusal in one line, nothing heavy
-imported too soon."""
+"""The command line as a person meets it: verbs, refusals in one line, nothing heavy imported."""
 
 import errno
 import io

@@ -27,8 +27,7 @@ LINEARTIME = [sys.executable, "-m", "lineartime"]
 
 
 def shell(line: str, command: Sequence[str] = LINEARTIME, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command line, in which `lineartime` is the command, in a shell that fails if any part
-    fails."""
+    """A line in which `lineartime` is the command, in a shell that fails if any part fails."""
     line = line.replace("lineartime ", " ".join(command) + " ")
     return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=120,
                           env={**os.environ, **environment}, errors="surrogateescape")

@@ -1,5 +1,4 @@
-"""The library from Python: what the verbs do in a few lines, with progress as a callback and
-nothing printed."""
+"""The library from Python: the verbs in a few lines, progress by callbacks, nothing printed."""
 
 import json
 import logging

@@ -179,8 +179,7 @@ def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monk
 
 
 def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
-    """Also of a run that went on and wrote lines again; and nothing is written for a run that is
-    complete."""
+    """Also of a run that went on and wrote lines again. A run that is complete adds nothing."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, wanted = tmp_path / "run", {}

@@ -1,6 +1,5 @@
-"""What there is to choose from, which needs no torch: fields, helps, what the shell completes; and
-commands of the pages. Those of docs/guides/own-text.md run as they stand there, on a small text and
-at few steps; every other one is what its verb takes."""
+"""Fields, helps and completion, which need no torch; and the commands of the pages. Those of
+docs/guides/own-text.md run, at few steps on a small text; every other is what its verb takes."""
 
 import os
 import shlex

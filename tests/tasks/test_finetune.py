@@ -1,5 +1,4 @@
-"""Fine-tuning from the command line: one run per learning rate, stopped and resumed, evaluated,
-asked; bad input."""
+"""Fine-tuning from the command line: a run per learning rate, stopped, evaluated; bad input."""
 
 import json
 import os

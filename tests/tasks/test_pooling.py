@@ -1,5 +1,4 @@
-"""The vector of a text is the mean of its last hidden states, whatever the windows and the
-batch."""
+"""The vector of a text is the mean of its last hidden states, whatever windows and batch."""
 
 from dataclasses import replace
 

@@ -122,10 +122,10 @@ def test_the_verified_part(tmp_path):
 
 
 def test_unlabelled_questions(tmp_path):
-    (found,) = read_questions([triviaqa(tmp_path, Answer=None)])
-    assert found.answers == found.accepted == ()
-    (found,) = read_questions([parquet(tmp_path, answer={"value": "<unk>", "aliases": [], "normalized_aliases": []})])
-    assert found.answers == found.accepted == ()
+    nothing = {"value": "<unk>", "aliases": [], "normalized_aliases": []}
+    for path in (triviaqa(tmp_path, Answer=None), parquet(tmp_path, answer=nothing)):
+        (found,) = read_questions([path])
+        assert found.answers == found.accepted == ()
 
 
 def test_parquet(tmp_path):

@@ -200,7 +200,7 @@ def test_nothing_asked_is_a_loss_of_zero_and_no_gradient(scope):
     assert (loss, norm) == (0, 0) and all((g == 0).all() for g in gradient)
 
 
-# A run
+# A run and its scores
 
 
 def test_a_run_leaves_what_masked_language_modelling_has(whole, stream):
@@ -227,9 +227,6 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, stream):
     assert again["perplexity"] == pytest.approx(held_out["perplexity"], rel=1e-6)
     assert not (out / "sample.txt").exists()  # it writes no text
     assert imread(out / "loss.png").size
-
-
-# The held-out score
 
 
 def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
