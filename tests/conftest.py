@@ -87,6 +87,14 @@ def data(tmp_path_factory):
     return prepare_text(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="session")
+def masked_data(tmp_path_factory):
+    """The same for masked language modelling."""
+    from tiny_runs import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", vocab_size=300, mlm=True)
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks choose what runs
 def pytest_collection_modifyitems(items):
     """What measures is no part of the package: its tests are left to `make test-all`. The longest

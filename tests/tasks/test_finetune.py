@@ -25,16 +25,15 @@ from lineartime.tasks.qa.spans import WindowConfig, training_windows
 from lineartime.training.plot import read_curves
 from lineartime.training.run_config import RunConfig
 from made_questions import write_questions
-from tiny_runs import assert_same, command, prepare_text, steps_done, steps_saved, what_is_left
+from tiny_runs import assert_same, command, steps_done, steps_saved, what_is_left
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, processes):
+def folder(tmp_path_factory, processes, masked_data):
     """A pretrained run that sees both ways, one that does not, and questions."""
     folder = tmp_path_factory.mktemp("finetune")
-    data = prepare_text(folder, tokenizer="train", vocab_size=300, mlm=True)
     for name, causal in (("pretrained", "false"), ("causal", "true")):
-        assert processes.run(command(data, folder / name, causal=causal, steps=3), folder / "printed") == 0
+        assert processes.run(command(masked_data, folder / name, causal=causal, steps=3), folder / "printed") == 0
     write_questions(folder / "qa/train.json", 0, 12)
     write_questions(folder / "qa/dev.json", 100, 4)
     return folder
@@ -105,13 +104,13 @@ def test_flash_alone_is_not_clipped(tmp_path, preset, settings, clip):
     assert run.train.clip == clip
 
 
-def test_the_same_command_says_complete_and_another_is_refused(folder, done, call):
+def test_the_same_command_says_complete_and_another_is_refused(folder, done, masked_data, call):
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.name != "run.lock"}
     code, out, _ = call(*arguments(folder, done))
     assert code == 0 and "complete" in out
     for more in (["--learning-rates", "1e-2"], ["--set", "seed=1"], ["--negatives", "1"]):
         assert_refused(*call(*arguments(folder, done, *more))[::2], 2, "another fine-tuning is here")
-    assert call(*command(folder / "prepared", folder / "second", causal="false", steps=3, seed=1))[0] == 0
+    assert call(*command(masked_data, folder / "second", causal="false", steps=3, seed=1))[0] == 0
     assert_refused(*call(*arguments(folder, done, run="second"))[::2], 2, "another fine-tuning is here")
     assert_refused(*call(*arguments(folder, folder / "pretrained"))[::2], 2, "another run is here")
     evidence = folder / "evidence/wikipedia/102.txt"
@@ -179,15 +178,15 @@ def test_finetune_refuses_in_one_line(folder, tmp_path, call):
     assert not out.exists()
 
 
-def test_evaluate_refuses_in_one_line(folder, done, tmp_path, call, monkeypatch):
+def test_evaluate_refuses_in_one_line(folder, done, masked_data, tmp_path, call, monkeypatch):
     dev = folder / "qa/dev.json"
     monkeypatch.setattr(SpanModel, "forward", None)  # before the model answers
     for arguments, words in (
             ([folder / "pretrained", "--questions", dev], "not fine-tuned"), ([done], "--data"),
-            ([done, "--questions", dev, "--data", folder / "prepared"], "--data; it goes without --questions"),
+            ([done, "--questions", dev, "--data", masked_data], "--data; it goes without --questions"),
             ([done, "--questions", dev, "--split", "test"], "--split; it goes without --questions"),
-            ([done, "--data", folder / "prepared"], "this model answers questions"),
-            ([done, "--data", folder / "prepared", "--stride", 9], "--stride; it goes with --questions"),
+            ([done, "--data", masked_data], "this model answers questions"),
+            ([done, "--data", masked_data, "--stride", 9], "--stride; it goes with --questions"),
             ([done, "--questions", triviaqa(tmp_path, Answer=None)], "--predictions"),
             ([done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], "p.json"),
             ([done, "--questions", dev, "--context", 0], "context"),

@@ -49,16 +49,13 @@ def test_an_answer_is_found_after_normalisation():
     assert questions.occurrences(questions.words_of("a b a b a"), ["b b"]) == [(2, 7)]
 
 
-def question(id, *accepted):
-    return Question(id, "Who?", (), accepted, accepted)
-
-
 def test_a_question_without_prediction_counts_as_zero_and_one_without_answer_does_not_count():
-    asked = [question("1", "x"), question("2", "y"), question("3"), question("4", "z")]
+    answers = {"1": ("x",), "2": ("y",), "3": (), "4": ("z",)}
+    asked = [Question(id, "Who?", (), accepted, accepted) for id, accepted in answers.items()]
     scores = questions.score_answers(asked, {"1": "the X", "3": "z", "4": "w", "other": "?"})
     assert scores == pytest.approx({"n_questions": 3, "n_missing": 1, "exact_match": 100 / 3, "f1": 100 / 3})
     with pytest.raises(DataError, match="labelled"):
-        questions.score_answers([question("3")], {"3": "z"})
+        questions.score_answers(asked[2:3], {"3": "z"})
 
 
 def triviaqa(folder, **changes):

@@ -34,20 +34,15 @@ IDS = random_ids(6, 20)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("data"), tokenizer="train", vocab_size=300, mlm=True)
+def stream(masked_data):
+    return open_split(masked_data, "validation")
 
 
 @pytest.fixture(scope="module")
-def stream(data):
-    return open_split(data, "validation")
-
-
-@pytest.fixture(scope="module")
-def whole(processes, data, tmp_path_factory):
+def whole(processes, masked_data, tmp_path_factory):
     """A run from the command line, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    code = processes.run(command(data, folder / "run", task="c4"), folder / "printed")
+    code = processes.run(command(masked_data, folder / "run", task="c4"), folder / "printed")
     printed = (folder / "printed").read_text()
     assert code == 0, printed
     return folder / "run", printed
@@ -245,11 +240,11 @@ def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
         assert result.perplexity == pytest.approx(math.exp(nll / count))
 
 
-def test_the_score_in_training_reads_as_many_tokens_as_asked(data, stream, tmp_path):
-    config = run_config({"model": "flash", "task": "c4", "data": str(data), "out": str(tmp_path), **SETTINGS,
+def test_the_score_in_training_reads_as_many_tokens_as_asked(masked_data, stream, tmp_path):
+    config = run_config({"model": "flash", "task": "c4", "data": str(masked_data), "out": str(tmp_path), **SETTINGS,
                          "vocab_size": stream.vocab_size, "end_of_document": stream.end_of_document})
     model, read = LanguageModel(config.model), []
-    task = MaskedTokens(config, open_split(data, "train"), stream)
+    task = MaskedTokens(config, open_split(masked_data, "train"), stream)
     assert task.evaluate(model, read.append) == {"loss": evaluate(model, stream, context=32, max_tokens=200).loss}
     assert read == [64, 128, 192, 256]
     assert model.training

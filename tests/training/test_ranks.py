@@ -20,15 +20,10 @@ from lineartime.weights.load import load_model
 from made_questions import write_questions
 from marks import rest
 from ranks_here import RanksHere, differences, state_of
-from tiny_runs import command, prepare_text, steps_done
+from tiny_runs import command, steps_done
 
 SIZES = {"tokens_per_step": 256, "micro_batch_tokens": 32, "steps": 12, "save_every": 5, "eval_every": 4}
 """Eight micro-batches a step."""
-
-
-@pytest.fixture(scope="module")
-def masked_data(tmp_path_factory):
-    return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", vocab_size=300, mlm=True)
 
 
 @pytest.fixture
