@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import text_files
 from benchmarks import ROOT, measure
 from benchmarks.cells import run, shaped_config
 from benchmarks.measure import Setup, Worker, add_times, mark, spreads
@@ -53,9 +54,7 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path, monkeypatch):
     git("init", "-q")
     names = ("benchmarks/provenance.py", "benchmarks/rows/rows.jsonl", "benchmarks/tables/speed.md", "studies/one.py")
     file, rows, page, study = (tmp_path / name for name in names)
-    for path in (file, rows, page, study):
-        path.parent.mkdir(parents=True)
-        path.write_text("a\n")
+    text_files.make(tmp_path, dict.fromkeys(names, "a\n"))
     monkeypatch.setenv("LINEARTIME_COMMIT", "abc")
     assert commit() == "abc"
     monkeypatch.delenv("LINEARTIME_COMMIT")

@@ -5,7 +5,6 @@ import torch
 
 from benchmarks import decode as decode_module
 from benchmarks.cells import SHAPES, shaped_config
-from benchmarks.decode import benchmark_decode, filled_state
 from benchmarks.measure import Setup
 from lineartime.config import model_config
 from lineartime.model.attention.combiner import RowCache
@@ -29,7 +28,7 @@ def short_blocks(monkeypatch):
 
 
 def decode(configs=None, contexts=(32, 64, 128), repeats=2, **options):
-    return benchmark_decode(configs or {"flash": FLASH, "flash-quad": QUAD}, contexts, Setup(repeats),
+    return decode_module.benchmark_decode(configs or {"flash": FLASH, "flash-quad": QUAD}, contexts, Setup(repeats),
                             **{"quadratic_up_to": 64, "precisions": ["float32"]} | options)
 
 
@@ -57,7 +56,7 @@ def test_a_compiled_step_is_the_eager_one(monkeypatch):
     for config in (FLASH, QUAD):
         model, ids_B = LanguageModel(config), torch.tensor([1, 2])
         torch.manual_seed(0)
-        state = filled_state(model, 30, 2, 64)
+        state = decode_module.filled_state(model, 30, 2, 64)
         step = decode_module.compiled_step(model, state, 64)
         for _ in range(3):  # over the end of a chunk
             torch.testing.assert_close(step(ids_B), decode_module.decode_step(model, ids_B, state))
@@ -65,13 +64,12 @@ def test_a_compiled_step_is_the_eager_one(monkeypatch):
 
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "mc-tfm++", "performer", "combiner"])
 def test_a_filled_state_is_like_one_that_was_read(name):
-    """Of the same shapes, types and lengths; and finite numbers follow from it."""
     heads = {} if name.startswith("flash") else {"n_heads": 2}
     chunks = {"chunk_size": 16} if name in ("flash", "mc-tfm++", "combiner") else {}
     model, n_tokens = LanguageModel(model_config(name, **heads, **chunks, **TINY)).bfloat16(), 55
     _, read = prefill(model, torch.randint(TINY["vocab_size"], (2, n_tokens)).tolist())
     read.reserve(64)
-    filled = filled_state(model, n_tokens, 2, 64)
+    filled = decode_module.filled_state(model, n_tokens, 2, 64)
     assert filled.seq_lens_B.tolist() == read.seq_lens_B.tolist() == [n_tokens] * 2
     for ours, theirs in zip(filled.caches, read.caches, strict=True):
         for (part, mine), (other, yours) in zip(ours.tensors().items(), theirs.tensors().items(), strict=True):

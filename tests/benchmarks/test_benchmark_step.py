@@ -9,7 +9,6 @@ from benchmarks import measure, peers, step
 from benchmarks.cells import SHAPES, shaped_config
 from benchmarks.measure import Setup
 from benchmarks.peers import parse_label
-from benchmarks.step import step_cases
 from lineartime.base.errors import UsageError
 from lineartime.config import ModelConfig, to_dict
 from lineartime.model.language_model import LanguageModel
@@ -25,7 +24,7 @@ def tiny(preset: str, task: str = "wiki40b", context: int = 64) -> ModelConfig:
 
 
 def cells(*labels, contexts=(64,), precisions=("float32",), **options):
-    return step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
+    return step.step_cases(labels, contexts, precisions, **{"tokens": 128, "config_of": tiny} | options)
 
 
 def benchmark_step(*args, **options):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import text_files
 from benchmarks.context_use import losses_and_gains, measure_context_use
 from lineartime.base.errors import DataError, NumericsError, UsageError
 from lineartime.config import ModelConfig, model_config
@@ -15,6 +16,7 @@ from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
 from lineartime.model.language_model import LanguageModel
 from marks import rest
+from tiny_models import drawn
 
 LENGTHS = [150, 40, 9, 70, 41]  # bytes of the documents
 
@@ -23,29 +25,16 @@ LENGTHS = [150, 40, 9, 70, 41]  # bytes of the documents
 def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
     root = tmp_path_factory.mktemp("context_use")
     letters = "".join(map(chr, np.random.default_rng(0).integers(ord("a"), ord("z") + 1, sum(LENGTHS))))
-    for split in ("train", "validation"):
-        (root / "text" / split).mkdir(parents=True)
-        for i, length in enumerate(LENGTHS):
-            (root / "text" / split / f"{i}.txt").write_text((split[0] + letters[sum(LENGTHS[:i]) :])[:length])
+    text_files.make(root / "text", {f"{split}/{i}.txt": (split[0] + letters[sum(LENGTHS[:i]) :])[:length]
+                                    for split in ("train", "validation") for i, length in enumerate(LENGTHS)})
     prepare([root / "text"], root / "data", tokenizer="bytes")
     return open_split(root / "data", "validation")
 
 
 def tiny(stream: TokenStream, **fields: object) -> LanguageModel:
-    torch.manual_seed(0)
     config = model_config("flash", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=32,
                           vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)
-    model = LanguageModel(replace(config, **fields)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3)
-    return model
-
-
-def document(stream: TokenStream, i: int) -> torch.Tensor:
-    """Its tokens between its two end-of-document tokens, these included."""
-    starts = stream.document_positions.astype(int)
-    return torch.from_numpy(stream.read(starts[i], starts[i + 1] + 1))
+    return drawn(LanguageModel(replace(config, **fields)).double(), of_layers=0.3, of_others=0.3)
 
 
 @pytest.mark.parametrize(("contexts", "whole"), [([16, 32, 64], False), *rest(([5, 7, 33], True), ([2, 3], False))])
@@ -59,8 +48,10 @@ def test_every_token_is_scored_with_as_much_of_its_document_as_the_context_gives
     assert use["contexts"] == contexts and use["after"] == after
     assert [each["document"] for each in use["documents"]] == [
         i for i, length in enumerate(LENGTHS) if length + 1 > after]
+    starts = stream.document_positions.astype(int)
     for each in use["documents"]:
-        ids = document(stream, each["document"])[: n_most + 1]
+        begin, end = starts[each["document"] :][:2]  # its two end-of-document tokens
+        ids = torch.from_numpy(stream.read(begin, end + 1))[: n_most + 1]
         assert each["n_tokens"] == min(LENGTHS[each["document"]] + 1, n_most) - after
         for context, loss in zip(contexts, each["losses"], strict=True):
             half = context // 2

@@ -2,23 +2,19 @@
 
 import json
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
 from PIL import Image
 
+from benchmarks import ROOT, speed
 from benchmarks.figures import Picture, digest
 from benchmarks.pages import fill_pages, filled
 from benchmarks.paper.results import read_records, steps_to
 from benchmarks.provenance import rows_in
-from benchmarks.recall.study import read_rows as read_recall
-from benchmarks.recall.study import section
-from benchmarks.speed import compare, ratio_table, tables_of
-from benchmarks.speed import read_rows as read_speed
+from benchmarks.recall import study
 from lineartime.base.errors import DataError, UsageError
 
-ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "rows"
 
 @pytest.mark.parametrize(("loss", "steps"), [(9.0, 100), (4.0, 200), (3.0, 250), (2.0, 300), (1.0, 500), (0.9, None)])
@@ -53,7 +49,7 @@ def test_a_page_with_a_wrong_place_is_an_error_and_stays(tmp_path, text):
 
 
 @pytest.mark.parametrize(("kind", "read", "rows"), [
-    ("table", read_records, "quality"), ("speed", read_speed, "speed"), ("recall", read_recall, "recall")])
+    ("table", read_records, "quality"), ("speed", speed.read_rows, "speed"), ("recall", study.read_rows, "recall")])
 def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
     """After new rows: python -m benchmarks report [speed or recall] --into PAGE, for each page."""
     measured = read(ROWS / f"{rows}.jsonl")
@@ -71,11 +67,11 @@ def test_the_projects_pages_are_what_its_rows_give(kind, read, rows):
 @pytest.mark.parametrize(("task", "other"), [("text", {"learning_rate": None}), ("pairs", {"steps": 9})])
 def test_a_run_that_is_not_the_studys_leaves_the_studys_line(task, other):
     """A trained model of that name, which was asked alone, and a run with another setting."""
-    rows = read_recall(ROWS / "recall.jsonl")
+    rows = study.read_rows(ROWS / "recall.jsonl")
     row = next(row for row in rows if (row["task"], row["model"], row["seed"]) == (task, "flash", 0)) | other
     row |= {"accuracy": {length: dict.fromkeys(told, 1.0) for length, told in row["accuracy"].items()},
             "training": row["training"] | other}
-    before, after = (section(given, task).splitlines() for given in (rows, [*rows, row]))
+    before, after = (study.section(given, task).splitlines() for given in (rows, [*rows, row]))
     assert {line for line in before if "| flash" in line} <= {*after}
     assert any("| flash, steps=9 | " in line and "1.00" in line for line in after) == (task == "pairs")
 
@@ -93,20 +89,20 @@ def made(model, ms, run="1", quartiles=(0.9, 1.1), time="2026-01-01T00:00:00Z", 
 
 def table_of(tmp_path, *rows):
     (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (table,) = tables_of(read_speed(tmp_path / "rows"))
+    (table,) = speed.tables_of(speed.read_rows(tmp_path / "rows"))
     return table
 
 
 def test_a_ratio_is_the_others_time_over_ours_with_the_quartiles_apart(tmp_path):
     table = table_of(tmp_path, made("flash", 100, quartiles=(0.9, 1.25)),
                      made("transformer++", 150, quartiles=(0.8, 1.2)))
-    (both,) = compare(table, "transformer++", by_type=True).itertuples()
+    (both,) = speed.compare(table, "transformer++", by_type=True).itertuples()
     assert (both.value, both.low, both.high) == pytest.approx((1.5, 150 * 0.8 / 125, 150 * 1.2 / 90))
 
 
 def test_only_rows_of_one_run_are_divided_and_the_newest_run_counts(tmp_path):
     new = {"time": "2026-02-01T00:00:00Z"}
-    text = ratio_table(table_of(tmp_path, made("flash", 100, "b", **new), made("transformer++", 130, "b", **new),
+    text = speed.ratio_table(table_of(tmp_path, made("flash", 100, "b", **new), made("transformer++", 130, "b", **new),
                                 made("flash", 10, "a"), made("transformer++", 999, "a"),
                                 made("flash-pytorch", 70, "c", **new)))
     assert "1.30" in text and "99.9" not in text and "FLASH-pytorch" not in text

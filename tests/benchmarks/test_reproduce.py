@@ -1,5 +1,4 @@
-"""The paper's tables as runs: what they are set to, which they share, and that they are made,
-resumed and refused."""
+"""The paper's tables as runs: their settings, and that they are made, resumed and refused."""
 
 import dataclasses
 import json
@@ -24,8 +23,6 @@ from lineartime.training.run_config import run_config
 from lineartime.training.runtime import StopSignal
 from workers_here import work_here
 
-EVERY = [cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)]
-
 
 def config_of(cell):
     return run_config({name: value for name, value in cell.settings().items() if name != "peer"}
@@ -33,7 +30,7 @@ def config_of(cell):
 
 
 def test_every_cell_is_a_run_that_can_be_configured():
-    for cell in EVERY:
+    for cell in (cell for name in SCALE_NAMES for table in TABLES for cell in cells_of(table, name)):
         assert config_of(cell).model.context == cell.settings()["context"]
 
 
@@ -55,18 +52,15 @@ def test_the_papers_scale_is_the_papers_settings():
     assert {row: (m.n_layers, m.d_model, m.n_heads) for row, m in sizes.items()} == expected
 
 
-TINY = Scale("cpu", "tiny", {task: Text("pg19", 300, "books", mlm=task in ("c4", "triviaqa"))
-                             for task in ("wiki40b", "c4", "pg19", "triviaqa")},
-             {}, seeds=2,
+TINY = Scale("cpu", "tiny", {"wiki40b": Text("pg19", 300, "books")}, {}, seeds=2,
              shape={"d_model": 16, "chunk_size": 8, "gau": {"n_layers": 1, "query_key_dim": 8},
                     "pairs": {"n_layers": 1, "n_heads": 2}},
              train={"tokens_per_step": 1024, "micro_batch_tokens": 512, "steps": 6, "warmup_steps": 2, "eval_every": 2,
-                    "eval_tokens": 600, "save_every": 2, "learning_rate": 5e-3},
-             of_task={"triviaqa": {"context": 64}})
+                    "eval_tokens": 600, "save_every": 2, "learning_rate": 5e-3})
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch):
     book = SAMPLE.read_text(encoding="utf-8")
     text_files.make(tmp_path / "texts", {"books/train/1.txt": book[:30_000],
                                          "books/validation/2.txt": book[50_000:54_000]})
@@ -74,21 +68,17 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cells = {"cpu": [("Transformer++", "512"), ("FLASH", "512")]}
     monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(TABLES["speedup"], cells=cells))
-    told = []
-    place = runner.Place(tmp_path / "texts", tmp_path / "out", tmp_path / "rows.jsonl", "cpu", 2, told.append)
-    return place, told
+    return runner.Place(tmp_path / "texts", tmp_path / "out", tmp_path / "rows.jsonl", "cpu", 2, print)
 
 
 @pytest.fixture
 def warm(warm_command, monkeypatch):
-    """Runs start at once. Evaluations start as they do outside of tests, and take seconds, in which
-    they can be stopped."""
+    """Runs start at once. Evaluations take seconds, as outside of tests, and can be stopped."""
     monkeypatch.setattr(runner, "LINEARTIME", warm_command)
 
 
-def test_a_table_is_made_and_only_once(tiny, warm, monkeypatch):
+def test_a_table_is_made_and_only_once(place, warm, monkeypatch):
     work_here(monkeypatch)
-    place, told = tiny
     monkeypatch.setitem(tables.SCALES, "cpu", dataclasses.replace(TINY, seeds=1))
     assert runner.reproduce("speedup", "cpu", place, StopSignal()) == 4  # two runs, two step times
     before = place.rows.read_text()
@@ -109,9 +99,7 @@ def test_a_table_is_made_and_only_once(tiny, warm, monkeypatch):
     stop = StopSignal()
 
     def stop_soon(line):
-        told.append(line)
-        if ", train: " in line:
-            stop.number = 15
+        stop.number = 15 if ", train: " in line else stop.number
 
     with pytest.raises(Stopped, match="goes on"):
         runner.reproduce("speedup", "cpu", dataclasses.replace(place, tell=stop_soon), stop)
@@ -120,9 +108,7 @@ def test_a_table_is_made_and_only_once(tiny, warm, monkeypatch):
     assert [len(records_of(cell, by_key(read_records(place.rows)), "train")) for cell in cells] == [2, 2]
 
 
-def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(tiny, warm, monkeypatch):
-    """One row of a run, also when it was stopped between training and either evaluation."""
-    place, _ = tiny
+def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again(place, warm, monkeypatch):
     monkeypatch.setitem(TABLES, "speedup", dataclasses.replace(
         TABLES["speedup"], cells={"cpu": [("FLASH", "512")]}, evaluations={
             "context_use": "--contexts 32,64", "long": "--contexts 64,128"}))
@@ -153,10 +139,7 @@ def test_a_run_is_evaluated_as_its_table_says_and_what_is_done_is_not_done_again
     assert [row["kind"] for row in runner.run_job(job, less, place, StopSignal())] == ["train"]
 
 
-def test_a_peer_is_trained_beside_ours(tiny, monkeypatch):
-    """By the same loop, in a process of its own; its settings say which it is, so its rows are not
-    those of ours."""
-    place, _ = tiny
+def test_a_peer_is_trained_beside_ours(place, monkeypatch):
     ours = dataclasses.replace(TABLES["speedup"].models["FLASH"], fields={})
     theirs = dataclasses.replace(ours, fields={"peer": "mamba2", "optimizer": "muon"})
     table = dataclasses.replace(TABLES["speedup"], models={"FLASH": ours, "Mamba-2": theirs}, timed=False,
@@ -202,8 +185,7 @@ def test_muon_has_the_matrices_of_a_peer_one_by_one(name):
     (6, "error: out of memory: context = 8192", "out of memory: context"), (-9, "a line", "out of memory: a run"),
     (6, "error: the disk is full: x", ResourceError), (3, "error: no such text: x", DataError),
     (1, "", LineartimeError)])
-def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said, result):
-    place, _ = tiny
+def test_what_a_run_ends_with_is_a_row_or_an_error(place, monkeypatch, code, said, result):
     place.out.mkdir()
     program = place.out / "program"
     program.write_text(f"#!/bin/sh\necho '{said}'\n" + ("kill -9 $$\n" if code == -9 else f"exit {code}\n"))
@@ -219,8 +201,7 @@ def test_what_a_run_ends_with_is_a_row_or_an_error(tiny, monkeypatch, code, said
         assert ended == result if result is None else ended.startswith(result)
 
 
-def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny, warm, monkeypatch):
-    place, _ = tiny
+def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(place, warm, monkeypatch):
     diverging = dataclasses.replace(TINY, seeds=1, train={**TINY.train, "learning_rate": 1e30})
     monkeypatch.setitem(tables.SCALES, "cpu", diverging)
     jobs = runner.missing_jobs(cells_of("speedup", "cpu")[1:], {})
@@ -232,8 +213,7 @@ def test_a_run_that_diverges_is_a_row_and_one_that_cannot_start_is_an_error(tiny
         runner.prepare(jobs[0].cell.text, dataclasses.replace(place, texts=Path("no")), StopSignal())
 
 
-def test_one_run_that_cannot_go_on_ends_the_others(tiny, monkeypatch):
-    place, _ = tiny
+def test_one_run_that_cannot_go_on_ends_the_others(place, monkeypatch):
     ended = []
 
     def run_job(job, records, place, stop):

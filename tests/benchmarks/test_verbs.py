@@ -17,8 +17,6 @@ from lineartime.config import PRESETS
 from lineartime.use.info import describe
 from workers_here import work_here
 
-SIZES = ["--set", "n_layers=1", "--set", "d_model=16", "--set", "query_key_dim=8"]
-
 
 def test_every_named_call_can_be_made() -> None:
     commands, labels, names = typer.main.get_command(app).commands, set(), []
@@ -58,8 +56,9 @@ def test_named_calls_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_measurement_is_printed_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     work_here(monkeypatch)
-    code, out, err = call("step", "flash", "transformer++", "--contexts", 16, "--tokens", 32, "--repeats", 2, *SIZES,
-                          "--set", "n_heads=2", "--set", "chunk_size=8", "--json", tmp_path / "rows.jsonl", app=app)
+    sizes = ("n_layers=1", "d_model=16", "query_key_dim=8", "n_heads=2", "chunk_size=8")
+    code, out, err = call("step", "flash", "transformer++", "--contexts", 16, "--tokens", 32, "--repeats", 2,
+                          *(f"--set={size}" for size in sizes), "--json", tmp_path / "rows.jsonl", app=app)
     assert code == 0 and "step: time of a step" in out and "round 2 of 2" in err, err
     assert [row["label"] for row in rows_in(tmp_path / "rows.jsonl")] == ["flash", "transformer++"]
     assert_refused(*call("step", "flash", "--contexts", "16,many", app=app)[::2], 2, "16,many")

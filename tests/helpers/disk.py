@@ -32,7 +32,6 @@ class Disk:
 
     def __init__(self, folder: Path):
         self.folder, self.count = os.path.realpath(folder), 0
-        self.real = {"write": os.write, "fsync": os.fsync, "open": io.open}
 
     def __enter__(self) -> "Disk":
         listen()

@@ -1,7 +1,6 @@
 """Ranks of one machine, with the environment that `torchrun` gives them."""
 
 import datetime
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import torch
 from torch.distributed import TCPStore
 
 from lineartime.weights import checkpoint
+from tiny_runs import content
 
 
 class RanksHere:
@@ -64,10 +64,9 @@ class RanksHere:
 
 def state_of(out):
     folder = (out / "latest").resolve()
-    metrics = [{**json.loads(line), "clock": None} for line in (out / "metrics.jsonl").read_text().splitlines()]
-    result = {**json.loads((out / "result.json").read_text()), "run": None, "peak_mib": None}
     moments = {f"moments of {name}": x.flatten() for name, x in checkpoint.read_tensors(folder, "optimizer").items()}
-    return {**checkpoint.read_tensors(folder, "model"), **moments, "metrics": metrics, "result": result}
+    logs = {name: content(out / name) for name in ("metrics.jsonl", "result.json")}
+    return {**checkpoint.read_tensors(folder, "model"), **moments, **logs}
 
 
 def differences(out, expected):

@@ -1,6 +1,5 @@
 """A training run of a few seconds: its text, its command, and what it leaves behind."""
 
-import itertools
 import json
 import os
 
@@ -22,7 +21,7 @@ def prepare_text(folder, tokenizer="bytes", first=20_000, **options):
 
 
 def command(data, out, model="flash", **changes):
-    pairs = itertools.chain.from_iterable(("--set", f"{name}={value}") for name, value in (SETTINGS | changes).items())
+    pairs = [word for name, value in (SETTINGS | changes).items() for word in ("--set", f"{name}={value}")]
     return ["train", model, "--data", str(data), "--out", str(out), *pairs]
 
 
@@ -35,15 +34,14 @@ def what_is_left(out):
             for path in paths if path.parent.name == last or not path.parent.name.startswith("step-")}
 
 
+CHANGING = {"run.json": ["id"], "result.json": ["run", "peak_mib"], "MANIFEST.json": ["run", "sha256"]}
+
+
 def content(path):
     if path.name == "metrics.jsonl":
         return [{**json.loads(line), "clock": None} for line in path.read_text().splitlines()]
-    if path.name == "run.json":
-        return {**json.loads(path.read_text()), "id": None}
-    if path.name == "result.json":
-        return {**json.loads(path.read_text()), "run": None, "peak_mib": None}
-    if path.name == "MANIFEST.json":
-        return {**json.loads(path.read_text()), "run": None, "sha256": None}
+    if path.name in CHANGING:
+        return json.loads(path.read_text()) | dict.fromkeys(CHANGING[path.name])
     return None if path.name == "run.lock" else path.read_bytes()
 
 

@@ -13,7 +13,6 @@ from kernel_law import random
 from lineartime import ops
 from lineartime.ops import reference
 from lineartime.ops.cross_entropy import linear_cross_entropy
-from lineartime.ops.reference import HeadsFromZ
 from tiny_models import CONFIGS, OWN_GRID, random_ids, random_model, with_end
 
 B, T, E, S, C = 2, 10, 6, 4, 4
@@ -26,26 +25,23 @@ def made(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [random(*shape, seed=i).double() / 2 for i, shape in enumerate(shapes)]
 
 
-UVZ = (B, T, 2 * E + S)
-Op = Callable[..., Tensor]
 def of_chunks(impl: str | None, uvz: Tensor, gamma: Tensor, beta: Tensor, w: Tensor, **how: object) -> Tensor:
-    made_by = HeadsFromZ(gamma, beta, SIN[:, : uvz.shape[1]], COS[:, : uvz.shape[1]])
+    made_by = reference.HeadsFromZ(gamma, beta, SIN[:, : uvz.shape[1]], COS[:, : uvz.shape[1]])
     return ops.gated_chunk_attention(uvz, made_by, w, chunk_size=C, causal=True, impl=impl, **how)
 
 
-OPS: dict[str, tuple[Op, list[Tensor]]] = {
-    "chunks": (of_chunks, made(UVZ, (4, S), (4, S), (2 * C - 1,))),
-    "chunks, documents": (partial(of_chunks, segment_ids_BT=IDS, pooling="sum"),
-                          made(UVZ, (4, S), (4, S), (2 * C - 1,))),
+Z = made((B, T, 2 * E + S), (4, S), (4, S), (2 * C - 1,), (B, S, E))
+HEADS = made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,), (B, T))
+OPS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "chunks": (of_chunks, Z[:4]),
+    "chunks, documents": (partial(of_chunks, segment_ids_BT=IDS, pooling="sum"), Z[:4]),
     "one tensor as two heads": (lambda impl, uv, q, k, w: ops.gated_chunk_attention(
-        uv, (q, k, q, k), w, chunk_size=C, causal=True, impl=impl),
-        made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,))),
+        uv, (q, k, q, k), w, chunk_size=C, causal=True, impl=impl), HEADS[:4]),
     "heads, written": (lambda impl, uv, q, k, w, gate: ops.gated_chunk_attention(
         uv, (q, k, q, k * gate.sigmoid()[..., None]), w, chunk_size=C, causal=True, pooling="written",
-        gate_BT=gate.sigmoid(), impl=impl), made((B, T, 2 * E), (B, T, S), (B, T, S), (2 * C - 1,), (B, T))),
+        gate_BT=gate.sigmoid(), impl=impl), HEADS),
     "carried": (lambda impl, uvz, gamma, beta, w, kv: of_chunks(
-        impl, uvz[:, :8], gamma, beta, w, exchange=reference.CarriedState(kv, torch.full((B,), 5.0))),
-        made(UVZ, (4, S), (4, S), (2 * C - 1,), (B, S, E))),
+        impl, uvz[:, :8], gamma, beta, w, exchange=reference.CarriedState(kv, torch.full((B,), 5.0))), Z),
     "loss": (lambda impl, x, weight, bias: linear_cross_entropy(x, weight, bias, TARGETS, chunk_tokens=2)
              if impl is None else F.cross_entropy(F.linear(x, weight, bias), TARGETS, reduction="none"),
              made((5, 6), (7, 6), (7,)))}
@@ -93,9 +89,7 @@ def test_a_batch_of_gradients_of_an_op(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++", "flash, own grid"])
 def test_hessian_and_maml_of_a_model(name: str) -> None:
-    """The Hessian of a bias and of a scale; and the gradient of the loss after a step of gradient
-    descent. Of torch's fused softmax attention there is no second derivative, so a Transformer
-    takes the plain one."""
+    """The Hessian of a bias and of a scale; the gradient of the loss after a step of descent."""
     model, ids = random_model(with_end((CONFIGS | OWN_GRID)[name], 3)), random_ids(2, 11)
     parameters = dict(model.named_parameters())
 
@@ -107,7 +101,7 @@ def test_hessian_and_maml_of_a_model(name: str) -> None:
         return out.mean() if impl is None else F.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
 
     scale = next(name for name in parameters if name.endswith(("gamma", "norm.weight")))
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH):  # torch's fused softmax attention has no second derivative
         for key in ("head_bias", scale):
             ours, vectorized, theirs = [torch.autograd.functional.hessian(
                 lambda x, impl=impl, key=key: loss_at(impl, **{key: x}), parameters[key].detach(), vectorize=vectorize)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -20,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
-import lineartime
 import lineartime.hf
 from command_line import Call, assert_refused
 from lineartime.base.errors import CONTROL, CheckpointError, UsageError
@@ -32,8 +30,8 @@ from lineartime.weights import checkpoint
 from tiny_runs import STEPS, command, prepare_text
 
 ROOT = Path(__file__).parents[2]
-SAVED = 10
-"""The step of the newest checkpoint that is left."""
+SAVED = 10  # the step of the newest checkpoint that is left
+LOADS = (lineartime.load_model, AutoModelForCausalLM.from_pretrained)
 PROMPT = "Reader, I"
 
 
@@ -43,14 +41,9 @@ def run_verb(*arguments: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("export"))
-
-
-@pytest.fixture(scope="module")
-def run(data: Path) -> Path:
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has lost its last checkpoint: its metrics go on after the newest that is left."""
-    out = data.parent / "run"
+    out = tmp_path_factory.mktemp("export") / "run"
     run_verb(*command(data, out, save_every=5, keep=3))
     shutil.rmtree(out / f"step-{STEPS:08d}")
     return out
@@ -134,7 +127,6 @@ def test_without_the_package_it_says_where_to_find_it(exported: Path, monkeypatc
 
 
 def test_the_card_is_true(exported: Path, run: Path, data: Path, call: Call) -> None:
-    """The scores and the sample are of what is in the folder."""
     card = (exported / "README.md").read_text()
     score = json.loads(call("evaluate", exported, "--data", data, "--json")[1])
     assert "|  | validation |" in card and "test |" not in card
@@ -155,7 +147,7 @@ def test_the_card_is_true(exported: Path, run: Path, data: Path, call: Call) -> 
     (settings,) = [line for line in card.splitlines() if line.startswith("| Settings | ")]
     named = dict(map(parse_setting, re.findall(r"`(\w+=.*?)`", settings)))
     assert to_dict(TrainConfig(**named)) == description["train"]
-    assert str(run.parent) not in card
+    assert str(run.parent) not in card and str(data.parent) not in card
 
 
 def test_a_masked_model(tmp_path: Path, call: Call) -> None:
@@ -190,7 +182,6 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
 
 def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path, data: Path, call: Call, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is described and continues a text by its address, as one in a folder does."""
     store = fsspec.filesystem("memory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     to_store = ("export", run, "--out", "memory://models/tiny", "--about", run.parent / "about.md")
@@ -256,17 +247,15 @@ def test_a_damaged_newest_checkpoint_is_said(run: Path, tmp_path: Path, call: Ca
         assert "model.safetensors: it is not the file" in line
 
 
-def set_width(folder: Path, d_model: object) -> None:
-    path = folder / "config.json"
+def set_width(path: Path, d_model: object = 32) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"d_model": d_model}))
 
 
-DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "a flipped bit": ("model.safetensors", lambda folder: spoil(folder / "model.safetensors")),
-    "a missing file": ("model.safetensors", lambda folder: (folder / "model.safetensors").unlink()),
-    "another configuration": ("config.json", lambda folder: set_width(folder, 32)),
-    "another tokenizer": ("tokenizer.json", lambda folder: (folder / "tokenizer.json").write_text("{}")),
-    "a damaged manifest": ("MANIFEST.json", lambda folder: (folder / "MANIFEST.json").write_text("{}"))}
+DAMAGE = {
+    "a flipped bit": ("model.safetensors", spoil), "a missing file": ("model.safetensors", Path.unlink),
+    "another configuration": ("config.json", set_width),
+    "another tokenizer": ("tokenizer.json", lambda path: path.write_text("{}")),
+    "a damaged manifest": ("MANIFEST.json", lambda path: path.write_text("{}"))}
 
 
 @pytest.mark.parametrize(("kind", "damage"), [
@@ -277,7 +266,7 @@ def test_what_the_manifest_does_not_match_is_refused(kind: str, damage: str, run
                 "checkpoint": run / f"step-{SAVED:08d}"}[kind]
     folder = Path(shutil.copytree(original, tmp_path / original.name))
     file, change = DAMAGE[damage]
-    change(folder)
+    change(folder / file)
     for load in (lineartime.load_model,
                  (AutoTokenizer if damage == "another tokenizer" else AutoModelForCausalLM).from_pretrained):
         with pytest.raises(CheckpointError) as refusal:
@@ -286,7 +275,6 @@ def test_what_the_manifest_does_not_match_is_refused(kind: str, damage: str, run
 
 
 def test_a_card_may_be_edited_a_download_opens_and_transformers_save_over_it(exported: Path, tmp_path: Path) -> None:
-    """What is then there is no longer what the manifest describes."""
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     (folder / "README.md").write_text("# Mine\n")
     (folder / ".gitattributes").write_text("")
@@ -313,17 +301,17 @@ def test_an_export_without_a_manifest_opens_and_its_numbers_are_checked(run: Pat
         AutoModelForCausalLM.from_pretrained(step)
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     (folder / "MANIFEST.json").unlink()
-    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+    for load in LOADS:
         load(folder)
     weights = load_file(folder / "model.safetensors")
     for change, words in ((lambda bias: bias.index_fill(0, torch.tensor(3), math.inf), "not finite: .*head_bias"),
                           (lambda bias: torch.zeros(len(bias) + 1), "not this model's: .*head_bias is .*258")):
         save_file(weights | {"head_bias": change(weights["head_bias"])}, folder / "model.safetensors", {"format": "pt"})
-        for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained):
+        for load in LOADS:
             with pytest.raises(CheckpointError, match=words):
                 load(folder)
-    set_width(folder, "wide")
-    for load in (lineartime.load_model, AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained):
+    set_width(folder / "config.json", "wide")
+    for load in (*LOADS, AutoTokenizer.from_pretrained):
         with pytest.raises(UsageError, match=r"d_model = 'wide' in .*/copy/config\.json"):
             load(folder)
 

@@ -9,14 +9,12 @@ from lineartime.use.info import DecodingBytes, decoding_bytes, describe, print_d
 from lineartime.weights.generation.generate import prefill
 from tiny_models import LONG_MEMORY
 
-SMALL = {"d_model": 48, "n_layers": 3, "vocab_size": 96, "context": 32}
-
 
 def small(preset: str, task: str = "wiki40b", **fields):
-    heads = {} if PRESETS[preset].ffn == "gau" else {"n_heads": 4}
-    gau = {"query_key_dim": 16} if PRESETS[preset].ffn == "gau" else {}
+    own = {"query_key_dim": 16} if PRESETS[preset].ffn == "gau" else {"n_heads": 4}
     chunk = {"chunk_size": 8} if PRESETS[preset].chunk_size else {}
-    return model_config(preset, task, **{**SMALL, **heads, **gau, **chunk, **fields})
+    sizes = {"d_model": 48, "n_layers": 3, "vocab_size": 96, "context": 32, **own, **chunk}
+    return model_config(preset, task, **{**sizes, **fields})
 
 
 PRINTED = {  # millions of parameters by preset, in the tables of C4 and Wiki-40B, and of PG-19

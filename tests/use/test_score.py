@@ -93,7 +93,6 @@ def test_blocks_and_saves_change_nothing(name: str, tmp_path: Path, monkeypatch:
 
 
 def test_memory_is_constant() -> None:
-    """That of Python and NumPy, of the process with PyTorch, and the model's state."""
     sizes, content, model = [], text_of(1000), model_for(byte_tokenizer())
     state = open_state(model, byte_tokenizer())
 
@@ -150,7 +149,6 @@ def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch
 
 
 def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
-    """With a tokenizer whose tokens are no bytes."""
     (text := tmp_path / "text").write_text("It was a dark and stormy night.\n")
     _, out, err = call("score", "small", text, "--per", "token", "--json")
     rows = [json.loads(row) for row in out.splitlines()]

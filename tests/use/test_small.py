@@ -42,7 +42,6 @@ def test_it_predicts_a_book_that_it_has_not_seen(tmp_path: Path) -> None:
 
 
 def test_its_card_says_how_it_was_made() -> None:
-    """Bits per byte are in the card; the settings it prints are those of the script."""
     assert re.search(r"^\| bits per byte \| 1\.\d{3} \| 1\.\d{3} \|$", CARD, re.MULTILINE)
     assert CARD.startswith((ROOT / "studies" / "small.md").read_text(encoding="utf-8"))
     (line,) = [line for line in CARD.splitlines() if line.startswith("lineartime train ")]
