@@ -5,7 +5,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,13 +109,11 @@ def test_a_command_that_is_asked_to_stop_saves(tmp_path):
 def test_what_runs_dies_with_the_process_that_runs_it(tmp_path, number, save_s):
     code = ("import sys, signal, pathlib; from benchmarks import cells\n"
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
-            f"cells.run(['sleep', '301'], pathlib.Path({str(tmp_path / 'log')!r}), save_s={save_s})")
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as parent:
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-        for _ in range(2000):
-            if pids := children.read_text().split():
-                break
-            time.sleep(0.05)
+            f"cells.run(['sleep', '301'], pathlib.Path({str(tmp_path / 'log')!r}), save_s={save_s},"
+            " stop=lambda: print('it runs', flush=True))")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        parent.stdout.readline()  # a signal that comes while it forks may be lost
+        pids = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         parent.send_signal(number)
         try:
             parent.wait(60)
