@@ -375,8 +375,8 @@ class GatedChunkAttention(torch.autograd.Function):
         definition, from_z, documents, chunk_size = ctx.how
         if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
             wanted = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[6:]]
-            duvz_BTF, dw, *dheads = reference_gradients(definition, (uvz_BTF, w, *heads), dout_BTE, wanted)
-            return duvz_BTF, dw, None, None, None, None, *dheads
+            followed = reference_gradients(definition, (uvz_BTF, w, *heads), dout_BTE, wanted)
+            return *followed[:2], None, None, None, None, *followed[2:]
         uv_BTF, duv_BTF = uvz_BTF, (duvz_BTF := torch.empty_like(uvz_BTF))
         if from_z:
             uv_BTF, duv_BTF = (x[..., : -heads[0].shape[-1]] for x in (uvz_BTF, duvz_BTF))
