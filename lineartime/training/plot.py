@@ -62,16 +62,21 @@ def read_curves(run_dir: Path) -> Curves:
 
 def plot_run(run_dir: Path) -> Path:
     """Draw a run into its folder; returns the picture's path. Raises as `plot_side_by_side`."""
-    return plot_side_by_side({read_curves(run_dir).title: run_dir}, run_dir / PLOT_FILE)
+    curves = read_curves(run_dir)
+    return draw_curves({curves.title: curves}, run_dir / PLOT_FILE)
 
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     """Draw the losses and the learning rates of runs, by label, over tokens; returns the picture's
     path. Losses compare if the tokenizer is the same. Raises as `read_curves`; ResourceError."""
+    return draw_curves({label: read_curves(run_dir) for label, run_dir in run_dirs.items()}, out_png)
+
+
+def draw_curves(runs: Mapping[str, Curves], out_png: Path) -> Path:
+    """`plot_side_by_side` of curves that were read."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    runs = {label: read_curves(run_dir) for label, run_dir in run_dirs.items()}
     with matplotlib.rc_context(STYLE):
         legend_height = 0.25 * -(-len(runs) // 2)
         figure = Figure(figsize=(8, 4.5 + legend_height), dpi=150, layout="constrained")
