@@ -64,7 +64,7 @@ class GatedAttentionUnit(ResidualLayer):
         """W_o (u * A v): `[B, T, D]`."""
         config, bias, uvz_BTF, ids_BT = self.config, self.rel_pos_bias, self.in_proj(normed_BTD), info.segment_ids_BT
         convolve = None if self.key_conv is None else partial(self.key_conv, segment_ids_BT=ids_BT, ranks=info.ranks)
-        if ids_BT is not None:  # attention heads are entries of the batch
+        if ids_BT is not None and config.n_heads > 1:  # attention heads are entries of the batch
             ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
         if not config.attends_as_flash:
             return self.out_proj(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))

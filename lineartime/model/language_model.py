@@ -80,15 +80,13 @@ class LanguageModel(nn.Module):
         return self.norm(laid.give_back(x_BLD))
 
     def layout_of(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None) -> Layout:
-        """The layout of rows; documents are numbered here if they are not given."""
+        """The layout of rows, whose documents start at the token for it if they are not given."""
         require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
         self.check_length(ids_BT.shape[1])
         check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
         check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
-        if segment_ids_BT is None and self.config.end_of_document is not None:
-            begins_BT = self.begins(ids_BT)
-            segment_ids_BT = (begins_BT if padding_mask_BT is None else begins_BT & padding_mask_BT.bool()).cumsum(1)
-        return lay_out(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, padding_mask_BT)
+        begins_BT = None if self.config.end_of_document is None else self.begins(ids_BT)
+        return lay_out(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, padding_mask_BT, begins_BT)
 
     def part_of_rows(self, ids_BT: Tensor, laid: Layout, ranks: Ranks) -> tuple[Tensor, Layout]:
         """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions count from the

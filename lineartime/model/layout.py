@@ -33,19 +33,21 @@ class Layout(NamedTuple):
 
 
 def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None = None,
-            padding_mask_BT: Tensor | None = None) -> Layout:
+            padding_mask_BT: Tensor | None = None, begins_BT: Tensor | None = None) -> Layout:
     """The layout of rows of `n_tokens` tokens.
 
     segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a
-    row, -1 for padding at its end; None: every row is one document. padding_mask_BT: False for
-    padding, which may be anywhere in a row and have any segment id. Raises UsageError for wrong
-    segment ids."""
-    order_BT = None
+    row, -1 for padding at its end; None: every row is one document, or documents start where
+    begins_BT is True. padding_mask_BT: False for padding, which may be anywhere in a row and have
+    any segment id. Raises UsageError for wrong segment ids."""
+    order_BT, are_given = None, segment_ids_BT is not None
+    if not are_given and begins_BT is not None:
+        segment_ids_BT = (begins_BT if padding_mask_BT is None else begins_BT & padding_mask_BT.bool()).cumsum(1)
     if padding_mask_BT is not None:
         order_BT = padding_last(padding_mask_BT.bool())
         ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.long().gather(1, order_BT)
         segment_ids_BT = torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
-    if segment_ids_BT is not None:
+    if are_given and segment_ids_BT is not None:
         check_segment_ids(segment_ids_BT := segment_ids_BT.long())
     laid = Layout(torch.arange(n_tokens, device=device)[None], segment_ids_BT)
     if config.document_grid == "own" and segment_ids_BT is not None and segment_ids_BT.numel() > 0:
