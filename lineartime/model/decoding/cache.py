@@ -35,6 +35,15 @@ class Cache:
         for name in self.growing:
             setattr(self, name, larger(getattr(self, name), length))
 
+    def closing(self) -> list[str]:
+        """Names of the tensors that change when a chunk is full."""
+        return []
+
+    def closed(self, inputs: DecodeInputs, config: ModelConfig) -> dict[str, Tensor]:
+        """These tensors after each row's only new token, which the open chunk holds already. No
+        shape depends on which rows' chunks are full, as a graph needs it."""
+        return {}
+
 
 @dataclasses.dataclass
 class ChunkState(Cache):
@@ -104,13 +113,10 @@ class ChunkState(Cache):
         return read_states(q_lin_BGCS, kv_BPSE[:, :-1], seen_BGC / count_BGC)
 
     def closing(self) -> list[str]:
-        """Names of the tensors that change when a chunk is full."""
         names = ("kv_BSE", "written_B", "k_before_BCS", "v_before_BCE")
         return [name for name in names if getattr(self, name) is not None]
 
     def closed(self, inputs: DecodeInputs, config: ModelConfig) -> dict[str, Tensor]:
-        """These tensors after each row's only new token, which the open chunk holds already. No
-        shape depends on which rows' chunks are full, as a graph needs it."""
         at = inputs.for_heads(self.n_heads).token_position(config, self.kv_BSE.dtype)
         before = {name: getattr(self, name).clone() for name in self.closing()}
         at.full = slice(None)  # close all rows; only the full ones are taken

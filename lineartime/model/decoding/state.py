@@ -17,7 +17,7 @@ from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 from lineartime.base.tensor_bytes import tensors_sha256
 from lineartime.config import REMOVED, ModelConfig, to_dict
-from lineartime.model.decoding.cache import Cache, KeyValueCache
+from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 
 REMOVED_BEFORE = {"linear_rope": ("linear_scale_init", "local_scale_init"),
@@ -98,13 +98,12 @@ class DecodingState:
     def reserve(self, n_tokens: int) -> None:
         """Allocate room for the keys and values of rows of `n_tokens` tokens."""
         for cache in self.caches:
-            if isinstance(cache, KeyValueCache):
-                cache.reserve(n_tokens)
+            cache.reserve(n_tokens)
 
     def reserve_in_graph(self, n_new: int) -> int | None:
         """Make all key-value caches `n_new` tokens longer. Returns their length, which is to be
         `DecodeInputs.window`, or None without such caches. Nothing is read from the device."""
-        lengths = [cache.k_BL.shape[1] for cache in self.caches if isinstance(cache, KeyValueCache)]
+        lengths = [getattr(cache, name).shape[1] for cache in self.caches for name in cache.growing]
         if not lengths:
             return None
         self.reserve(lengths[0] + n_new)

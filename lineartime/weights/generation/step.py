@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.base.settings import require
-from lineartime.model.decoding.cache import Cache, ChunkState
+from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
 
@@ -98,7 +98,7 @@ class DecodeStep(nn.Module):
         x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
         now.seq_lens_B = now.seq_lens_B + 1
         new = self.tensors_of(now)
-        if any(isinstance(cache, ChunkState) for cache in now.caches):
+        if any(cache.closing() for cache in now.caches):
             is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
             new |= if_else(is_full, self.closed, self.not_closed, new)
         return x_BD, new
@@ -109,13 +109,13 @@ class DecodeStep(nn.Module):
         before = dataclasses.replace(now, seq_lens_B=now.seq_lens_B - 1)
         begins_B1 = torch.zeros_like(now.start_B[:, None]).bool()
         inputs = before.inputs(config, torch.ones_like(now.start_B), begins_B1, self.window)
-        return {f"{n}.{name}": tensor for n, cache in enumerate(now.caches) if isinstance(cache, ChunkState)
+        return {f"{n}.{name}": tensor for n, cache in enumerate(now.caches)
                 for name, tensor in cache.closed(inputs, config).items()}
 
     def not_closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What `closed` gives if no chunk is full."""
         return {f"{n}.{name}": state[f"{n}.{name}"].clone() for n, cache in enumerate(self.caches)
-                if isinstance(cache, ChunkState) for name in cache.closing()}
+                for name in cache.closing()}
 
 
 def if_else(condition: Tensor, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
