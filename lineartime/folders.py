@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.errors import CheckpointError, LineartimeError, UsageError, raised_as
+from lineartime.base.errors import CheckpointError, UsageError, found_in, raised_as
 from lineartime.base.files import damaged, read_json, read_json_lines, read_text
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import Name, cached, is_address, reading, store_of
@@ -128,10 +128,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
     with raised_as(UsageError, "not valid JSON", path, ValueError, RecursionError):
         fields = json.loads(text)
     require(isinstance(fields, dict) and fields.get("model_type") == "lineartime", "not a lineartime model", str(path))
-    try:
+    with found_in(path):
         return model_config_of(fields), str(next(iter(fields.get("architectures") or []), ""))
-    except LineartimeError as e:
-        raise type(e)(e.what, f"{e.where} in {path}", e.todo) from None
 
 
 def model_config_of(fields: dict[str, Any]) -> ModelConfig:

@@ -16,7 +16,7 @@ from transformers import modeling_outputs as outputs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from lineartime.base.errors import CheckpointError, LineartimeError, UsageError
+from lineartime.base.errors import CheckpointError, UsageError, found_in
 from lineartime.base.settings import require
 from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
@@ -79,10 +79,8 @@ class LineartimeConfig(WithoutCopyOfCode, transformers.PreTrainedConfig):
         place = Path(kwargs.get("name_or_path") or "", CONFIG_FILE)
         if kwargs.get("name_or_path") and place.is_file():
             check_shared(place.parent, [CONFIG_FILE])
-        try:
+        with found_in(place):
             return super().from_dict(config_dict, **kwargs)
-        except LineartimeError as e:
-            raise type(e)(e.what, f"{e.where} in {place}", e.todo) from None
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})

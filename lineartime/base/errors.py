@@ -77,6 +77,15 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
+def found_in(file: object) -> Iterator[None]:
+    """Inside the block, our errors also name the file that has what is wrong."""
+    try:
+        yield
+    except LineartimeError as e:
+        raise type(e)(e.what, f"{e.where} in {file}", e.todo) from None
+
+
+@contextmanager
 def raised_as(kind: type[LineartimeError], what: str, where: object, *caught: type[Exception],
               todo: str | None = None) -> Iterator[None]:
     """Inside the block, errors of the types `caught` become ours, with their reason or `todo`."""
