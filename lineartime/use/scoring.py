@@ -175,7 +175,7 @@ def decode_next(block: bytes | None, tail: str, position: int, name: object) -> 
 
 
 def scores_of(model: LanguageModel, tokenizer: Tokenizer, parts: list[TextPart], state: ScoringState, per: str,
-                precision: str) -> Iterator[Score]:
+              precision: str) -> Iterator[Score]:
     """Scores of the tokens in these parts, or of the lines that end there. Moves the state on."""
     number, encoded = state.n_tokens, []
     for part in parts:

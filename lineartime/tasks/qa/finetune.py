@@ -273,8 +273,8 @@ class SpanObjective:
         task, train = self.task, self.config.train
         asked = [each for each in task.validation if each.accepted]
         answers, loss, _ = spans.answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
-                                            batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
-                                            progress=progress)
+                                                  batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
+                                                  progress=progress)
         scores = score_answers([each for each in asked if each.id in answers], answers)
         return {"loss": loss, "exact_match": scores["exact_match"], "f1": scores["f1"]}
 
