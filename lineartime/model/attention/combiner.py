@@ -83,11 +83,15 @@ class RowCache(Cache):
     ks_BLCHK: Tensor
     vs_BLCHK: Tensor
 
+    def reserve(self, length: int) -> None:
+        """Make room for the summaries of rows of `length` tokens."""
+        super().reserve(length // self.x_BCD.shape[1])
+
     def keep(self, row: int, n_full: int, ks_LCHK: Tensor, vs_LCHK: Tensor) -> None:
         """Append new summaries to the first `n_full` summaries of a row of the batch."""
         length = n_full + len(ks_LCHK)
         if length > self.ks_BLCHK.shape[1]:
-            self.reserve(max(length, 2 * self.ks_BLCHK.shape[1]))
+            super().reserve(max(length, 2 * self.ks_BLCHK.shape[1]))
         self.ks_BLCHK[row, n_full:length], self.vs_BLCHK[row, n_full:length] = ks_LCHK, vs_LCHK
 
 
