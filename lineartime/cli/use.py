@@ -327,7 +327,8 @@ def read_prompt(given: str) -> str:
 def export(
     run: Annotated[str, "A run of `lineartime train`.", "RUN"],
     out: Annotated[str, "New folder for the model, or its address in a store."],
-    data: Annotated[str | None, "Prepared text for the card's scores; by default what the run was trained on."] = None,
+    data: Annotated[str | None, "Prepared text for the card's scores, or its address; by default the folder that the "
+                    "run was trained on."] = None,
     about: Annotated[str | None, "Markdown file with which the model card begins, or its address."] = None,
     device: Device = None,
 ) -> None:

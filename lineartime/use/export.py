@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from lineartime.base.errors import UsageError
 from lineartime.base.files import damaged, new_folder, system_errors
 from lineartime.base.settings import field_text, require
-from lineartime.base.stores import Name, exists, is_address, is_folder, uploaded
+from lineartime.base.stores import Name, exists, is_address, uploaded
 from lineartime.base.words import Progress, code_block, in_markdown, installed_version, markdown, mib
 from lineartime.config import ModelConfig, TrainConfig
 from lineartime.data.mixture import read_mixture
@@ -38,7 +38,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
     weights rounded to bfloat16, what `transformers` reads, and a card with the scores of these
     rounded weights. Returns these scores by split, and the bytes of the weights.
 
-    data: the prepared text, by default the run's. about: the card's beginning, in Markdown.
+    data: the prepared text, by default the run's folder. about: the card's beginning, in Markdown.
     progress counts scored tokens. Raises UsageError if `out` exists, `run` is no run of a language
     model, or the data is not the run's; CheckpointError for damage, ResourceError for the disk."""
     require(not exists(out), "the output exists already", str(out), "choose another or delete it")
@@ -71,9 +71,12 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
 
 
 def manifests_of_run(run: Path, description: dict[str, Any], named: str, is_given: bool) -> list[Manifest]:
-    """The manifests of `named`. Raises UsageError unless it is here and what the run learned."""
+    """The manifests of `named`. Raises UsageError unless it is here and what the run learned. An
+    address that only the run names is not opened: the run may be a stranger's."""
     for folder in () if is_given else read_mixture(named):
-        require(is_folder(folder), "the run's data are not here", folder, "name their folder with --data")
+        require(not is_address(folder), "the run names data at an address", f"{folder} in {run / RUN_FILE}",
+                "to open it, name it yourself with --data")
+        require(Path(folder).is_dir(), "the run's data are not here", folder, "name their folder with --data")
     manifests = read_manifests(named)
     with damaged(run / RUN_FILE):
         of_run = description["data_sha256"]

@@ -200,7 +200,8 @@ def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path,
     assert_refused(*call("info", "memory://none")[::2], 3, "cannot read: memory://none; no such file or folder")
 
 
-def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(data: Path, run: Path, exported: Path, tmp_path: Path, call: Call,
+                  monkeypatch: pytest.MonkeyPatch) -> None:
     """One line and an exit code, before the scores, which take long; nothing is left behind."""
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
     assert_refused(*call("export", run, "--out", tmp_path / "latin1.md" / "out")[::2], 6, "cannot write")
@@ -209,12 +210,14 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call, monkeyp
     other, out = prepare_text(tmp_path / "text", first=40_000), tmp_path / "new" / "out"
     description, described = json.loads((run / "run.json").read_text()), []
     no_hash = {name: value for name, value in description.items() if name != "data_sha256"}
+    address = "ftp://user:pw@127.0.0.1:9/x"
     for name, content in (("lost", no_hash), ("moved", description | {"data": "not/here"}),
+                          ("stranger", description | {"data": f"{data}:0.5,{address}:0.5"}),
                           ("began", description | {"from": "small", "from_model": description["model"]})):
         shutil.copytree(run, tmp_path / name, symlinks=True)
         (tmp_path / name / "run.json").write_text(json.dumps(content))
         described.append(tmp_path / name)
-    lost, moved, began = described
+    lost, moved, stranger, began = described
     for code, words, arguments in [
         (2, ["--out"], [run]),
         (2, ["the output exists already"], [run, "--out", exported]),
@@ -222,6 +225,8 @@ def test_refusals(run: Path, exported: Path, tmp_path: Path, call: Call, monkeyp
         (2, ["an exported folder already"], [exported, "--out", out]),
         (2, ["not the run's data", other], [run, "--out", out, "--data", other]),
         (2, ["the run's data are not here: not/here", "--data"], [moved, "--out", out]),
+        (2, [f"the run names data at an address: {address} in {stranger / 'run.json'}; ", "yourself with --data"],
+         [stranger, "--out", out]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
         (4, [f"damaged: {lost / 'run.json'}; 'data_sha256' is missing"], [lost, "--out", out]),
