@@ -26,12 +26,12 @@ class ByteClassifier(nn.Module):
                                                        init_std=0.1) for _ in range(2))
         self.head = nn.Linear(width, 2)
 
-    def forward(self, bytes_BT: Tensor, padding_mask_BT: Tensor) -> Tensor:
-        """logits_B2. padding_mask_BT: True for bytes, False for padding."""
+    def forward(self, bytes_BT: Tensor, token_mask_BT: Tensor) -> Tensor:
+        """logits_B2. token_mask_BT: True for bytes, False for padding."""
         x_BTD = self.embed(bytes_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, padding_mask=padding_mask_BT)  # the norm and the residual are inside
-        mask_BT1 = padding_mask_BT[..., None]
+            x_BTD = layer(x_BTD, token_mask=token_mask_BT)  # the norm and the residual are inside
+        mask_BT1 = token_mask_BT[..., None]
         return self.head((x_BTD * mask_BT1).sum(1) / mask_BT1.sum(1))
 
     def forward_packed(self, bytes_1T: Tensor, document_1T: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
 from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE, model_config_of
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
+from lineartime.model.layout import checked_mask
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.tasks.pooling import document_means
 from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five
@@ -258,7 +259,8 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     def valid(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None) -> Tensor:
-        """Which new tokens count, bool `[B, T]`. Raises UsageError for a mask of another shape."""
+        """Which new tokens count, bool `[B, T]`. Raises UsageError for a mask of another shape or
+        with other numbers than 0 and 1."""
         if mask is None:
             return ids_BT != self.padding
         n_rows, n_new = ids_BT.shape
@@ -266,7 +268,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
             n_past = 0 if cache is None else cache.get_seq_length()
             require(mask.shape in ((n_rows, n_new), (n_rows, n_past + n_new)), "wrong attention_mask",
                     f"{list(mask.shape)} for {n_rows} rows of {n_new} tokens", "one number per row and token")
-        return mask[:, mask.shape[1] - n_new :].bool()
+        return checked_mask(mask, "attention_mask")[:, mask.shape[1] - n_new :]
 
     @property
     def padding(self) -> int:

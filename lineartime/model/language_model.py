@@ -18,8 +18,8 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
-from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, check_shape, make_norm, sequence_info
-from lineartime.model.layout import Layout, in_order, lay_out, padding_last
+from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, make_norm, sequence_info
+from lineartime.model.layout import Layout, check_shape, in_order, lay_out, padding_last
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 
 
@@ -46,30 +46,34 @@ class LanguageModel(nn.Module):
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
         init_weights(self)
 
-    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
+    def forward(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, token_mask_BT: Tensor | None = None,
                 at_K: Tensor | None = None, targets: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
         """logits_BTV of the next token (causal) or of the token itself (not causal), or losses.
 
-        ids_BT: integers below `vocab_size`. segment_ids_BT, padding_mask_BT: see `lay_out`; by
+        ids_BT: integers below `vocab_size`. segment_ids_BT, token_mask_BT: see `lay_out`; by
         default a new document starts at each `config.end_of_document`. at_K: indices into the
         flattened rows; only the logits_KV of these tokens are computed. targets: tokens `[B, T]`,
         or `[K]` with at_K, whose `losses` are returned instead. ranks: those that share the rows.
         Each gives whole rows; at_K, targets and the result are of its own part, `[B, T / W]`.
 
-        Raises UsageError for a row longer than a position table, wrong segment ids or shapes,
-        documents with learned chunk weights, and rows or a model that ranks cannot share."""
+        Raises UsageError for a row longer than a position table, wrong segment ids, masks or
+        shapes, documents with learned chunk weights, rows or a model that ranks cannot share."""
         # The head is the largest matmul: it runs for the tokens that are asked for and no others.
-        x_BTD = self.hidden(ids_BT, segment_ids_BT, padding_mask_BT, ranks)
+        x_BTD = self.hidden(ids_BT, segment_ids_BT, token_mask_BT, ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]
         return self.logits(x) if targets is None else self.losses(x, targets)
 
-    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, padding_mask_BT: Tensor | None = None,
+    def hidden(self, ids_BT: Tensor, segment_ids_BT: Tensor | None = None, token_mask_BT: Tensor | None = None,
                ranks: Ranks = ALONE, collected: list[Tensor] | None = None, embeds_BTD: Tensor | None = None) -> Tensor:
         """`forward` without the head: x_BTD after the last norm. Raises as `forward` does.
 
         collected: a list to which each block's input is added, `[B, T, D]`. embeds_BTD: in place of
         the embeddings of ids_BT, which then only say where documents begin; for whole rows."""
-        laid = self.layout_of(ids_BT, segment_ids_BT, padding_mask_BT)
+        require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
+        self.check_length(ids_BT.shape[1])
+        # Documents start at the token for it, if they are not given.
+        begins_BT = None if self.config.end_of_document is None else self.begins(ids_BT)
+        laid = lay_out(self.config, ids_BT, segment_ids_BT, token_mask_BT, begins_BT)
         if ranks.size > 1:
             ids_BT, laid = self.part_of_rows(ids_BT, laid, ranks)
         info = sequence_info(self.config, laid.position_BL, self.embed.weight.dtype, laid.segment_ids_BL, ranks)
@@ -79,21 +83,12 @@ class LanguageModel(nn.Module):
             collected[:] = map(laid.give_back, collected)
         return self.norm(laid.give_back(x_BLD))
 
-    def layout_of(self, ids_BT: Tensor, segment_ids_BT: Tensor | None, padding_mask_BT: Tensor | None) -> Layout:
-        """The layout of rows, whose documents start at the token for it if they are not given."""
-        require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
-        self.check_length(ids_BT.shape[1])
-        check_shape("segment_ids_BT", segment_ids_BT, ids_BT.shape)
-        check_shape("padding_mask_BT", padding_mask_BT, ids_BT.shape)
-        begins_BT = None if self.config.end_of_document is None else self.begins(ids_BT)
-        return lay_out(self.config, ids_BT.shape[1], ids_BT.device, segment_ids_BT, padding_mask_BT, begins_BT)
-
     def part_of_rows(self, ids_BT: Tensor, laid: Layout, ranks: Ranks) -> tuple[Tensor, Layout]:
         """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions count from the
         row's beginning. Segment id 0 is the document of the token before the part."""
         n_tokens = ids_BT.shape[1]
         check_context_parallel(replace(self.config, context=n_tokens), ranks.size)
-        require(laid.order_BL is None, "ranks that share a row take no padding mask", "padding_mask",
+        require(laid.order_BL is None, "ranks that share a row take no mask of tokens", "token_mask",
                 "give segment ids, -1 for padding at the end of a row")
         own = ranks.share(n_tokens)
         segment_ids_BT = torch.zeros_like(ids_BT) if laid.segment_ids_BL is None else laid.segment_ids_BL

@@ -152,12 +152,6 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
     return info
 
 
-def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
-    """Raise UsageError unless a tensor is None or has this shape."""
-    if given is not None and given.shape != shape:
-        raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
-
-
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
     """Document boundaries in the flattened rows, `[0, ..., B T]`: a run of padding counts as a
     document, and rows without a token are one."""
@@ -223,17 +217,15 @@ class ResidualLayer(nn.Module):
                 else:
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
-    def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
         """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
 
-        segment_ids, padding_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
+        segment_ids, token_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
         document sees another, and a token is computed as if its row had no padding. What comes out
         for padding is finite and means nothing. Raises UsageError for another shape or dtype, wrong
-        segment ids, and a row longer than a position table."""
+        segment ids or masks, and a row longer than a position table."""
         self.check_input(x_BTD)
-        check_shape("segment_ids", segment_ids, x_BTD.shape[:2])
-        check_shape("padding_mask", padding_mask, x_BTD.shape[:2])
-        laid = lay_out(self.config, x_BTD.shape[1], x_BTD.device, segment_ids, padding_mask)
+        laid = lay_out(self.config, x_BTD, segment_ids, token_mask)
         x_BLD = laid.take(x_BTD)
         if laid.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
             x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)

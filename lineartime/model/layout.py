@@ -32,24 +32,27 @@ class Layout(NamedTuple):
         return x_BL if self.back_BT is None else in_order(x_BL, self.back_BT)
 
 
-def lay_out(config: ModelConfig, n_tokens: int, device: torch.device, segment_ids_BT: Tensor | None = None,
-            padding_mask_BT: Tensor | None = None, begins_BT: Tensor | None = None) -> Layout:
-    """The layout of rows of `n_tokens` tokens.
+def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = None,
+            token_mask_BT: Tensor | None = None, begins_BT: Tensor | None = None) -> Layout:
+    """The layout of rows of ids or vectors, `[B, T, ...]`.
 
     segment_ids_BT: the document of each token, integers of at least 0 that do not decrease along a
     row, -1 for padding at its end; None: every row is one document, or documents start where
-    begins_BT is True. padding_mask_BT: False for padding, which may be anywhere in a row and have
-    any segment id. Raises UsageError for wrong segment ids."""
+    begins_BT is True. token_mask_BT: bool, or numbers 0 and 1, False or 0 for padding, which may be
+    anywhere in a row and have any segment id. Raises UsageError for wrong segment ids or masks."""
+    check_shape("segment_ids", segment_ids_BT, x_BT.shape[:2])
+    check_shape("token_mask", token_mask_BT, x_BT.shape[:2])
     order_BT, are_given = None, segment_ids_BT is not None
+    valid_BT = None if token_mask_BT is None else checked_mask(token_mask_BT)
     if not are_given and begins_BT is not None:
-        segment_ids_BT = (begins_BT if padding_mask_BT is None else begins_BT & padding_mask_BT.bool()).cumsum(1)
-    if padding_mask_BT is not None:
-        order_BT = padding_last(padding_mask_BT.bool())
+        segment_ids_BT = (begins_BT if valid_BT is None else begins_BT & valid_BT).cumsum(1)
+    if valid_BT is not None:
+        order_BT = padding_last(valid_BT)
         ids_BT = torch.zeros_like(order_BT) if segment_ids_BT is None else segment_ids_BT.long().gather(1, order_BT)
-        segment_ids_BT = torch.where(padding_mask_BT.bool().gather(1, order_BT), ids_BT, -1)
+        segment_ids_BT = torch.where(valid_BT.gather(1, order_BT), ids_BT, -1)
     if are_given and segment_ids_BT is not None:
         check_segment_ids(segment_ids_BT := segment_ids_BT.long())
-    laid = Layout(torch.arange(n_tokens, device=device)[None], segment_ids_BT)
+    laid = Layout(torch.arange(x_BT.shape[1], device=x_BT.device)[None], segment_ids_BT)
     if config.document_grid == "own" and segment_ids_BT is not None and segment_ids_BT.numel() > 0:
         laid = lay_out_documents(config, segment_ids_BT)
     # Both orders one after the other: padding moves first, then documents do.
@@ -75,20 +78,40 @@ def in_order(x_BT: Tensor, order_BL: Tensor) -> Tensor:
     return x_BT.gather(1, order_BL)
 
 
+def check_shape(name: str, given: Tensor | None, shape: torch.Size) -> None:
+    """Raise UsageError unless a tensor is None or has this shape."""
+    if given is not None and given.shape != shape:
+        raise UsageError("wrong shape", f"{name} {list(given.shape)}", f"give {list(shape)}, one for each token")
+
+
+def checked_mask(mask_BT: Tensor, name: str = "token_mask") -> Tensor:
+    """A mask as bool. Raises UsageError for numbers but 0 and 1: a mask that is added to scores
+    would be read as its opposite. It has 0 for a token, so floats without a 1 are refused too."""
+    if mask_BT.dtype != torch.bool:
+        right_BT = (mask_BT == 1) | ((mask_BT == 0) & ((mask_BT == 1).any() | (not mask_BT.is_floating_point())))
+        refuse(mask_BT, right_BT, name, "1 or True is for a token, 0 or False for padding")
+    return mask_BT.bool()
+
+
 def check_segment_ids(segment_ids_BT: Tensor) -> None:
-    """Raise UsageError unless segment ids are as `lay_out` says, and fit into the int32 of kernels.
-    A CUDA device checks without host synchronisation, by an assertion; compiled code does not."""
-    if torch.compiler.is_compiling() or segment_ids_BT.is_meta or segment_ids_BT.shape[1] == 0:
-        return
+    """Raise UsageError unless segment ids are as `lay_out` says, and fit into a kernel's int32."""
     before_BT, after_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
     right_BT = (after_BT == -1) | ((before_BT >= 0) & (after_BT >= before_BT))
     right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1) & (segment_ids_BT < 2**31)
-    todo = "number the documents of a row 0, 1, 2, ...; -1 is for padding at its end, a padding mask for other padding"
-    if segment_ids_BT.is_cuda:
-        torch._assert_async(right_BT.all(), f"wrong segment_ids; {todo}")
+    refuse(segment_ids_BT, right_BT, "segment_ids", "number the documents of a row 0, 1, 2, ...; -1 is for padding "
+                                                    "at its end, a token mask for other padding")
+
+
+def refuse(x_BT: Tensor, right_BT: Tensor, name: str, todo: str) -> None:
+    """Raise UsageError for the first number of `name` that is not right. A CUDA device checks
+    without host synchronisation, by an assertion; compiled code does not."""
+    if torch.compiler.is_compiling() or x_BT.is_meta:
+        return
+    if x_BT.is_cuda:
+        torch._assert_async(right_BT.all(), f"wrong {name}; {todo}")
     elif not right_BT.all():
         row, token = (~right_BT).nonzero()[0].tolist()
-        raise UsageError("wrong segment_ids", f"row {row}: {segment_ids_BT[row, token]} at token {token}", todo)
+        raise UsageError(f"wrong {name}", f"row {row}: {x_BT[row, token]} at token {token}", todo)
 
 
 def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:

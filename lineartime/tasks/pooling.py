@@ -97,7 +97,7 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str], *, m
         valid_BT = ids_BT >= 0
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             if state is None:
-                x_BTD = model.hidden(ids_BT.clamp(min=0), padding_mask_BT=None if valid_BT.all() else valid_BT)
+                x_BTD = model.hidden(ids_BT.clamp(min=0), token_mask_BT=None if valid_BT.all() else valid_BT)
             else:
                 x_BTD = model.extend(ids_BT, valid_BT.sum(1), state)
         np.add.at(sums_ND, [*numbers], (x_BTD.double() * valid_BT[..., None]).sum(1).cpu().numpy())

@@ -83,7 +83,7 @@ def test_packed_transformers_compile_to_one_graph(name, causal):
     valid_BT = torch.arange(23) < torch.tensor([[23], [15]])
     torch._dynamo.reset()  # other models have compiled the same code
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for more in ({}, {"padding_mask_BT": valid_BT}):
+    for more in ({}, {"token_mask_BT": valid_BT}):
         difference = (compiled(ids_BT, **more) - model(ids_BT, **more))[valid_BT]
         assert (ids_BT[:, 1:] == 0).any() and difference.abs().max() < 1e-12
     with torch.no_grad():  # a layer on its own splits the rows too
@@ -118,7 +118,7 @@ def test_a_layer_alone_is_one_graph(made):
     valid_BT = (torch.arange(23) % 5 > 0).expand(2, 23)
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for how in ({}, {"segment_ids": ids_BT}, {"padding_mask": valid_BT}):
+    for how in ({}, {"segment_ids": ids_BT}, {"token_mask": valid_BT}):
         assert torch.allclose(compiled(x_BTD, **how), layer(x_BTD, **how), rtol=0, atol=1e-12)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = layer.float()

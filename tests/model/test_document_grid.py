@@ -67,7 +67,7 @@ def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
     config = config_of(name, causal, context=longest)
     model, by_number = random_model(config), random_model(replace(config, end_of_document=None))
     alone_ND = torch.cat([model.hidden(ids_T[None])[0] for ids_T in documents])
-    x_BTD = model.hidden(ids_BT, padding_mask_BT=valid_BT)
+    x_BTD = model.hidden(ids_BT, token_mask_BT=valid_BT)
     assert x_BTD.isfinite().all()
     assert_same(model, x_BTD[valid_BT], alone_ND)
     collected: list[Tensor] = []
@@ -80,7 +80,7 @@ def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
     for each_BTD, alone_1TD in zip(collected, blocks, strict=True):
         assert each_BTD.shape == x_BTD.shape and same(each_BTD[0, first].detach(), alone_1TD[0, 0].detach())
     if not (config.by_document or config.max_len):
-        by_row = random_model(replace(config, document_grid="row")).hidden(ids_BT, padding_mask_BT=valid_BT)
+        by_row = random_model(replace(config, document_grid="row")).hidden(ids_BT, token_mask_BT=valid_BT)
         assert not same(by_row[valid_BT].detach(), alone_ND.detach())
 
 
@@ -102,9 +102,8 @@ def test_a_layer_by_itself_does_the_same(name: str, causal: bool) -> None:
 def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
     """So short ones take no more places than they have tokens."""
     _, _, segment_ids_BT, valid_BT = packed_rows()
-    device = segment_ids_BT.device
-    first_BT = lay_out(CONFIGS["flash"], CONTEXT + 5, device, segment_ids_BT, valid_BT).segment_ids_BL[:, :CONTEXT]
-    ids_BL = lay_out(config_of("flash"), CONTEXT, device, first_BT).segment_ids_BL
+    first_BT = lay_out(CONFIGS["flash"], valid_BT, segment_ids_BT, valid_BT).segment_ids_BL[:, :CONTEXT]
+    ids_BL = lay_out(config_of("flash"), first_BT, first_BT).segment_ids_BL
     assert ids_BL is not None and ids_BL.shape[1] == 7 * CHUNK
     for ids_L, lengths in zip(ids_BL, ROWS, strict=False):
         assert (ids_L[ids_L >= 0] % 2 == 0).sum() == sum(lengths)
@@ -114,9 +113,9 @@ def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
     short_BT = torch.arange(4 * CHUNK)[None] // 2  # documents of two tokens
     for name, n_places in (("flash", 4 * CHUNK), ("flash first to all", 2 * CHUNK * CHUNK)):
         config = config_of(name, causal=name == "flash")
-        assert lay_out(config, 4 * CHUNK, device, short_BT).position_BL.shape == (1, n_places)
+        assert lay_out(config, short_BT, short_BT).position_BL.shape == (1, n_places)
     one_T = torch.tensor([[0] * (CHUNK + 1) + [-1] * (CHUNK - 1)])  # padding takes the places that are free
-    assert lay_out(config_of("flash"), 2 * CHUNK, device, one_T).position_BL.shape == (1, 2 * CHUNK)
+    assert lay_out(config_of("flash"), one_T, one_T).position_BL.shape == (1, 2 * CHUNK)
 
 
 @pytest.mark.parametrize("name", ["flash+", *rest("transformer++", "mc-tfm++", "performer")])

@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import replace
 from decimal import Decimal, localcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -65,8 +66,8 @@ def influence(config: ModelConfig, seed: int, segment_ids_T: Tensor, valid_T: Te
             else:  # the cosine that turns slowest, once in 50,000 positions
                 bias.a[63], bias.b[63] = 10.0, 10.0
     ids_TT = torch.arange(length * length).view(length, length)
-    padding_mask_TT = None if valid_T is None else valid_T.expand(length, length)
-    hidden_TTD = model.hidden(ids_TT, segment_ids_T.expand(length, length), padding_mask_TT)
+    token_mask_TT = None if valid_T is None else valid_T.expand(length, length)
+    hidden_TTD = model.hidden(ids_TT, segment_ids_T.expand(length, length), token_mask_TT)
     direction_D = torch.randn(config.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     asked = (hidden_TTD.diagonal().T @ direction_D).sum()
     by_embedding, = torch.autograd.grad(asked, model.embed.weight)
@@ -190,20 +191,34 @@ def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
         with pytest.raises(UsageError, match="wrong segment_ids"):
             layer(model.embed(ids_BT), wrong_BT)
         valid_BT = torch.tensor([[True] * 5 + [False], [False] * 5 + [True]]) & (wrong_BT >= 0)
-        model(ids_BT, wrong_BT.to(torch.uint16), padding_mask_BT=valid_BT)
+        model(ids_BT, wrong_BT.to(torch.uint16), token_mask_BT=valid_BT)
     for right_BT in (torch.tensor([first, [3] * 6]), torch.tensor([[0] * 6, [3] * 6], dtype=torch.uint8)):
         assert torch.equal(model(ids_BT, right_BT), model(ids_BT, right_BT.long()))
         layer(model.embed(ids_BT), right_BT)
     ids_BT = ids_BT[:1, :2]
     for wrong in ({"targets": ids_BT.T}, {"targets": ids_BT[0]}, {"segment_ids_BT": torch.zeros_like(ids_BT.T)},
-                  {"padding_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
+                  {"token_mask_BT": torch.ones(2, 1, dtype=torch.bool)}):
         with pytest.raises(UsageError, match="wrong shape"):
             model(ids_BT, **wrong)
     with pytest.raises(UsageError, match="wrong shape of ids"):
         model(ids_BT[0])
-    for wrong in ({"segment_ids": ids_BT.T}, {"padding_mask": ids_BT[0]}):
+    for wrong in ({"segment_ids": ids_BT.T}, {"token_mask": ids_BT[0]}):
         with pytest.raises(UsageError, match="wrong shape"):
             layer(model.embed(ids_BT), **wrong)
+
+
+@pytest.mark.parametrize("number", [-math.inf, torch.finfo(torch.float32).min, -10000, -1, 0.5, 2, math.nan, 0.0])
+def test_a_mask_is_of_0_and_1(number: float) -> None:
+    """A mask that PyTorch's attention adds to scores has 0 for a token."""
+    model, valid_BT = random_model(CONFIGS["flash"]), torch.tensor([[True, True], [True, False]])
+    x_BTD = model.embed(random_ids(2, 2))
+    for kind in (torch.uint8, torch.long, torch.bfloat16, torch.float64):
+        assert torch.equal(*(model.layers[0](x_BTD, token_mask=mask_BT) for mask_BT in (valid_BT.to(kind), valid_BT)))
+    wrong_BT = torch.zeros(2, 2, dtype=torch.tensor(number).dtype).masked_fill(~valid_BT, number)
+    for call in (partial(model, random_ids(2, 2), token_mask_BT=wrong_BT),
+                 partial(model.layers[0], x_BTD, token_mask=wrong_BT)):
+        with pytest.raises(UsageError, match=r"wrong token_mask: row .* at token .; 1 or True is for a token"):
+            call()
 
 
 def test_learned_chunk_weights_are_for_one_document() -> None:
@@ -220,7 +235,7 @@ def test_no_rows_and_no_tokens(name: str, causal: bool) -> None:
     for n_rows, n_tokens in ((1, 0), (0, 3)):
         ids_BT = torch.zeros(n_rows, n_tokens, dtype=torch.long)
         made = [model(ids_BT, **more) for more in (
-            {}, {"padding_mask_BT": torch.ones_like(ids_BT).bool()}, {"segment_ids_BT": ids_BT})]
+            {}, {"token_mask_BT": torch.ones_like(ids_BT).bool()}, {"segment_ids_BT": ids_BT})]
         made += [random_model(with_end(model.config))(ids_BT)]
         assert all(logits_BTV.shape == (n_rows, n_tokens, 13) for logits_BTV in made)
         made += [layer(model.embed(ids_BT)) for layer in model.layers] + [model(ids_BT, targets=ids_BT)]
@@ -247,7 +262,7 @@ def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tu
     valid_BT = torch.stack([F.pad(valid_T, (0, width - len(valid_T)), value=False) for _, valid_T in rows]
                            + [torch.zeros(width, dtype=torch.bool)])
     ids_BT = random_ids(*valid_BT.shape, seed=seed, vocab_size=5)
-    logits_BTV = model(ids_BT, padding_mask_BT=valid_BT)
+    logits_BTV = model(ids_BT, token_mask_BT=valid_BT)
     assert logits_BTV.isfinite().all()
     for row, valid_T in enumerate(valid_BT[:-1]):
         alone_1T = ids_BT[row, valid_T][None]
@@ -255,7 +270,7 @@ def test_padding_and_batch_change_nothing(name: str, causal: bool, rows: list[tu
         alone_TV = by_number(alone_1T, None if name in UNPACKED else documents_1T)[0]
         assert same(logits_BTV[row, valid_T], alone_TV)
     order_B = torch.tensor(data.draw(st.permutations(range(len(valid_BT)))))
-    assert same(model(ids_BT[order_B], padding_mask_BT=valid_BT[order_B]), logits_BTV[order_B])
+    assert same(model(ids_BT[order_B], token_mask_BT=valid_BT[order_B]), logits_BTV[order_B])
 
 
 @EVERY_MODEL
@@ -274,7 +289,7 @@ def test_layers_take_documents_and_padding_as_the_model_does(name: str, causal: 
         x_BTD = model.embed(ids_BT) + model.abs_pos((valid_BT.cumsum(1) - 1).clamp(min=0))
         x_BTD = x_BTD.masked_fill(~valid_BT[..., None], padding)
         for layer in model.layers:
-            x_BTD = layer(x_BTD, segment_ids=segment_ids_BT, padding_mask=valid_BT)
+            x_BTD = layer(x_BTD, segment_ids=segment_ids_BT, token_mask=valid_BT)
             assert x_BTD.isfinite().all()
         return model.norm(x_BTD[:, valid_T])[0]
 

@@ -107,9 +107,9 @@ def test_a_number_of_ranks_that_is_no_multiple_is_refused():
     require_fitting(4, False, in_rows(Ranks(0, 8), 2))
 
 
-def test_a_padding_mask_is_refused_where_ranks_share_a_row():
+def test_a_token_mask_is_refused_where_ranks_share_a_row():
     model, ids_BT = random_model(CONFIGS["flash"]), random_ids(2, 24)
-    with pytest.raises(UsageError, match="padding mask"):
-        model(ids_BT, padding_mask_BT=ids_BT > 0, ranks=Ranks(0, 2))
+    with pytest.raises(UsageError, match="no mask of tokens"):
+        model(ids_BT, token_mask_BT=ids_BT > 0, ranks=Ranks(0, 2))
     with pytest.raises(UsageError, match="whole chunks"):
         model(ids_BT[:, :20], ranks=Ranks(0, 2))

@@ -157,8 +157,8 @@ def test_losses_are_minus_the_log_of_the_sum_over_targets():
     scores = torch.randn(2, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     p = scores.detach().exp()
 
-    def model(ids, padding_mask_BT):
-        assert ids.shape == (2, 6) and padding_mask_BT.sum(1).tolist() == [6, 4]
+    def model(ids, token_mask_BT):
+        assert ids.shape == (2, 6) and token_mask_BT.sum(1).tolist() == [6, 4]
         return scores
 
     logits = spans.span_logits(model, torch.zeros(2, 7, dtype=torch.long), roles)
@@ -202,7 +202,7 @@ def test_the_best_span_is_the_best_of_all(tokenizer, text, question, seed, longe
     generator, logits_of = np.random.default_rng(seed), {}
 
     class Model(torch.nn.Linear):
-        def forward(self, ids_BT, padding_mask_BT):
+        def forward(self, ids_BT, token_mask_BT):
             shape = (ids_BT.shape[1], 2)
             drawn = generator.integers(0, 3, shape) if coarse else generator.normal(size=shape)
             logits_of[len(logits_of)] = drawn.astype(np.float64)
@@ -330,7 +330,7 @@ def test_auto_model_for_question_answering(tmp_path):
     mask[1, 12:] = 0
 
     with torch.no_grad():
-        logits, out = ours(ids, padding_mask_BT=mask.bool()), theirs(ids, attention_mask=mask)
+        logits, out = ours(ids, token_mask_BT=mask.bool()), theirs(ids, attention_mask=mask)
     assert torch.allclose(out.start_logits[0], logits[0, :, 0], atol=1e-6)
     assert torch.allclose(out.end_logits[1, :12], logits[1, :12, 1], atol=1e-6)
     assert (out.end_logits[1, 12:] < -1e30).all()

@@ -531,6 +531,7 @@ def test_what_would_be_ignored_is_refused(hf):
             ({"position_ids": ids_BT}, "position_ids"), ({"output_attentions": True}, "output_attentions"),
             ({"segment_ids": ids_BT}, "segment_ids"),
             ({"seq_idx": torch.zeros_like(ids_BT)}, "seq_idx"), ({"attention_mask": torch.ones(2, 31)}, "wrong attent"),
+            ({"attention_mask": torch.ones(ids_BT.shape) - 1}, "wrong attention_mask: row 0: 0.0 at token 0"),
             ({"past_key_values": transformers.DynamicCache()}, "wrong cache: DynamicCache"),
             ({"inputs_embeds": hf.model.embed(ids_BT)}, "give one of them")):
         with pytest.raises(UsageError, match=words):

@@ -182,7 +182,7 @@ def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
     padding."""
     longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
-    logits_BT2 = at_least_float32(model(ids_BT, padding_mask_BT=roles_BT > 0))
+    logits_BT2 = at_least_float32(model(ids_BT, token_mask_BT=roles_BT > 0))
     return logits_BT2.masked_fill((roles_BT & CANDIDATE == 0)[..., None], -torch.inf)
 
 
