@@ -1,10 +1,12 @@
 """Files and terminals that mean harm: refused in one line, in little time and memory."""
 
 import gzip
+import importlib
 import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +18,9 @@ import pytest
 from pyarrow import parquet
 
 from command_line import Call, assert_refused
+from lineartime import __main__ as entry
 from lineartime.base.errors import ResourceError
+from lineartime.cli import verbs
 from lineartime.cli.terminal import Terminal
 from lineartime.folders import model_folder
 from lineartime.training.language import new_model
@@ -140,6 +144,22 @@ def test_what_a_terminal_lacks_is_written_as_an_escape(warm_command: list[str]) 
     assert done.returncode == 2 and done.stderr.startswith("error: unknown model or folder: na")
     done = shell("lineartime generate small --max-new-tokens 1 $'a\\x1b]0;title\\x07b'", warm_command)
     assert "\x1b" not in done.stdout and done.stdout.startswith("a\\x1b]0;title\\x07b")
+
+
+def test_a_signal_inside_an_import_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There a library may swallow KeyboardInterrupt, or break."""
+    (tmp_path / "swallows.py").write_text("try:\n    import signals\nexcept KeyboardInterrupt:\n    pass\n")
+    (tmp_path / "signals.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before, ends = signal.getsignal(signal.SIGINT), []
+    for call in (lambda: importlib.import_module("swallows"), lambda: signal.raise_signal(signal.SIGINT)):
+        monkeypatch.setattr(verbs, "main", call)
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as end:
+            entry.main()
+        ends.append(getattr(end.value, "code", None))
+        signal.signal(signal.SIGINT, before)
+    assert ends == [130, None]
 
 
 def test_a_terminal_gets_a_bar_that_reads_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
