@@ -209,12 +209,13 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
                 inputs_embeds: Tensor | None = None, **kwargs: Any) -> outputs.BaseModelOutputWithPast:
         """The hidden states `[B, T, D]`, and the cache if one is given or `use_cache` is true.
 
-        attention_mask: 0 for padding, which may be anywhere and changes nothing; by default the
-        token `padding`. With a cache it covers the new tokens, or all. position_ids: what the mask
-        says, or from 0 in each document of a packed row. inputs_embeds: vectors `[B, T, D]` for
-        input_ids, in all classes; none begins a document. output_hidden_states: return the input of
-        every block and the last states too. Raises UsageError for other positions, masks, caches
-        and arguments."""
+        attention_mask: 0 for padding, which may be anywhere and changes nothing, else 1. With a
+        cache it covers the new tokens, or all. By default the token `padding` is padding, but with
+        a cache only if it is not in the vocabulary: others may have been generated. position_ids:
+        what the mask says, or from 0 in each document of a packed row. inputs_embeds: vectors `[B,
+        T, D]` for input_ids, in all classes; none begins a document. output_hidden_states: return
+        the input of every block and the last states too. Raises UsageError for other positions,
+        masks, caches and arguments."""
         x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
                                               cache=past_key_values, **kwargs)
         return outputs.BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
@@ -240,8 +241,8 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
             assert inputs_embeds is not None
             input_ids = torch.full(inputs_embeds.shape[:2], -2, device=inputs_embeds.device)
         valid_BT = self.valid(input_ids, attention_mask, cache)
-        # Padding has any id. A padding token that the mask counts, as behind `generate`, is an end.
-        ids_BT = input_ids.masked_fill((input_ids == self.padding) | ~valid_BT, self.config.end_of_document or 0)
+        # Padding has any id. What the mask counts and is no token, as behind `generate`, is an end.
+        ids_BT = input_ids.masked_fill((input_ids == self.no_token) | ~valid_BT, self.config.end_of_document or 0)
         segment_ids_BT = self.segment_ids(position_ids, ids_BT, valid_BT, cache)
 
         if hasattr(self.model.embed, "base_layer"):  # PEFT's warning is for embeddings with the name `embed_tokens`
@@ -262,7 +263,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         """Which new tokens count, bool `[B, T]`. Raises UsageError for a mask of another shape or
         with other numbers than 0 and 1."""
         if mask is None:
-            return ids_BT != self.padding
+            return ids_BT != (self.padding if cache is None else self.no_token)
         n_rows, n_new = ids_BT.shape
         if not torch.compiler.is_exporting():  # a graph cannot refuse numbers
             n_past = 0 if cache is None else cache.get_seq_length()
@@ -277,6 +278,11 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         is_own = config.pad_token_id not in (None, config.end_of_document, config.bos_token_id, *ends)
         return config.pad_token_id if is_own else -1
+
+    @property
+    def no_token(self) -> int:
+        """`padding` that is behind the vocabulary, so that no text has it; else -1."""
+        return self.padding if self.padding >= self.config.vocab_size else -1
 
     def segment_ids(self, position_ids: Tensor | None, ids_BT: Tensor, valid_BT: Tensor,
                     cache: LineartimeCache | None) -> Tensor | None:
@@ -397,7 +403,7 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = loss = None
         if labels is not None:
-            learned_BT = valid_BT[:, 1:] & valid_BT[:, :-1] & (labels[:, 1:] != self.padding)
+            learned_BT = valid_BT[:, 1:] & valid_BT[:, :-1] & (labels[:, 1:] != self.no_token)
             loss = token_loss(self.model, x_BTD[:, :-1], labels[:, 1:].masked_fill(~learned_BT, -100),
                               num_items_in_batch)
         if labels is None or not self.training or kept != slice(0, None):
@@ -431,12 +437,13 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
 
     def _get_logits_processor(self, *args: Any, encoder_input_ids: Any = None, **kwargs: Any) -> Any:
         """Processors that never see padding: some look up the logits of a prompt's tokens."""
-        pad, replacement = self.padding, self.config.end_of_document or 0
-        if encoder_input_ids is not None:
-            encoder_input_ids = encoder_input_ids.masked_fill(encoder_input_ids == pad, replacement)
-        processors = WithoutPadding(super()._get_logits_processor(*args, encoder_input_ids=encoder_input_ids, **kwargs))
-        processors.padding, processors.replacement = pad, replacement
-        return processors
+        made, ids, mask = WithoutPadding(), encoder_input_ids, (kwargs.get("model_kwargs") or {}).get("attention_mask")
+        made.n_tokens, made.replacement = self.config.vocab_size, self.config.end_of_document or 0
+        if ids is not None and ids.dim() == 2:  # no vectors
+            made.padding_BP = mask == 0 if mask is not None and mask.shape == ids.shape else None
+            encoder_input_ids = made.seen(ids)
+        made += super()._get_logits_processor(*args, encoder_input_ids=encoder_input_ids, **kwargs)
+        return made
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError, for `generate_batch` and `transformers serve` too."""
@@ -445,12 +452,21 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
 
 
 class WithoutPadding(transformers.LogitsProcessorList):
-    """Logits processors that see the token `replacement` where the ids have `padding`."""
+    """Logits processors that see the token `replacement` where prompts have padding, and for ids
+    that are no tokens, which `generate` writes behind rows that have ended."""
 
-    padding = replacement = 0
+    n_tokens = replacement = 0
+    padding_BP: Tensor | None = None
+
+    def seen(self, ids_BT: Tensor) -> Tensor:
+        hidden_BT = ids_BT >= self.n_tokens
+        if self.padding_BP is not None:  # a prompt has several adjacent rows in a search
+            n_rows, n_new = len(ids_BT) // len(self.padding_BP), ids_BT.shape[1] - self.padding_BP.shape[1]
+            hidden_BT |= torch.nn.functional.pad(self.padding_BP.repeat_interleave(n_rows, 0), [0, n_new])
+        return ids_BT.masked_fill(hidden_BT, self.replacement)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return super().__call__(input_ids.masked_fill(input_ids == self.padding, self.replacement), scores, **kwargs)
+        return super().__call__(self.seen(input_ids), scores, **kwargs)
 
 
 class LineartimeForMaskedLM(LineartimeModel):

@@ -212,6 +212,22 @@ def test_search_and_sampling_with_the_cache_as_without(hf64, search):
     assert len(results[0]) == len(PROMPTS) * search.get("num_return_sequences", 1)
 
 
+def test_a_token_with_the_id_of_padding_is_a_token_where_the_mask_says_so(hf64):
+    """And where a cache has no mask: it may have been generated."""
+    batch, how = padded(PROMPTS), {"do_sample": False, "eos_token_id": -1, "repetition_penalty": 1.2}
+    searches = [{}, {"use_cache": False}, {"num_beams": 3, "num_return_sequences": 2}]
+
+    def made():
+        with torch.no_grad():
+            yield from (hf64.generate(**batch, **how, **each, max_new_tokens=16) for each in searches)
+            yield hf64(texts_BT, use_cache=True).logits
+            yield hf64(texts_BT, torch.ones_like(texts_BT), labels=texts_BT).loss
+
+    texts_BT = hf64.generate(**batch, **how, max_new_tokens=16)[:, -16:]
+    wanted, hf64.config.pad_token_id = [*made()], int(texts_BT[0, 5])
+    assert all(map(torch.equal, made(), wanted))
+
+
 def test_generation_goes_on_from_a_returned_cache_or_its_file(hf64, ours, tmp_path):
     batch = padded(PROMPTS, n_more=2)
     ids_BT, mask_BT = batch.values()
