@@ -11,6 +11,7 @@ from lineartime.base.errors import UsageError
 from lineartime.config import PRESETS, ModelConfig, model_config
 from lineartime.model.language_model import LanguageModel, init_weights
 from lineartime.model.layers import ResidualLayer
+from lineartime.ops.reference import add_norm, make_heads
 from lineartime.weights.generation.generate import decode_step, prefill
 from marks import rest
 from tiny_models import CONFIGS, random_ids, random_model
@@ -84,6 +85,18 @@ def test_a_dtype_that_autocast_converts_and_a_projection_of_its_own_dtype() -> N
     layer = FeedForward(d_model=16)
     layer.in_proj = Converting(16, layer.in_proj.out_features).double()
     assert layer(torch.zeros(1, 3, 16)).dtype == torch.float32
+
+
+def test_norms_and_heads_of_a_short_type_are_rounded_once() -> None:
+    """From float32, whatever the parameters' type; squares of float16 may exceed it."""
+    x_BTS, gamma, beta, sin, cos = torch.randn(5, 9, 50, 64, generator=torch.Generator().manual_seed(0))
+    x_BTS = (300 * x_BTS).half()
+    norm = lambda x, weight, *bias: add_norm(x, None, weight, *bias or [None])[1]  # noqa: E731
+    for made, parameters in ((norm, (gamma[0, 0], beta[0, 0])), (norm, (gamma[0, 0, :1],)),
+                             (make_heads, (gamma[0, :4], beta[0, :4], sin[..., :32], cos[..., :32]))):
+        exact_BTS = made(x_BTS.double(), *(each.double() for each in parameters)).half()
+        with torch.autocast("cpu", torch.float16):
+            assert (made(x_BTS, *parameters) == exact_BTS).double().mean() > 0.99
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])

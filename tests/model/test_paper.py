@@ -16,7 +16,7 @@ from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.model.mhsa import MultiHeadAttention
-from lineartime.ops.ablations import paper_chunk_weights
+from lineartime.ops.ablations import paper_chunk_weights, paper_linear_attention
 from lineartime.ops.reference import rope, rotary, toeplitz
 
 Weights = dict[str, Tensor]
@@ -171,6 +171,16 @@ def test_segment_mask_is_its_definition(causal: bool) -> None:
             seen = [h for h, other in enumerate(ids_GC)
                     if min(own) <= max(other) and max(own) >= min(other) and (h < g or not causal)]
             assert weight_GG[g] == [1 / len(seen) if h in seen else 0.0 for h in range(6)]
+
+
+def test_padding_does_not_widen_a_chunk() -> None:
+    """Its range of documents stays, though padding has the id -1."""
+    q, k, v = torch.randn(3, 1, 4, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k[:, 3, 2:] = 0
+    ids_BGC = torch.tensor([[0] * 8 + [1] * 8, [0] * 8 + [1] * 6 + [-1] * 2]).view(2, 4, 4)
+    whole, padded = paper_linear_attention(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), causal=False,
+                                           segment_ids_BGC=ids_BGC)
+    assert torch.equal(whole, padded)
 
 
 @cases("flash")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lineartime.model.language_model import LanguageModel, token_losses
@@ -80,6 +81,13 @@ def test_short_types_lose_nothing_but_their_own_rounding(dtype):
             close(gradient, true, 2 * rounding)
 
 
+def test_a_mean_in_float16_is_scaled_before_it_is_rounded():
+    """The sum of so many gradients exceeds float16."""
+    given = [t.half().requires_grad_() for t in (torch.ones(200_000, 1), torch.zeros(2, 1), torch.zeros(2))]
+    found = torch.autograd.grad(linear_cross_entropy(*given, torch.ones(200_000).long()).mean(), given)
+    assert [g[:2].flatten().tolist() for g in found[1:]] == [[0.5, -0.5]] * 2
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_under_autocast_products_are_bfloat16_and_the_rest_is_not(weighted):
     x, w, b, targets = example(96, 200, 32, torch.float32)
@@ -121,6 +129,10 @@ def test_transforms_of_torch_func():
         ours, theirs = (torch.func.hessian(lambda b, op=op, reduce=reduce: reduce(op(x, w, b, targets)))(b)
                         for op in (linear_cross_entropy, plain))
         close(ours, theirs, 1e-13)
+    with forward_ad.dual_level():
+        ours, theirs = (forward_ad.unpack_dual(op(x, w, forward_ad.make_dual(b, b), targets)).tangent
+                        for op in (linear_cross_entropy, plain))
+    close(ours, theirs, 1e-13)
 
 
 def test_targets_outside_the_vocabulary_are_refused():
