@@ -172,8 +172,8 @@ def check_place(path: Path) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise as `check_place` does, and UsageError if something is there."""
-    if os.path.lexists(path):
+    """Raise as `check_place` does, and UsageError if something is there, but for a pipe, a device."""
+    if os.path.lexists(path) and (path.is_file() or path.is_dir() or not path.exists()):
         raise UsageError("the output exists already", path, "choose another or delete it")
     check_place(path)
 

@@ -54,7 +54,7 @@ class EvaluateOptions:
             require(getattr(self, name) == getattr(EvaluateOptions, name), "options that do not go together",
                     f"--{name.replace('_', '-')}", f"it goes {'without' if self.questions else 'with'} --questions")
         if self.predictions is not None:
-            check_place(self.predictions)
+            check_new(self.predictions)
 
 
 def evaluate(options: EvaluateOptions) -> None:

@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lineartime.base.files import damaged, replaced
+from lineartime.base.files import check_new, damaged, replaced
 from lineartime.base.settings import require
+from lineartime.base.stores import read_all
 from lineartime.base.words import millions
 from lineartime.config import ModelConfig
 from lineartime.folders import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
 
 PLOT_FILE = "loss.png"
+MADE_BY = b"Software\0lineartime"
+"""What a picture of ours says near its beginning."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """People with any colour vision can tell them apart (Okabe and Ito, and a red of Tol's)."""
 STYLE: dict[Any, Any] = {
@@ -68,7 +71,10 @@ def plot_run(run_dir: Path) -> Path:
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:
     """Draw the losses and the learning rates of runs, by label, over tokens; returns the picture's
-    path. Losses compare if the tokenizer is the same. Raises as `read_curves`; ResourceError."""
+    path. Losses compare if the tokenizer is the same. Raises as `read_curves`; ResourceError; and
+    UsageError for a file that is there and is no picture of ours."""
+    if not (out_png.is_file() and MADE_BY in read_all(out_png, 200)):
+        check_new(out_png)
     return draw_curves({label: read_curves(run_dir) for label, run_dir in run_dirs.items()}, out_png)
 
 
@@ -97,7 +103,7 @@ def draw_curves(runs: Mapping[str, Curves], out_png: Path) -> Path:
             rates.plot(curves.tokens, curves.learning_rate, color=colour, marker=marker)
         figure.legend(loc="outside lower center", ncols=2)
         with replaced(out_png) as file:
-            figure.savefig(file, format="png", facecolor="white")
+            figure.savefig(file, format="png", facecolor="white", metadata={"Software": "lineartime"})
     return out_png
 
 

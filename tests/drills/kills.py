@@ -40,7 +40,7 @@ SCENARIOS: dict[str, Scenario] = {
     "finetune": Scenario(verb(*folders.finetune(MADE, "{it}"))),
     "evaluate --predictions": Scenario(verb(
         "evaluate", "{made}/finetuned", "--questions", "{made}/dev.json", "--context", "48", "--max-answer-tokens", "6",
-        "--predictions", "{out}/predictions.json")),
+        "--predictions", "{out}/predictions.json"), when_done=THERE),
     "plot": Scenario(verb("plot", "{it}"), "run"),
     "plot, side by side": Scenario(verb("plot", "a={made}/run", "b={made}/run2", "--out", "{out}/both.png")),
     "train --from": Scenario(verb(*folders.train_from("{made}/run", "{made}/data", "{it}"))),

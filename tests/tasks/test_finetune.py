@@ -189,6 +189,7 @@ def test_evaluate_refuses_in_one_line(folder, done, masked_data, tmp_path, call,
             ([done, "--data", masked_data, "--stride", 9], "--stride; it goes with --questions"),
             ([done, "--questions", triviaqa(tmp_path, Answer=None)], "--predictions"),
             ([done, "--questions", dev, "--predictions", tmp_path / "no" / "p.json"], "p.json"),
+            ([done, "--questions", dev, "--predictions", dev], "exists already"),
             ([done, "--questions", dev, "--context", 0], "context"),
             ([done, "--questions", dev, "--batch-rows", 0], "batch_rows")):
         assert_refused(*call("evaluate", *arguments)[::2], 2, words)

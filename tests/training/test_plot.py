@@ -65,7 +65,12 @@ def test_a_run_at_any_stage_is_drawn_into_its_folder(tmp_path, options):
 @matplotlib.rc_context({"text.usetex": True})
 def test_plot_side_by_side_draws_every_run_in_both_panels_and_the_legend(tmp_path):
     runs = {rf"_{i} $\x$": make_run(tmp_path / f"{i}", n_steps=60 - 20 * i) for i in range(3)}
-    picture = plot_side_by_side(runs, tmp_path / "out.png")
+    (notes := tmp_path / "notes.png").write_text("mine")
+    with pytest.raises(UsageError, match=r"exists already: .*notes\.png"):
+        plot_side_by_side(runs, notes)
+    assert notes.read_text() == "mine"
+    for _ in range(2):  # its own picture is replaced
+        picture = plot_side_by_side(runs, tmp_path / "out.png")
     height, legend = len(imread(picture)), 80  # pixels
     for part in (np.s_[: height * 2 // 3], np.s_[height * 2 // 3 : -legend], np.s_[-legend:]):
         for colour in COLOURS[:3]:
