@@ -145,6 +145,8 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         # Whoever writes this file has its hidden one locked. A killed process may have left that.
         aside = _hidden(target, "tmp")
         with os.fdopen(locked(aside, wait=True), "r+b") as file:
+            if os.fstat(file.fileno()).st_nlink > 1:
+                raise _link_in_the_way(aside)
             try:
                 file.truncate(0)
                 if target.exists():
@@ -172,7 +174,7 @@ def check_place(path: Path) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise as `check_place` does, and UsageError if something is there, but for a pipe, a device."""
+    """Raise as `check_place` does, and UsageError if something is there, but a pipe or a device."""
     if os.path.lexists(path) and (path.is_file() or path.is_dir() or not path.exists()):
         raise UsageError("the output exists already", path, "choose another or delete it")
     check_place(path)
@@ -196,6 +198,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         descriptor = locked(lock)
     try:
         shutil.rmtree(hidden, ignore_errors=True)  # a killed process may have left it
+        if hidden.is_symlink():
+            raise _link_in_the_way(hidden)
         folder = hidden / "done"
         folder.mkdir(parents=True)
         yield folder
@@ -219,16 +223,23 @@ def _hidden(path: Path, ending: str) -> Path:
     return path.with_name(f".lineartime-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}.{ending}")
 
 
+def _link_in_the_way(path: Path) -> OSError:
+    """The error for a link in the place of a hidden file: the file that it names is somebody's."""
+    return OSError(errno.EMLINK, f"{path.name} beside it is a link; remove it", str(path))
+
+
 def locked(path: Path, *, wait: bool = False) -> int:
     """Make a file if it is missing, and lock it: its descriptor, with which the lock ends. If
-    another process has the lock, waits or raises BlockingIOError."""
+    another process has the lock, waits or raises BlockingIOError. No link is followed: OSError."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if path.is_symlink():
+            raise _link_in_the_way(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             # Whoever had the lock may have renamed or removed the file since it was opened.
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                if os.path.samestat(os.fstat(descriptor), path.lstat()):
                     return descriptor
         except BaseException:
             os.close(descriptor)

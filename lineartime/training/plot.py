@@ -64,9 +64,11 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw a run into its folder; returns the picture's path. Raises as `plot_side_by_side`."""
-    curves = read_curves(run_dir)
-    return draw_curves({curves.title: curves}, run_dir / PLOT_FILE)
+    """Draw a run into its folder; returns the picture's path. Raises as `read_curves`; and
+    UsageError for a link to a file that a stranger's run may have in the picture's place."""
+    curves, picture = read_curves(run_dir), run_dir / PLOT_FILE
+    require(not picture.is_symlink(), "a link is in the picture's place", str(picture), "remove it")
+    return draw_curves({curves.title: curves}, picture)
 
 
 def plot_side_by_side(run_dirs: Mapping[str, Path], out_png: Path) -> Path:

@@ -94,6 +94,21 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert set(os.listdir(tmp_path)) == kept | {"a.json", "d", "new"} and os.listdir(tmp_path / "new") == ["d"]
 
 
+@pytest.mark.parametrize(("ending", "link"), [
+    ("tmp", os.symlink), ("tmp", os.link), ("lock", os.symlink), ("unfinished", os.symlink)])
+def test_a_link_in_the_place_of_a_hidden_file_is_not_followed(tmp_path, ending, link):
+    """Whoever may write into the folder can know the hidden file's name."""
+    hidden, mine = _hidden(tmp_path / "out", ending), tmp_path / "folder" / "mine"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    link(mine.parent if ending == "unfinished" else mine, hidden)
+    writer = replaced if ending == "tmp" else new_folder
+    with pytest.raises((ResourceError, OSError), match=f"{hidden.name} beside it is a link; remove it"):
+        with writer(tmp_path / "out"):
+            pass
+    assert mine.read_text() == "mine" and os.listdir(mine.parent) == ["mine"]
+
+
 @pytest.mark.parametrize(("module", "name"), [(fcntl, "flock"), (os, "fstat")])
 def test_a_file_that_was_renamed_while_it_was_waited_for_is_not_locked(tmp_path, monkeypatch, module, name):
     """Else two processes that replace a file at once would write over the first's."""

@@ -60,6 +60,10 @@ def test_a_run_at_any_stage_is_drawn_into_its_folder(tmp_path, options):
     path = plot_run(run)
     assert path == run / "loss.png" and coloured(path, "#0072B2") > (0 if options else 500)
     assert {*run.iterdir()} == files | {path} and dict(matplotlib.rcParams) == before
+    path.unlink()
+    path.symlink_to(tmp_path / "file of the user")
+    with pytest.raises(UsageError, match=r"a link is in the picture's place: .*loss\.png; remove it"):
+        plot_run(run)
 
 
 @matplotlib.rc_context({"text.usetex": True})
