@@ -63,14 +63,15 @@ def test_the_position_bias_has_a_gradient_after_a_prompt_without(name: str, n_ne
 @pytest.mark.parametrize("name", [*map(case_of, BOTH_GRIDS)])
 @torch.no_grad()
 def test_every_split(name: str) -> None:
-    """After any number of tokens the others come at once, or one at a time. Documents begin and end
-    inside chunks, at their ends and not at all."""
+    """After any number of tokens the others come at once; or one at a time, to rows chosen as beam
+    search does: some twice, some dropped. Documents begin and end inside chunks, at their ends and
+    not at all."""
     model = random_model(with_end(BOTH_GRIDS[name]))
     ids_BT = random_ids(4, 3 * CHUNK + 2) % 12 + 1
     ids_BT[1, [3, 4, 9]] = END
     ids_BT[2, [0, 4, 5, 8, 12]] = END
     ids_BT[3] = random_ids(3 * CHUNK + 2, vocab_size=3)
-    x_BTD = model.hidden(ids_BT)
+    x_BTD, chosen = model.hidden(ids_BT), torch.tensor([2, 0, 2, 1, 3])
     for cut in range(ids_BT.shape[1]):
         with torch.inference_mode(cut % 2 == 0):  # what that mode has made goes on outside it
             state = model.decoding_state(4)
@@ -78,8 +79,10 @@ def test_every_split(name: str) -> None:
                 assert difference(extend(model, ids_BT[:, :cut], state), x_BTD[:, :cut]) <= 1e-12, cut
             again = copy.deepcopy(state)
         assert difference(extend(model, ids_BT[:, cut:], state), x_BTD[:, cut:]) <= 1e-12, cut
+        again.select(chosen)
         for t in range(cut, ids_BT.shape[1]) if cut in (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK) else ():
-            assert difference(extend(model, ids_BT[:, t : t + 1], again)[:, 0], x_BTD[:, t]) <= 1e-12, (cut, t)
+            x_BD = extend(model, ids_BT[chosen, t : t + 1], again)[:, 0]
+            assert difference(x_BD, x_BTD[chosen, t]) <= 1e-12, (cut, t)
 
 
 @pytest.mark.parametrize("name", [case_of(name) for name in BOTH_GRIDS if name != "flash rotated bias"])
@@ -109,20 +112,6 @@ def test_any_split_of_rows_of_any_lengths(name: str, lengths: list[int], vocab_s
     for row, ids_T in enumerate(rows):
         assert difference(torch.cat(outputs[row]), model.hidden(ids_T[None])[0]) <= 1e-12
     assert state.seq_lens_B.tolist() == lengths
-
-
-@PRESETS_FIRST
-@torch.no_grad()
-def test_rows_of_a_state_are_chosen(name: str) -> None:
-    """As beam search does: some rows twice, some dropped, in another order."""
-    model = random_model(with_end(BOTH_GRIDS[name]))
-    ids_BT = random_ids(3, 3 * CHUNK + 2, vocab_size=6)
-    chosen = torch.tensor([2, 0, 2, 1])
-    state = model.decoding_state(3)
-    extend(model, ids_BT[:, : CHUNK + 2], state)
-    state.select(chosen)
-    x_BND = extend(model, ids_BT[chosen, CHUNK + 2 :], state)
-    assert difference(x_BND, model.hidden(ids_BT[chosen])[:, CHUNK + 2 :]) <= 1e-12
 
 
 @PRESETS_FIRST

@@ -1,6 +1,8 @@
 """A layer alone: what it takes, the feed-forward layer's formula, initial values, and adapters in
 place of its projections."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,14 @@ from torch import Tensor, nn
 from lineartime import FeedForward, GatedAttentionUnit, MultiHeadAttention
 from lineartime.base.errors import UsageError
 from lineartime.config import PRESETS, ModelConfig, model_config
+from lineartime.model.gau_options import heads_of_z
 from lineartime.model.language_model import LanguageModel, init_weights
 from lineartime.model.layers import ResidualLayer
 from lineartime.ops.reference import add_norm, make_heads
 from lineartime.weights.generation.generate import decode_step, prefill
 from marks import rest
-from tiny_models import CONFIGS, random_ids, random_model
+from tiny_models import CONFIGS, drawn, random_ids, random_model
+from token_by_token import activation as activated
 from token_by_token import dense, normed
 
 GAU = GatedAttentionUnit(d_model=16, query_key_dim=8, context=32)
@@ -91,12 +95,23 @@ def test_norms_and_heads_of_a_short_type_are_rounded_once() -> None:
     """From float32, whatever the parameters' type; squares of float16 may exceed it."""
     x_BTS, gamma, beta, sin, cos = torch.randn(5, 9, 50, 64, generator=torch.Generator().manual_seed(0))
     x_BTS = (300 * x_BTS).half()
-    norm = lambda x, weight, *bias: add_norm(x, None, weight, *bias or [None])[1]  # noqa: E731
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return add_norm(x, None, weight, bias)[1]
+
+    def options(z: Tensor, gamma: Tensor, beta: Tensor, *angles: Tensor) -> Tensor:
+        scale_offset = SimpleNamespace(gamma=gamma, beta=beta)
+        return torch.stack(heads_of_z(CONFIGS["flash"], z, z, scale_offset, None, angles)[0])
+
+    angles = sin[..., :32], cos[..., :32]
     for made, parameters in ((norm, (gamma[0, 0], beta[0, 0])), (norm, (gamma[0, 0, :1],)),
-                             (make_heads, (gamma[0, :4], beta[0, :4], sin[..., :32], cos[..., :32]))):
+                             (make_heads, (gamma[0, :4], beta[0, :4], *angles)),
+                             (options, (gamma[0, :4].half(), beta[0, :4].half(), *angles))):
         exact_BTS = made(x_BTS.double(), *(each.double() for each in parameters)).half()
         with torch.autocast("cpu", torch.float16):
             assert (made(x_BTS, *parameters) == exact_BTS).double().mean() > 0.99
+    total_BTS, _ = add_norm(gamma, x_BTS, gamma[0, 0], beta[0, 0])  # a short branch does not narrow the stream
+    assert torch.equal(total_BTS, gamma + x_BTS) and total_BTS.dtype == torch.float32
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "scale_norm"])
@@ -104,16 +119,10 @@ def test_norms_and_heads_of_a_short_type_are_rounded_once() -> None:
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_feed_forward(activation: str, ffn: str, norm: str) -> None:
     """x + W_o act(W_u x); as a GLU x + W_o (act(W_u x) * W_v x) (Eqs. 1-2)."""
-    layer = FeedForward(d_model=24, expansion_factor=2, norm=norm, activation=activation, ffn=ffn).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0, 0.5, generator=generator)
-    w = dict(layer.named_parameters())
-    x_TD = torch.randn(11, 24, dtype=torch.float64, generator=generator)
+    layer = drawn(FeedForward(d_model=24, expansion_factor=2, norm=norm, activation=activation, ffn=ffn).double())
+    w, x_TD = dict(layer.named_parameters()), torch.randn(11, 24, dtype=torch.float64)
     inner, e = dense(normed(x_TD, w), w, "in_proj"), layer.config.d_inner
-    act = inner[:, :e] * (0.5 * (1 + torch.erf(inner[:, :e] / 2**0.5)) if activation == "gelu"
-                          else torch.sigmoid(inner[:, :e]))
+    act = activated(layer.config, inner[:, :e])
     expected = x_TD + dense(act * inner[:, e:] if ffn == "glu" else act, w, "out_proj")
     assert torch.allclose(layer(x_TD[None])[0], expected, rtol=0, atol=1e-12)
 

@@ -15,7 +15,6 @@ from lineartime.config import model_config
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
-from lineartime.model.mhsa import MultiHeadAttention
 from lineartime.ops.ablations import paper_chunk_weights, paper_linear_attention
 from lineartime.ops.reference import rope, rotary, toeplitz
 
@@ -127,24 +126,6 @@ def test_norm(name: str) -> None:
     case = Case(name)
     layer = make_norm(model_config("flash", norm=case.settings["norm_type"], d_model=case.inputs["x"].shape[-1]))
     case.check(call(layer, case.leaves, case.leaves["x"], scope="norm."))
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["layer_norm", "scale_norm"])
-def test_what_layers_add_and_norm_at_once_is_the_module(name: str, autocast: bool) -> None:
-    """To the bit; under autocast in the type that a linear layer casts to."""
-    layer = MultiHeadAttention(d_model=48, n_heads=2, norm=name)
-    x, delta, weight = (torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)) for rows in (5, 4, 7))
-    delta = torch.cat([delta, delta[:1]]).to(torch.bfloat16 if autocast else torch.float32)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for parameter in layer.norm.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        total, normed = layer.add_norm(x, delta)
-        assert torch.equal(total, x + delta) and total.dtype == torch.float32
-        assert normed.dtype == (torch.bfloat16 if autocast else torch.float32)
-        assert torch.equal(nn.functional.linear(normed, weight), nn.functional.linear(layer.norm(total), weight))
-        alone = layer.add_norm(total, None)
-        assert alone[0] is total and torch.equal(alone[1], normed)
 
 
 @cases("gau")

@@ -194,3 +194,5 @@ def test_a_layer_that_trains_only_its_scales_steps_by_the_reference() -> None:
                                                embeds_BND=embeds_BND)
     x_BND.sum().backward()
     assert embeds_BND.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # whose buffers have another type than uvz
+        assert model.extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1)).isfinite().all()

@@ -7,13 +7,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from test_kernel_decode import BUFFERS, ROWS, call
+from test_kernel_decode import make_inputs as make_decode_inputs
 from triton.runtime.interpreter import GridExecutor
 
 import launch_order
-from kernel_law import S, documents, make_inputs, random, run
-from lineartime.model.layers import rotary
+from kernel_law import documents, make_inputs, run
 from lineartime.ops import decode_step, gradients, mixed_chunk, quadratic
-from lineartime.ops.reference import HeadsFromZ
 
 
 def chunks(n_tokens=140):
@@ -29,18 +29,10 @@ def row(n_tokens=140):
 @torch.no_grad()
 def decode():
     """Rows at several places of their chunk; with heads made and to be made."""
-    position, start = torch.tensor([(0, 0), (127, 0), (289, 0), (461, 429), (461, 461)]).T
-    offset, n = position % 128, len(position)
-    carried = (position - offset - start).clamp(min=0)
-    angles = rotary(position[:, None], S, torch.float32)
-    uvz, parameters = random(n, 1, 2 * 96 + S, seed=0), HeadsFromZ(random(4, S, seed=1), random(4, S, seed=2), *angles)
     made = []
-    for given in ((uvz, parameters), (uvz[..., :-S], random(4, n, 1, S, seed=5))):
-        buffers = [random(n, 128, width, seed=width) for width in (S, S, 96)]
-        out = decode_step.chunk_decode_step(
-            *given, random(128, seed=3), *buffers, random(n, S, 96, seed=4), offset, start - position + offset,
-            torch.where(carried > 0, 1 / carried.clamp(min=1), 0.0))
-        made += [out, *buffers]
+    for heads in (False, True):
+        inputs = make_decode_inputs(torch.float32, ROWS, 96, heads=heads)
+        made += [call(decode_step.chunk_decode_step, inputs), *(inputs[name] for name in BUFFERS)]
     return made
 
 
