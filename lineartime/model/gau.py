@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lineartime import ops
@@ -196,8 +195,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def can_step_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
         """Whether `step_in_kernel` runs, which has no gradient."""
-        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (uvz_BNF, *self.parameters()))
-        return (inputs.single_token and not wants_gradient
+        return (inputs.single_token and not cache.wants_gradient(uvz_BNF, *self.parameters())
                 and use_kernels(self.impl, uvz_BNF.device, unsupported_step, cache.k_quad_BCS, cache.v_BCE)
                 and cache.v_BCE.dtype == uvz_BNF.dtype)
 

@@ -28,24 +28,32 @@ PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in 
 """The presets, and in `make test-all` every model."""
 
 
-def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState) -> Tensor:
+def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState, embeds_BND: Tensor | None = None) -> Tensor:
     """The hidden states of the same number of next tokens in each row."""
-    return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state)
+    return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state, embeds_BND=embeds_BND)
 
 
 @pytest.mark.parametrize(("name", "width", "trained"), [
     ("flash", 99, ""), ("flash+", 99, ""), ("flash+", 1, ""), ("mc-tfm++", 1, ""), ("flash-quad", 1, ""),
     ("transformer++", 3, ""), ("performer", 1, ""), ("flash", 1, "gamma"), ("flash", 1, "rel_pos_bias"),
-    ("flash+", 1, "key_conv"), ("mc-tfm++", 1, "gamma")])
+    ("flash-quad", 1, "rel_pos_bias"), ("flash+", 1, "key_conv"), ("mc-tfm++", 1, "gamma"),
+    *[(name, 1, "prompt") for name in ("flash", "flash, own grid", "flash+", "flash overlap", "mc-tfm++", "flash-quad",
+                                       "transformer++", "performer", "combiner")]])
 def test_what_is_read_into_a_state_has_gradients(name: str, width: int, trained: str) -> None:
-    """Also where values have none."""
+    """Also where values have none, and where only the vectors that were read first have one."""
     model, ids_BT = random_model(with_end(BOTH_GRIDS[name])), random_ids(2, 3 * CHUNK + 2) % 12 + 1
-    learning = [p for name, p in model.layers.named_parameters() if trained in name]
+    prompt_BND = torch.randn(2, CHUNK + 2, 8, dtype=torch.float64, requires_grad=True)
+    learning = [p for name, p in model.layers.named_parameters() if trained in name] or [prompt_BND]
     for p in model.parameters():
         p.requires_grad_(any(p is each for each in learning))
-    state = model.decoding_state(2)
-    read_BTD = torch.cat([extend(model, part_BN, state) for part_BN in ids_BT.split(width, 1)], 1)
-    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), learning) for x_BTD in (read_BTD, model.hidden(ids_BT)))
+    state, parts = model.decoding_state(2), [(part_BN, None) for part_BN in ids_BT.split(width, 1)]
+    embeds_BTD = model.embed(ids_BT)
+    if trained == "prompt":
+        parts[: CHUNK + 2] = [(ids_BT[:, : CHUNK + 2], prompt_BND)]
+        embeds_BTD = torch.cat([prompt_BND, embeds_BTD[:, CHUNK + 2 :]], 1)
+    read_BTD = torch.cat([extend(model, ids_BN, state, embeds_BND) for ids_BN, embeds_BND in parts], 1)
+    wanted_BTD = model.hidden(ids_BT, embeds_BTD=embeds_BTD)
+    found, wanted = (torch.autograd.grad(x_BTD.square().sum(), learning) for x_BTD in (read_BTD, wanted_BTD))
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(found, wanted, strict=True))
 
 

@@ -134,7 +134,7 @@ class Performer:
         fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
         v1 = with_ones(v_BNHK)
         if inputs.single_token:
-            if fk.requires_grad or cache.kv_BHMK.requires_grad:  # a gradient needs what was read as it was
+            if cache.wants_gradient(fq, fk, v1):
                 cache.kv_BHMK = cache.kv_BHMK.clone()
             if inputs.any_begins:
                 cache.kv_BHMK.masked_fill_(inputs.begins_BN[:, :1, None, None], 0.0)

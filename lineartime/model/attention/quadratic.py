@@ -42,8 +42,10 @@ class Softmax:
 
     def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norm, if there is one, and RoPE."""
-        q_BTHK, k_BTHK = normed_heads(q_BTHK, self.query_norm), normed_heads(k_BTHK, self.key_norm)
-        return rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        normed = (x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)  # in the gain's dtype
+                  for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
+        q_BTHK, k_BTHK = (rotate_heads(x_BTHK, info) for x_BTHK in normed)
+        return q_BTHK, k_BTHK
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
@@ -51,16 +53,11 @@ class Softmax:
         h = self.config.n_heads
         q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h) for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
         # The new keys and values join those of the cache; a mask hides others.
-        k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h))
+        k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h), q_BNK)
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
         visible_BNL = inputs.visible()
         mask_B1NL = None if visible_BNL is None else visible_BNL[:, None]
         return unfold_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1NL).flatten(0, 1), h)
-
-
-def normed_heads(x_BTHK: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    """x after a norm of each head, or x itself. It is computed in the gain's dtype."""
-    return x_BTHK if norm is None else norm(x_BTHK.to(norm.weight.dtype)).to(x_BTHK.dtype)
 
 
 def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: list[int], causal: bool) -> Tensor:

@@ -24,6 +24,12 @@ class Cache:
         return {name: value for name, value in vars(self).items()
                 if isinstance(value, Tensor) and name not in self.constant}
 
+    def wants_gradient(self, *new: Tensor) -> bool:
+        """Whether a gradient needs what is here as it was read: then nothing is written in place.
+        new: what comes here, and what reads it."""
+        return ((torch.is_grad_enabled() and any(x.requires_grad for x in new))
+                or any(x.requires_grad for x in self.tensors().values()))
+
     def select(self, rows_B: Tensor) -> None:
         """Keep the rows rows_B, in this order; a row may occur more than once."""
         entries_B = (rows_B[:, None] * self.n_heads + torch.arange(self.n_heads, device=rows_B.device)).flatten()
@@ -137,12 +143,13 @@ class KeyValueCache(Cache):
     n_heads: int = 1
     bias_L: Tensor | None = None  # the position bias at key position minus query position: 1 - L, ..., 0
 
-    def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`."""
+    def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs, *readers: Tensor) -> tuple[Tensor, Tensor]:
+        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`, for
+        `readers`, queries and position biases."""
         if inputs.longest > self.k_BL.shape[1]:  # twice as long: an append takes constant time on average
             self.reserve(max(inputs.longest, 2 * self.k_BL.shape[1]))
         k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # autocast makes a shorter type
-        if k_BN.requires_grad or self.k_BL.requires_grad:  # a gradient needs what was read as it was
+        if self.wants_gradient(k_BN, v_BN, *readers):
             self.k_BL, self.v_BL = self.k_BL.clone(), self.v_BL.clone()
         # Rows of one length take a slice; otherwise tokens are written by index.
         at: tuple[Tensor | slice, Tensor | slice]

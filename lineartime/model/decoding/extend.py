@@ -21,7 +21,7 @@ from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: KeyValueCache,
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v."""
-    k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs)
+    k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs, q_BNS, *rel_pos_bias.parameters())
     # The bias is kept. A gradient needs a new one, and so does a graph, for rows of any length.
     makes_graph, length = torch.compiler.is_exporting(), inputs.longest
     if cache.bias_L is None or makes_graph or torch.is_grad_enabled() or len(cache.bias_L) < length:
@@ -88,8 +88,7 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     updated: out_BNE. The open chunk and the new tokens are laid out in chunks. heads: q and k of
     the quadratic half, then of the linear half. gate_BN: see `gau_options.gated_keys`."""
     heads, bias = list(heads), [] if rel_pos_bias is None else rel_pos_bias.parameters()
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (v_BNE, *heads, *bias))
-    if inputs.single_token and (inputs.window is not None or not wants_gradient):  # it writes in place
+    if inputs.single_token and (inputs.window is not None or not cache.wants_gradient(v_BNE, *heads, *bias)):
         return extend_by_one(heads, v_BNE, inputs, cache, config, gate_BN)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c
