@@ -536,7 +536,7 @@ class LineartimeForSequenceClassification(LineartimeModel):
         classes, and floats several. The loss is the mean in nats, or of the squared error."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         mean_BD = document_means(at_least_float32(x_BTD), valid_BT.long() - 1, n=1)[:, 0]
-        logits_BL, loss = self.score(mean_BD.to(self.score.weight.dtype)), None
+        logits_BL, loss = self.score(mean_BD.to(getattr(self.score.weight, "dtype", x_BTD.dtype))), None
         if labels is not None:
             loss = self.loss_function(labels, at_least_float32(logits_BL), self.config)
         return outputs.SequenceClassifierOutput(loss=loss, logits=logits_BL, hidden_states=states)

@@ -158,8 +158,7 @@ def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
     if segment_ids_BT.numel() == 0:
         return [0, 0]
     # A document begins at the first token of a row and wherever the id changes.
-    starts_BT = torch.ones_like(segment_ids_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    starts_BT = segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
     return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]
 
 
@@ -236,14 +235,14 @@ class ResidualLayer(nn.Module):
     def check_input(self, x_BTD: Tensor) -> None:
         """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Autocast
         casts all but float64, and another module in the projection's place takes any dtype."""
-        width, weight = self.config.d_model, self.in_proj.weight
+        width = self.config.d_model
         if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
             raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
-        if x_BTD.dtype == weight.dtype or type(self.in_proj) is not nn.Linear:
+        if type(self.in_proj) is not nn.Linear or x_BTD.dtype == (dtype := self.in_proj.weight.dtype):
             return
-        casts = torch.is_autocast_enabled(x_BTD.device.type) and torch.float64 not in (x_BTD.dtype, weight.dtype)
+        casts = torch.is_autocast_enabled(x_BTD.device.type) and torch.float64 not in (x_BTD.dtype, dtype)
         if not (x_BTD.is_floating_point() and casts):
-            raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {weight.dtype}",
+            raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {dtype}",
                              "convert the input or the layer with .to; torch.autocast casts all but float64")
 
     def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:

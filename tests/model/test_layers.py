@@ -74,8 +74,10 @@ def test_wrong_inputs_are_refused_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_dtype_that_autocast_converts_and_a_projection_of_its_own_dtype() -> None:
-    """Under autocast any floating type but float64 will do, and another projection converts."""
+    """Under autocast any floating type but float64 will do, and another projection converts: of a
+    quantised one `weight` is a function."""
     with torch.autocast("cpu", torch.bfloat16):
         assert GAU(torch.zeros(1, 3, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
         for wrong in (torch.long, torch.double):
@@ -87,6 +89,8 @@ def test_a_dtype_that_autocast_converts_and_a_projection_of_its_own_dtype() -> N
             return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
     layer = FeedForward(d_model=16)
+    quantised, x_BTD = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}), torch.randn(1, 3, 16)
+    assert 0 < (quantised(x_BTD) - layer(x_BTD)).norm() < 0.05 * (layer(x_BTD) - x_BTD).norm()
     layer.in_proj = Converting(16, layer.in_proj.out_features).double()
     assert layer(torch.zeros(1, 3, 16)).dtype == torch.float32
 

@@ -710,6 +710,8 @@ def test_the_class_of_a_row_does_not_depend_on_its_batch(classified, tmp_path):
     hf, batch = hf.float(), tuple(batch.values())
     with torch.no_grad():
         torch.testing.assert_close(torch.export.export(hf, batch).module()(*batch).logits, hf(*batch).logits)
+        of_8_bits = torch.ao.quantization.quantize_dynamic(hf, {torch.nn.Linear})
+        torch.testing.assert_close(of_8_bits(*batch).logits, hf(*batch).logits, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("kind, labels, loss", [
