@@ -66,7 +66,7 @@ class GatedAttentionUnit(ResidualLayer):
         if ids_BT is not None and config.n_heads > 1:  # attention heads are entries of the batch
             ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
         if not config.attends_as_flash:
-            return self.out_proj(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))
+            return self.project_out(self.attend_otherwise(uvz_BTF, info, ids_BT, convolve))
         # One op does all between the two matmuls, with less traffic to memory.
         if config.chunk_size is None:
             out_BTE = ops.gated_quadratic_attention(
@@ -78,7 +78,7 @@ class GatedAttentionUnit(ResidualLayer):
                 uvz_BTF, heads, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
                 segment_ids_BT=ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
                 impl=self.impl)
-        return self.out_proj(unfold_heads(out_BTE, config.n_heads))
+        return self.project_out(unfold_heads(out_BTE, config.n_heads))
 
     def heads_from_z(self, info: SequenceInfo) -> HeadsFromZ:
         """How FLASH's heads are made from z."""
@@ -135,7 +135,7 @@ class GatedAttentionUnit(ResidualLayer):
                 part[0] *= self.config.n_chunks / old.n_chunks
 
     def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        return self.out_proj(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
+        return self.project_out(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
 
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills

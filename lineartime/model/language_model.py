@@ -18,9 +18,11 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
-from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, make_norm, sequence_info
+from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, make_norm, norm_parameters, sequence_info
 from lineartime.model.layout import Layout, check_shape, in_order, lay_out, padding_last
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
+from lineartime.ops.dtypes import float16_as_float32, wide_dtype
+from lineartime.ops.reference import add_norm
 
 
 class LanguageModel(nn.Module):
@@ -76,12 +78,12 @@ class LanguageModel(nn.Module):
         laid = lay_out(self.config, ids_BT, segment_ids_BT, token_mask_BT, begins_BT)
         if ranks.size > 1:
             ids_BT, laid = self.part_of_rows(ids_BT, laid, ranks)
-        info = sequence_info(self.config, laid.position_BL, self.embed.weight.dtype, laid.segment_ids_BL, ranks)
+        info = sequence_info(self.config, laid.position_BL, wide_dtype(self.embed.weight), laid.segment_ids_BL, ranks)
         embeds_BLD = self.embed(laid.take(ids_BT)) if embeds_BTD is None else laid.take(embeds_BTD)
-        x_BLD = self.run_layers(embeds_BLD + self.abs_pos(laid.position_BL), info, collected=collected)
+        x_BLD = self.run_layers(self.residual(embeds_BLD, laid.position_BL), info, collected=collected)
         if collected is not None:
             collected[:] = map(laid.give_back, collected)
-        return self.norm(laid.give_back(x_BLD))
+        return self.normed(laid.give_back(x_BLD))
 
     def part_of_rows(self, ids_BT: Tensor, laid: Layout, ranks: Ranks) -> tuple[Tensor, Layout]:
         """A rank's part of whole rows: ids and layout, `[B or 1, T / W]`. Positions count from the
@@ -94,6 +96,15 @@ class LanguageModel(nn.Module):
         segment_ids_BT = torch.zeros_like(ids_BT) if laid.segment_ids_BL is None else laid.segment_ids_BL
         before_B1, own_BT = segment_ids_BT[:, max(own.start - 1, 0), None], segment_ids_BT[:, own]
         return ids_BT[:, own], Layout(laid.position_BL[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1))
+
+    def residual(self, embeds_BTD: Tensor, position_BT: Tensor) -> Tensor:
+        """What the first layer takes; for float16 float32, as layers add up more than 65,504."""
+        return float16_as_float32(embeds_BTD) + self.abs_pos(position_BT)
+
+    def normed(self, x_BTD: Tensor) -> Tensor:
+        """The norm behind the layers."""
+        weight, bias = norm_parameters(self.norm)
+        return add_norm(x_BTD, None, weight, bias)[1] if weight.dtype == torch.float16 else self.norm(x_BTD)
 
     def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
                    caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
@@ -176,7 +187,7 @@ class LanguageModel(nn.Module):
         vocabulary. Raises UsageError past the end of a position table."""
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         if ids_BN.numel() == 0:
-            return self.norm(embeds_BND)
+            return self.normed(embeds_BND)
         by_document = self.config.document_grid == "own" and ids_BN.shape[1] > 1
         extend = self.extend_by_document if by_document else self.extend_rows
         return extend(embeds_BND, self.begins(ids_BN), n_new_B, state, collected)
@@ -225,8 +236,9 @@ class LanguageModel(nn.Module):
         position_BN = inputs.position_BN
         if self.config.max_len is not None:  # padding may count past the table's end; nobody reads what it gets
             position_BN = position_BN.clamp(max=self.config.max_len - 1)
-        info = sequence_info(self.config, position_BN, self.embed.weight.dtype)
-        return self.norm(self.run_layers(embeds_BND + self.abs_pos(position_BN), info, inputs, caches, collected))
+        info = sequence_info(self.config, position_BN, wide_dtype(self.embed.weight))
+        x_BND = self.residual(embeds_BND, position_BN)
+        return self.normed(self.run_layers(x_BND, info, inputs, caches, collected))
 
 
 @torch.no_grad()

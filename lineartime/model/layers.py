@@ -24,7 +24,7 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layout import lay_out
 from lineartime.ops.context import exchange_states
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
 
 BIAS_WIDTH = 128  # of the two vectors of the rotated position bias (Code 4), whatever `query_key_dim` is
@@ -96,6 +96,11 @@ class ScaleNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of x's shape `[..., D]` and dtype; computed in float32 at least."""
         return scale_norm(x, self.scalar).to(x.dtype)
+
+
+def norm_parameters(norm: nn.LayerNorm | ScaleNorm) -> tuple[Tensor, Tensor | None]:
+    """A norm's weight and bias, as `reference.add_norm` takes them."""
+    return (norm.scalar, None) if isinstance(norm, ScaleNorm) else (norm.weight, norm.bias)
 
 
 def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
@@ -189,6 +194,7 @@ class ResidualLayer(nn.Module):
     attends: ClassVar[bool] = True  # whether tokens read others; then decoding needs a cache
     norm: nn.LayerNorm | ScaleNorm
     in_proj: nn.Linear
+    out_proj: nn.Linear
     in_sizes: tuple[int, ...]  # outputs of each matrix in `in_proj`, which holds them one below the other
 
     def __init__(self, config: ModelConfig):
@@ -230,7 +236,8 @@ class ResidualLayer(nn.Module):
             x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)
         info = sequence_info(self.config, laid.position_BL, at_least_float32(x_BLD).dtype, laid.segment_ids_BL)
         x_BLD, delta_BLD = self.add(x_BLD, None, info)
-        return laid.give_back(x_BLD + delta_BLD)
+        out_BTD = laid.give_back(x_BLD + delta_BLD)
+        return out_BTD.half() if x_BTD.dtype == torch.float16 else out_BTD
 
     def check_input(self, x_BTD: Tensor) -> None:
         """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Autocast
@@ -252,9 +259,17 @@ class ResidualLayer(nn.Module):
 
     def add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta, and the norm of the sum: `[..., D]`."""
-        weight, bias = ((self.norm.scalar, None) if isinstance(self.norm, ScaleNorm)
-                        else (self.norm.weight, self.norm.bias))
-        return add_norm(x, delta, weight, bias)
+        return add_norm(x, delta, *norm_parameters(self.norm))
+
+    def project_out(self, out: Tensor) -> Tensor:
+        """W_o of what attention or a feed-forward gives: `[..., D]`, in float32 where the matmul is
+        of float16, whose largest number is 65,504."""
+        if torch.float16 not in (norm_parameters(self.norm)[0].dtype, matmul_dtype(out)):
+            return self.out_proj(out)
+        # Each token is divided by its largest entry before the product, which is multiplied by it.
+        largest, bias = float16_as_float32(out.detach()).abs().amax(-1, keepdim=True).clamp(min=1), self.out_proj.bias
+        projected = self.out_proj((out / largest).half()).float() * largest
+        return projected if bias is None else projected + (1 - largest) * bias
 
     def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
                cache: Cache) -> tuple[Tensor, Tensor]:

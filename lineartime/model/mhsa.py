@@ -17,6 +17,7 @@ from lineartime.model.decoding.extend import empty_cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.gau_options import KeyConv, WriteGate
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
+from lineartime.ops.dtypes import float16_as_float32
 
 Core = Combiner | MixedChunk | Performer | ReluSquared | Softmax
 """Attention between the projections of a layer. `attend` of whole rows takes q, k and v `[B, T, H,
@@ -95,8 +96,8 @@ class MultiHeadAttention(ResidualLayer):
     def output(self, out_BTD: Tensor, gate: list[Tensor]) -> Tensor:
         """W_o of the heads, multiplied by the gate if there is one."""
         if gate:
-            out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * out_BTD
-        return self.out_proj(out_BTD)
+            out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * float16_as_float32(out_BTD)
+        return self.project_out(out_BTD)
 
     def empty_cache(self, n_rows: int) -> Cache:
         check_rules(self.config, self.config.decoding_rules())
@@ -144,5 +145,5 @@ class FeedForward(ResidualLayer):
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
         u_BTE, *v = self.in_proj(normed_BTD).split(self.config.d_inner, dim=-1)
-        inner_BTE = ACTIVATIONS[self.config.activation](u_BTE)
-        return self.out_proj(inner_BTE * v[0] if v else inner_BTE)
+        inner_BTE = float16_as_float32(ACTIVATIONS[self.config.activation](u_BTE))
+        return self.project_out(inner_BTE * v[0] if v else inner_BTE)

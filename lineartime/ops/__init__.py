@@ -54,9 +54,9 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
     | exchange | callable, or None | for parts of rows: a `CarriedState`, or what ranks exchange |
     | impl | | see the table of this module |
 
-    Returns `[B, T, E]` of uvz's dtype. Raises UsageError for an unknown impl, impl "triton" on
-    inputs that the kernels do not support, gates of heads that are not made, and a `CarriedState`
-    for rows that are not causal or not whole chunks."""
+    Returns `[B, T, E]` of uvz's dtype, for float16 in float32. Raises UsageError for an unknown
+    impl, impl "triton" on inputs that the kernels do not support, gates of heads that are not made,
+    and a `CarriedState` for rows that are not causal or not whole chunks."""
     n_tokens = uvz_BTF.shape[1]
     require(gate_BT is None or not isinstance(heads, HeadsFromZ), "gates are for heads that are made", "gate_BT")
     require(not isinstance(exchange, CarriedState) or (causal and n_tokens % chunk_size == 0),
@@ -89,8 +89,7 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
 def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
                       impl: str | None = None) -> Tensor:
-    """Causal `gated_chunk_attention` of one new token per row: `[B, 1, E]` of uvz's dtype. Buffers
-    hold the past.
+    """Causal `gated_chunk_attention` of one new token per row: `[B, 1, E]`. Buffers hold the past.
 
     | argument | shape, dtype | meaning |
     |---|---|---|

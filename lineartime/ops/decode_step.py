@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode
+from lineartime.ops.dtypes import wide_dtype
 from lineartime.ops.reference import Heads, HeadsFromZ
 from lineartime.ops.tiles import HALF, load_angles, load_base, load_tile, make_head, silu
 
@@ -84,7 +85,7 @@ def decode_columns(uvz, heads, gamma, beta, sin, cos, bias, k_quad, k_lin, v, kv
         made += weight * tl.sum(tl.trans(l1).to(tl.float32) * load_tile(kv_row, half, column, HALF, E, E), 0)
         made += weight * tl.sum(tl.trans(l2).to(tl.float32) * load_tile(kv_row + HALF * E, half, column, HALF, E, E), 0)
     u = silu(tl.load(uvz_row + column, mask=mask, other=0.0).to(tl.float32))
-    tl.store(out + b * E + column, (u * made).to(dtype), mask=mask)
+    tl.store(out + b * E + column, (u * made).to(out.dtype.element_ty), mask=mask)
 
 
 def columns_for(n_rows: int, width: int) -> int:
@@ -101,7 +102,7 @@ def launch(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | None, be
            v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
     """Launch the kernel, with heads or what makes them; the rest is as in `ops`, contiguous."""
     n_rows, c, e = v_BCE.shape
-    out_BE, columns = uvz_BF.new_empty(n_rows, e), columns_for(n_rows, e)
+    out_BE, columns = uvz_BF.new_empty(n_rows, e, dtype=wide_dtype(uvz_BF)), columns_for(n_rows, e)
     decode_columns[(triton.cdiv(e, columns), n_rows)](
         uvz_BF, heads_4BS, gamma_4S, beta_4S, sin_BR, cos_BR, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B,
         first_B, weight_B, out_BE, e, uvz_BF.shape[1], c, SLOTS, columns, STAGES, num_warps=4)
@@ -116,7 +117,7 @@ decode_op = torch.library.custom_op("lineartime::chunk_decode_step", launch,
 def empty_output(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | None, beta_4S: Tensor | None,
                  sin_BR: Tensor | None, cos_BR: Tensor | None, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                  v_BCE: Tensor, *rest: Tensor) -> Tensor:
-    return uvz_BF.new_empty(v_BCE.shape[::2])
+    return uvz_BF.new_empty(v_BCE.shape[::2], dtype=wide_dtype(uvz_BF))
 
 
 def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,

@@ -11,7 +11,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def float16_as_float32(x: Tensor) -> Tensor:
     """`x`, converted to float32 from float16; bfloat16, which has float32's range, stays."""
-    return x.float() if x.dtype == torch.float16 else x
+    return x.to(wide_dtype(x))
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of results that may exceed 65,504: float32 for float16, else that of `x`."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lineartime.ops import reference
 from lineartime.ops.dispatch import QUERY_KEY_DIM, TileClass, on_own_device, refuse_forward_mode, schema_of, tile_class
+from lineartime.ops.dtypes import wide_dtype
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile
@@ -545,7 +546,7 @@ def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     left = torch.empty_like(given.past) if given.carries and given.past is not None else None
     v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, given.chunk_size, backward=False,
                             first_RBSE=given.past, last_RBSE=left)
-    out = uvz.new_empty(*uvz.shape[:2], e)
+    out = uvz.new_empty(*uvz.shape[:2], e, dtype=wide_dtype(uvz))
     run_rounds(attend_queries, "out", (uvz, heads, v, states, given.w), documents, (out, None, None, None),
                given.chunk_size, given.causal, BACKWARD=False)
     return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
@@ -558,7 +559,8 @@ def empty_flash_outputs(*inputs: Any) -> tuple[Tensor, ...]:
     left = torch.empty_like(given.past) if given.carries and given.past is not None else scales.new_empty(0)
     made = uvz.new_empty(4, n_rows, n_tokens, QUERY_KEY_DIM) if given.heads is None else uvz.new_empty(0)
     states = uvz.new_empty(scales.shape[0], n_rows, scales.shape[-1], QUERY_KEY_DIM, e)
-    return uvz.new_empty(n_rows, n_tokens, e), left, made, uvz.new_empty(n_rows, n_tokens, e), states
+    out = uvz.new_empty(n_rows, n_tokens, e, dtype=wide_dtype(uvz))
+    return out, left, made, uvz.new_empty(n_rows, n_tokens, e), states
 
 
 @on_own_device

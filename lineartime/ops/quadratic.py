@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode, schema_of
+from lineartime.ops.dtypes import wide_dtype
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients, score_parts
 from lineartime.ops.reference import HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile, visible_tile
@@ -156,8 +157,8 @@ def quad_forward(*inputs: Any) -> Tensor:
 
 
 def empty_quad_output(*inputs: Any) -> Tensor:
-    given = QuadInputs(*inputs)
-    return given.uvz.new_empty(*given.uvz.shape[:2], (given.uvz.shape[-1] - given.gamma.shape[-1]) // 2)
+    uvz, gamma, *_ = inputs
+    return uvz.new_empty(*uvz.shape[:2], (uvz.shape[-1] - gamma.shape[-1]) // 2, dtype=wide_dtype(uvz))
 
 
 @on_own_device
@@ -169,7 +170,7 @@ def quad_backward(dout: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, T
     e = dout.shape[-1]
     heads = launch_make_heads(uvz, *given[1:5])
     u, v_before = uvz[..., :e], uvz[..., e : 2 * e]
-    v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).contiguous()
+    v, do = F.silu(v_before).contiguous(), (dout * F.silu(u)).to(uvz.dtype).contiguous()
     # The gradients of u and v by weights times values, then of q, k, the bias, and z.
     duvz, dheads = torch.empty_like(uvz), torch.empty_like(heads)
     sum_weighted(heads, v, w, documents, u, dout, duvz, scale_len, causal, of_queries=True, backward=True)

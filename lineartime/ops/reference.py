@@ -5,8 +5,9 @@ states, sums of k v that enter each chunk (`sum_states`), and the reading of sta
 (`read_states`). A document is a run of equal `segment_ids`; -1 marks padding, which contributes
 nothing. The paper's ablations are in `ops/ablations.py`.
 
-Tensors of float16 are multiplied in float32 (`product`): relu(score)^2 and sums of k v can exceed
-65,504, and 1 / 16,384 is float16's smallest normal number. A result beyond 65,504 is inf."""
+Tensors of float16 are multiplied in float32 (`product`), and what attention gives for them is
+float32: relu(score)^2, sums of k v and u * A v can exceed 65,504, float16's largest number, and
+1 / 16,384 is its smallest normal one."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32, autocast_off, float16_as_float32, matmul_dtype
+from lineartime.ops.dtypes import at_least_float32, autocast_off, float16_as_float32, matmul_dtype, wide_dtype
 
 SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
@@ -104,9 +105,10 @@ def product(formula: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def weigh_values(a: Tensor, v: Tensor) -> Tensor:
-    """a v in the dtype of a matmul with v: `[..., N, M]` and `[..., M, E]` give `[..., N, E]`."""
+    """a v in the dtype of a matmul with v, or float32 for float16: `[..., N, M]` and `[..., M, E]`
+    give `[..., N, E]`."""
     if matmul_dtype(v) == torch.float16:
-        return product("...nm,...me->...ne", a, v).half()
+        return product("...nm,...me->...ne", a, v)
     return torch.matmul(a.to(v.dtype), v)
 
 
@@ -152,8 +154,8 @@ def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tenso
 
     q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the
     position bias, see `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each
-    token, -1 for padding; None: one document. Returns `[B, G, C, E]`, of v's dtype or
-    autocast's."""
+    token, -1 for padding; None: one document. Returns `[B, G, C, E]`, of v's dtype or autocast's,
+    or float32 for float16."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
     a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
     return weigh_values(a_BGCM, v_BGCE)
@@ -298,12 +300,12 @@ def states_of_rows(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gate
 
 
 def read_states(q_BGCS: Tensor, kv_BGSE: Tensor, weight_BGC: Tensor) -> Tensor:
-    """weight q kv, of the states that enter chunks: `[B, G, C, E]`, in q's or autocast's dtype."""
+    """weight q kv, of the states that enter chunks: `[B, G, C, E]`, in q's or autocast's dtype, or
+    float32 for float16."""
     # The weight, 0 or 1 / count, is put into q, which is smaller than the result.
-    in_float16, q_BGCS = matmul_dtype(q_BGCS) == torch.float16, float16_as_float32(q_BGCS)
+    q_BGCS = float16_as_float32(q_BGCS)
     q_BGCS = (q_BGCS * weight_BGC[..., None]).to(q_BGCS.dtype)
-    out_BGCE = product("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
-    return out_BGCE.half() if in_float16 else out_BGCE
+    return product("bgcs,bgse->bgce", q_BGCS, kv_BGSE.to(q_BGCS.dtype))
 
 
 def linear_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, *, causal: bool,
@@ -468,7 +470,8 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
 
     x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without
     bias: ScaleNorm. Returns the sum in the promoted dtype of x and delta, and its norm in the dtype
-    of matmuls: autocast's, or the sum's. The norm is computed in float32 at least."""
+    of matmuls: float16 if the weight's is, autocast's, or the sum's. The norm is computed in
+    float32 at least."""
     # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
@@ -476,7 +479,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
         normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), NORM_EPS)
     else:
         normed = scale_norm(total, weight)
-    return total, normed.to(matmul_dtype(total))
+    return total, normed.to(weight.dtype if weight.dtype == torch.float16 else matmul_dtype(total))
 
 
 def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
@@ -499,4 +502,4 @@ def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS:
     a_B1C = attention_weights(score_B1C, visible_BC[:, None])
     quad_B1E = weigh_values(a_B1C, v_BCE)
     linear_B1E = torch.bmm(q_lin_B1S * weight_B[:, None, None], kv_BSE)
-    return u_B1E * (linear_B1E + quad_B1E).to(u_B1E.dtype)
+    return u_B1E * (linear_B1E + quad_B1E).to(wide_dtype(u_B1E))

@@ -1,4 +1,4 @@
-"""float16 in the reference: neither long sums nor large scores lose digits or overflow."""
+"""float16 in the reference and in models: neither long sums nor large numbers overflow."""
 
 import pytest
 import torch
@@ -7,8 +7,11 @@ from torch import Tensor
 from lineartime.model.attention.performer import performer_attention
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
+from lineartime.model.layers import ResidualLayer, sequence_info
+from lineartime.model.mhsa import FeedForward
 from lineartime.ops import ablations, reference
 from lineartime.weights.generation.generate import decode_step, prefill
+from lineartime.weights.load import load_model
 from marks import rest
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
 
@@ -22,7 +25,7 @@ def random(*shape: int, scale: float, mean: float = 1.0, seed: int) -> Tensor:
 
 
 def error(half: Tensor, exact: Tensor) -> float:
-    assert half.dtype == torch.float16 and half.isfinite().all()
+    assert half.dtype in (torch.float16, torch.float32) and half.isfinite().all()
     return float((half.double() - exact).norm() / exact.norm())
 
 
@@ -103,3 +106,33 @@ def test_a_model_of_large_heads(name: str) -> None:
         for n in range(6, 11):
             assert error(logits, expected[:, n - 1]) < 3e-3
             logits = decode_step(half, ids[:, n], state)
+
+
+def test_the_model_that_ships() -> None:
+    """What its layers add grows to 700,000. bfloat16 is ten times as far from float32."""
+    exact, half = load_model("small")[0].eval(), load_model("small")[0].half().eval()
+    ids = random_ids(1, 300, vocab_size=exact.config.vocab_size)
+    with torch.no_grad():
+        expected = exact(ids)
+        assert error(half(ids), expected) < 2e-3
+        assert (half(ids, targets=ids) - exact(ids, targets=ids)).abs().max() < 0.1
+        with torch.autocast("cpu", torch.float16):
+            assert error(exact(ids), expected) < 2e-3
+        logits, state = prefill(half, ids[:, :255].tolist())
+        for n in range(255, 258):  # over the end of a chunk
+            assert error(logits, expected[:, n - 1]) < 2e-3
+            logits = decode_step(half, ids[:, n], state)
+
+
+@pytest.mark.parametrize("kind", [FeedForward, GatedAttentionUnit])
+def test_what_a_layer_adds_is_larger_than_float16(kind: type[ResidualLayer]) -> None:
+    """The input of W_o too."""
+    torch.manual_seed(0)
+    layer, x = kind(d_model=8, init_std=1.0).double(), random(2, 5, 8, scale=1.0, seed=1)
+    info = sequence_info(layer.config, torch.arange(5)[None], torch.float32)
+    with torch.no_grad():
+        layer.in_proj.weight.mul_(2000)
+        layer.out_proj.bias.fill_(3.0)
+        exact = layer.add(x, None, info)[1]
+        assert exact.abs().max() > 1e6
+        assert error(layer.half().add(x.half(), None, info)[1], exact) < 3e-3

@@ -14,7 +14,7 @@ from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import RelPosBias
 from lineartime.ops.ablations import ablated_quadratic_attention, score_scale
-from lineartime.ops.dtypes import at_least_float32, float16_as_float32
+from lineartime.ops.dtypes import at_least_float32, float16_as_float32, wide_dtype
 from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 
 
@@ -79,7 +79,7 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
         halves_BNE.append(weigh_values(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE))
     if at.full is not None:
         cache.close(at)
-    return sum(halves_BNE[1:], halves_BNE[0]).to(v_BNE.dtype)
+    return sum(halves_BNE[1:], halves_BNE[0]).to(wide_dtype(v_BNE))
 
 
 def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,
