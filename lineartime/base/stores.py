@@ -96,17 +96,13 @@ def unpacked(name: Name) -> Iterator[Any]:
             yield plain
 
 
-def file_blocks(name: Name, n_read: int = 0) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, after the first `n_read`; `-` is stdin. Raises DataError."""
+def file_blocks(name: Name, size: int = 1 << 16) -> Iterator[bytes]:
+    """The bytes of a file, unpacked, in blocks of `size`; `-` is stdin. Raises DataError."""
     if name == "-":
         yield from stdin_blocks()
         return
     with unpacked(name) as file:
-        while n_read:
-            if not (block := file.read(min(n_read, 1 << 20))):
-                raise DataError("the file is shorter than what was read of it", name)
-            n_read -= len(block)
-        while block := file.read(1 << 16):
+        while block := file.read(size):
             yield block
 
 

@@ -16,7 +16,7 @@ from lineartime.base.settings import require
 from lineartime.base.stores import file_blocks, joined, packing_of, require_there, size_of, stdin_blocks
 from lineartime.cli.options import Device, Precision
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping, summary
-from lineartime.data.read_text import PIECE, kind_of, read_small, text_of
+from lineartime.data.read_text import kind_of, read_small, text_of
 from lineartime.folders import named_folder, require_run
 from lineartime.tasks.qa.finetune_config import Evidence, MaxAnswerTokens, Stride
 
@@ -151,14 +151,15 @@ def score(
 
     loaded, tokenizer, _ = load_model(folder)
     loaded.to(pick_device(device))
-    now = scoring.open_state(loaded, tokenizer, state)
+    now, size = scoring.open_state(loaded, tokenizer, state), block_bytes(loaded)
+    came = stdin_blocks(size, ticks=True) if file == "-" else scoring.unread(file_blocks(file, size), now, file)
     begun = saved = time.monotonic()
     n_before = now.n_tokens
 
     def blocks() -> Iterator[bytes]:
         """The text. The next block is asked for when all rows before it are printed."""
         nonlocal saved
-        for block in stdin_blocks(PIECE, ticks=True) if file == "-" else file_blocks(file, now.n_read):
+        for block in came:
             yield block
             sys.stdout.flush()
             if state is not None and time.monotonic() - saved >= SAVE_SECONDS:
@@ -184,6 +185,14 @@ def score(
         stop.check("nothing is kept" if state is None else f"the same command goes on with {state}")
 
 
+def block_bytes(model: "LanguageModel") -> int:
+    """So many bytes are read at once. A stop waits until they are scored, which on a core of a
+    processor takes less than half a second. Only the model decides, so the bits come out alike."""
+    n_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.device.type == "cpu")
+    most = (1 << 35) // max(n_parameters, 1)
+    return min(max(1 << most.bit_length() >> 1, 256), 1 << 16)
+
+
 def line_of(row: "scoring.Score", per: str, as_json: bool) -> str:
     per_byte, text = row.bits / max(row.n_bytes, 1), repr(row.text) if per == "token" else row.text
     if as_json:
@@ -194,9 +203,12 @@ def line_of(row: "scoring.Score", per: str, as_json: bool) -> str:
 
 def note_scored(now: "scoring.ScoringState", n_new: int, seconds: float, state: Path | None) -> None:
     """Print what is scored so far, and how fast, to stderr. n_new: tokens of this call."""
-    per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / max(now.n_tokens, 1))
-    note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
-         f"byte, perplexity {perplexity:.1f} per token; {n_new / max(seconds, 1e-9):,.0f} tokens/s")
+    if now.n_tokens:
+        per_byte, perplexity = now.bits / max(now.n_bytes, 1), 2 ** (now.bits / now.n_tokens)
+        note(f"scored   {now.n_lines:,} lines, {now.n_tokens:,} tokens, {now.n_bytes:,} bytes: {per_byte:.3f} bits per "
+             f"byte, perplexity {perplexity:.1f} per token; {n_new / max(seconds, 1e-9):,.0f} tokens/s")
+    elif not now.shown:
+        note("scored   0 tokens: no text")
     if now.shown:
         note(f"the last line has no end yet; what came of it waits in {state}")
 

@@ -194,16 +194,13 @@ def text_of(name: Name) -> Iterator[str]:
 
 def read_small(name: Name, most: int = MAX_BYTES) -> str:
     """The text of a file, which may be packed, or of stdin (`-`), without its byte order mark.
-    Raises DataError for what cannot be read, is not UTF-8, or has more than `most` bytes."""
+    Raises DataError for what cannot be read, is no text in UTF-8, or has more than `most` bytes."""
     content, where = bytearray(), "stdin" if name == "-" else name
     for block in file_blocks(name):
         content += block
         if len(content) > most:
             raise DataError("the text is too large", where, f"at most {most:,} bytes are read")
-    try:
-        return content.decode().removeprefix(BYTE_ORDER_MARK)
-    except UnicodeDecodeError as e:
-        raise not_utf8(where, f", byte {e.start}") from None
+    return "".join(text_blocks([bytes(content)], where))
 
 
 # Rows

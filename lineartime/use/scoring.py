@@ -11,6 +11,7 @@ import codecs
 import dataclasses
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ SHOWN_CHARACTERS = 80
 """A score has at most so many characters of its line."""
 READ_TOKENS = 2048
 """The model reads about so many tokens at once, in whole chunks."""
+LONG_LINE = 1 << 13  # characters; parts of a longer line are scored before its end comes
 
 
 class Score(NamedTuple):
@@ -62,6 +64,8 @@ class ScoringState:
     n_bytes: int = 0
     bits: float = 0.0
     """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
+    crc32: int | None = 0  # of the bytes that were read; None where an older version began
+    precision: str = ""
     of_model: str = ""
     """The hash of the model, from the first save on: it takes seconds for a large one."""
 
@@ -87,7 +91,19 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
     decoding, facts = load_state(path, model, state.facts())
     if decoding.tokenizer_sha256 != tokenizer.sha256:
         raise CheckpointError("the state of another tokenizer", path, "name another file")
-    return dataclasses.replace(state, decoding=decoding, **facts)
+    return dataclasses.replace(state, decoding=decoding, **{"crc32": None} | facts)
+
+
+def unread(blocks: Iterable[bytes], state: ScoringState, name: Name) -> Iterator[bytes]:
+    """The blocks of a file without what the state has read of it. Raises DataError for a file that
+    does not begin with that."""
+    blocks, block, crc32, n_left = iter(blocks), b"", 0, state.n_read
+    while n_left and (block := next(blocks, b"")):
+        crc32, n_left, block = zlib.crc32(block[:n_left], crc32), max(n_left - len(block), 0), block[n_left:]
+    if n_left or state.crc32 not in (None, crc32):
+        raise DataError("the state has read another text, or more of it", name, "name another file for the state")
+    state.crc32 = crc32
+    return itertools.chain(filter(None, [block]), blocks)
 
 
 class TextPart(NamedTuple):
@@ -104,7 +120,7 @@ def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[TextPart
     for line, ended in [*((line, True) for line in lines), (rest, False)]:
         state.shown = (state.shown + line)[:SHOWN_CHARACTERS]
         # Where a long line is cut does not depend on the blocks in which it comes.
-        *pieces, (state.text, _) = cut_pieces([state.text + line + "\n" * ended])
+        *pieces, (state.text, _) = cut_pieces([state.text + line + "\n" * ended], LONG_LINE)
         yield from (TextPart(piece.text) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)
@@ -145,19 +161,24 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
 
     per: "document" gives one score at the end. state: goes on from there, and is moved on; it may
     be saved whenever a block is asked for. keep: leave a last line without its end in the state,
-    for more to come; else it is scored. Raises DataError for text that is not UTF-8, after the
-    scores before it, NumericsError for bits that are not finite, and as `open_state` does."""
+    for more to come; else it is scored. Raises DataError for what is no text in UTF-8, after the
+    scores before it, NumericsError for bits that are not finite, UsageError for a state that was
+    made in another precision, and as `open_state` does."""
     require_name("precision", precision, PRECISIONS)
     require_name("row", per, ("line", "token", "document"))
     state = open_state(model, tokenizer) if state is None else state
+    require(state.precision in ("", precision), "the state has another precision", precision,
+            f"take {state.precision}")
+    state.precision = precision
     for block in itertools.chain(blocks, () if keep else (None,)):
         data = block.encode("utf-8", "surrogatepass") if isinstance(block, str) else block
         text, state.tail, error = decode_next(data, state.tail, state.n_read, name)
         state.n_read += len(data or b"")
+        state.crc32 = None if state.crc32 is None else zlib.crc32(data or b"", state.crc32)
         yield from scores_of(model, tokenizer, [*next_parts(state, text, block is None)], state, per, precision)
         if error is not None:
             raise error
-    if per == "document":
+    if per == "document" and state.n_tokens:
         yield Score(1, state.bits, state.n_bytes, str(name))
 
 
@@ -171,6 +192,9 @@ def decode_next(block: bytes | None, tail: str, position: int, name: object) -> 
     except UnicodeDecodeError as e:
         text, n = data[:e.start].decode(), len(data)
         error = not_utf8(name, f", byte {begin + e.start}")
+    if "\0" in text:
+        error = DataError("a NUL byte: this is no text", f"{name}, byte {begin + data.index(0)}")
+        text, n = text[: text.index("\0")], len(data)
     return text if begin else text.removeprefix(BYTE_ORDER_MARK), data[n:].hex(), error
 
 

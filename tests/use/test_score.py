@@ -10,7 +10,6 @@ import subprocess
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,16 @@ import torch
 from benchmarks.measure import rss_bytes
 from command_line import Call, assert_refused
 from lineartime.base.errors import DataError, UsageError
-from lineartime.data.read_text import cut_pieces
+from lineartime.cli.use import block_bytes
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.scoring import ScoringState, open_state, score
+from lineartime.weights.load import load_model
 from tiny_checkpoints import write_model
 from tiny_models import CONFIGS, random_model
 
 WORDS = ["the", "Reader,", "I'll", "x=1;", "naïve", "世界", "\u00a0", "\u3000", "!\x1c", "...", "\u0085", "a\u200b"]
+NEW = {"crc32", "precision"}  # what the state of version 0.2.0 has not
 SPACES = [" ", " ", "  ", "\n", "\n", "\n\n", "\r\n", " \n", "\t\n    ", "\n\n\n  ", "\u2028", "\x0b"]
 
 
@@ -67,8 +68,9 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
     assert (whole.bits, whole.n_bytes, end) == (pytest.approx(math.fsum(expected)), len(text.encode()), end)
     assert [row.bits > 0 for row in score(model, tokenizer, ["word\n  \n  "])] == [True, False, False]
     assert [row.n_bytes for row in score(model, tokenizer, ["word\x1c\n\nend\n"])] == [5, 0, 5]
-    with pytest.raises(DataError, match="not valid UTF-8: the text, byte 1"):
-        list(score(model, tokenizer, ["a\ud800"]))
+    for bad, words in (("a\ud800", "not valid UTF-8"), ("a\0\ud800", "a NUL byte: this is no text")):
+        with pytest.raises(DataError, match=f"{words}: the text, byte 1"):
+            list(score(model, tokenizer, [bad]))
     with pytest.raises(UsageError, match="unknown row: lines; did you mean line"):
         list(score(model, tokenizer, [text], per="lines"))  # type: ignore[arg-type]
 
@@ -76,7 +78,7 @@ def test_bits_are_those_of_the_whole_text(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["flash", "flash local key conv", "flash+", "transformer++", "combiner", "performer"])
 def test_blocks_and_saves_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory holds a part of a long line, and of blank lines without end; here parts are short."""
-    monkeypatch.setattr("lineartime.use.scoring.cut_pieces", partial(cut_pieces, size=5000))
+    monkeypatch.setattr("lineartime.use.scoring.LONG_LINE", 5000)
     tokenizer, path, found = byte_tokenizer(), tmp_path / "state", []
     model, content = model_for(tokenizer, name), "\ufeff" + text_of(100) + "\n"
     if name == "flash":
@@ -148,6 +150,23 @@ def test_the_state_is_saved_now_and_then(call: Call, tmp_path: Path, monkeypatch
     assert saved == [1 << 16, 70_000, 70_000]
 
 
+def test_a_state_knows_its_text_and_its_precision(call: Call, tmp_path: Path) -> None:
+    """A text that has grown is the same, another one is not. An older state has no checksum."""
+    write_model(model := tmp_path / "model")
+    (log := tmp_path / "log").touch()
+    state, line = tmp_path / "state", ["score", model, log, "--json", "--state", tmp_path / "state"]
+    for number in (0, 1, 2, 3):
+        out, err = call(*line)[1:]
+        assert json.loads(out)["number"] == number if number else (out, err) == ("", "scored   0 tokens: no text\n")
+        log.write_text(log.read_text() + f"{number}\n")
+        assert_refused(*call(*line, "--precision", "bfloat16")[::2], 2, "another precision", "take float32")
+        old = open_state(*load_model(model)[:2], state)
+        facts = {name: fact for name, fact in old.facts().items() if number > 1 or name not in NEW}
+        old.decoding.save(state, facts)
+    log.write_text(f"a{log.read_text()}b\n")
+    assert_refused(*call(*line)[::2], 3, "another text", "name another file")
+
+
 def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
     (text := tmp_path / "text").write_text("It was a dark and stormy night.\n")
     _, out, err = call("score", "small", text, "--per", "token", "--json")
@@ -155,6 +174,7 @@ def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
     bits, n_bytes = (sum(row[name] for row in rows) for name in ("bits", "bytes"))
     found = re.search(r"([\d.]+) bits per byte, perplexity ([\d.]+) per token", err)
     assert found is not None and n_bytes == 32 > 2 * len(rows)
+    assert block_bytes(load_model("small")[0]) == 4096  # a stop waits for so many bytes
     assert [*map(float, found.groups())] == pytest.approx([bits / 32, 2 ** (bits / len(rows))], abs=0.06)
     assert all(row["bits_per_byte"] == pytest.approx(row["bits"] / row["bytes"], abs=1e-3) for row in rows)
 
@@ -168,12 +188,14 @@ def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
     assert call("score", model, short, "--state", state, "--per", "document")[0] == 0
     short.write_bytes(b"good")
     content = state.read_bytes()
+    (binary := tmp_path / "binary").write_bytes(b"good\n\0\n")
     (rotten := tmp_path / "rotten").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     for arguments, code, words in (
             ([model, bad], 3, "bad, byte 5"), ([model, model], 3, "Is a directory"), ([masked, bad], 2, "only a"),
-            ([model, short, "--state", state], 3, "file is shorter"), ([model, bad, "--per", "word"], 2, "--per"),
+            ([model, binary], 3, "binary, byte 5"),
+            ([model, short, "--state", state], 3, "or more of it"), ([model, bad, "--per", "word"], 2, "--per"),
             (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", rotten], 4, "hash"),
             ([model, bad, "--state", short], 4, "damaged"), ([model, bad, "--state", bad / "x"], 2, "no such")):
         code_said, out, err = call("score", *arguments)
         assert_refused(code_said, err[err.find("error: "):], code, words)
-        assert out.count("good") == (words == "bad, byte 5")  # what is before it is scored
+        assert out.count("good") == words.endswith(", byte 5")  # what is before it is scored

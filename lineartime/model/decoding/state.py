@@ -126,8 +126,8 @@ class DecodingState:
 
 
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
-    """A state of `model` that was saved, and the facts beside it, which must have these names.
-    Raises CheckpointError for a damaged file, and for one of another model, command or version."""
+    """A state of `model` that was saved, and the facts beside it, of these names or fewer. Raises
+    CheckpointError for a damaged file, and for one of another model, command or version."""
     try:
         open_regular(path).close()
         with safetensors.safe_open(path, "pt") as file:
@@ -141,7 +141,7 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
         raise CheckpointError("cannot read the state", path, e.strerror or str(e)) from None
     except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
         raise CheckpointError("no decoding state, or damaged", path, str(e)) from None
-    if {*facts} != {*names}:
+    if not {*facts} <= {*names} or bool(facts) != bool(names):
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
     if of_model != model_sha256(model):
         raise CheckpointError("the state of another model or precision", path, "name the model that has read it")
