@@ -133,6 +133,8 @@ def test_what_of_a_state_grows(name: str) -> None:
     growing = {RowCache: ("ks_BLCHK", "vs_BLCHK"), KeyValueCache: ("k_BL", "v_BL")}
     for i, cache in enumerate(state.caches):
         assert type(cache) is kinds[config.layer(i).attn_type] and cache.growing == growing.get(type(cache), ())
+    with torch.inference_mode():  # what is made in it can be written outside
+        state.reserve(3)
     at_first, n_bytes, n_tokens = [cache.tensors() for cache in state.caches], state.n_bytes, 0
     for n_new in (1, 7, 10) if config.max_len else (1, 7, 100, 1, 1, 1100):
         model.extend(random_ids(2, n_new, vocab_size=12) + 1, torch.tensor([n_new, n_new // 2]), state)
