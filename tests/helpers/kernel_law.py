@@ -63,10 +63,11 @@ def make_inputs(n_rows: int, n_tokens: int, dtype: torch.dtype, *, d_inner: int 
 
 
 def documents(n_rows: int, n_tokens: int) -> Tensor:
-    """Several to a row, of one token too and longer than a chunk, and padding in the last row."""
+    """Several to a row, of one token too and longer than a chunk, and padding in the last row.
+    Their numbers have gaps, as with `document_grid` "own"."""
     begins = random(n_rows, n_tokens, seed=5) > 2.2
     begins[:, n_tokens // 3 : n_tokens // 3 + 2] = True
-    ids = begins.cumsum(1)
+    ids = 2 * begins.cumsum(1)
     ids[-1, n_tokens - n_tokens // 7 :] = -1
     return ids
 

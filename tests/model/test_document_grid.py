@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_law import assert_near, tiny
 from lineartime.config import ModelConfig
 from lineartime.model.layout import lay_out
 from marks import rest
@@ -136,24 +135,6 @@ def test_decoding_gives_the_states_of_every_block(name: str) -> None:
         model.extend(torch.full((2, 3), END), torch.tensor([0, 0]), state)
     for n, whole_BTD in enumerate(wanted):
         assert same(torch.cat([found[n] for found in parts], dim=1), whole_BTD)
-
-
-@pytest.mark.parametrize("name", ["flash", *rest("flash+", "flash-quad")])
-def test_kernels_compute_the_same(name: str) -> None:
-    """At most twice as far from each document alone, in float64, as the reference is."""
-    model = tiny(name, n_layers=1, d_model=32, end_of_document=END, document_grid="own",
-                 **({"chunk_size": 128} if name == "flash+" else {}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(0))
-    documents, made = documents_of((129, 20), seed=5), []
-    for impl in ("triton", "reference"):
-        model.set_impl(impl)
-        logits_TV = model(torch.cat(documents)[None])[0]
-        made.append([logits_TV.detach(), *gradients_of(model, logits_TV)])
-    model.double()
-    alone_TV = torch.cat([model(ids_T[None])[0] for ids_T in documents])
-    assert_near(*made, [alone_TV.detach(), *gradients_of(model, alone_TV)], floor=2e-6)
 
 
 @pytest.mark.rest

@@ -120,22 +120,18 @@ ROWS = [(0, 0), (C - 1, 0), (2 * C + 33, 0), (3 * C, 2 * C + 9), (3 * C + 77, 3 
 """A first token, a last slot, a third chunk, documents begun before the chunk, in it, just now."""
 
 
-@pytest.mark.parametrize(("dtype", "rows", "e", "more"), [
-    (torch.bfloat16, ROWS[:3], 48, {}), (torch.float32, ROWS[3:], 16, {"pooling": "sum"}),
-    (torch.float16, ROWS[3:], 16, {"pooling": "sum"}), (torch.bfloat16, ROWS, 48, {"heads": True}),
-    (torch.bfloat16, [(2 * 256 + 128, 256 - 9)], 16, {"c": 256}),
-    *rest((torch.bfloat16, [(2 * 512 + 256, 512 - 9)], 16, {"c": 512}))])
-def test_held_to_float64(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, more: dict) -> None:
-    """Also of heads that are made already, and of longer chunks."""
+@pytest.mark.parametrize(("dtype", "rows", "e", "columns", "more"), [
+    (torch.bfloat16, ROWS[:3], 48, 32, {}), (torch.float32, ROWS[3:], 16, 32, {"pooling": "sum"}),
+    (torch.float16, ROWS[3:], 16, 32, {"pooling": "sum"}), (torch.bfloat16, ROWS, 48, 32, {"heads": True}),
+    (torch.bfloat16, [(2 * 256 + 128, 256 - 9)], 16, 32, {"c": 256}), (torch.bfloat16, ROWS[1:3], 112, 64, {}),
+    *rest((torch.bfloat16, [(2 * 512 + 256, 512 - 9)], 16, 32, {"c": 512}), (torch.bfloat16, ROWS[1:3], 240, 128, {}))])
+def test_held_to_float64(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, columns: int, more: dict,
+                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of heads that are made already, of longer chunks, and in the wider programs of many
+    rows, whose last one has columns to spare."""
+    monkeypatch.setattr(decode_step, "MANY_PROGRAMS", 4 if columns > 32 else 256)
+    assert decode_step.columns_for(len(rows), e) == columns
     assert_held(make_inputs(dtype, rows, e, **more))
-
-
-@pytest.mark.parametrize(("e", "columns"), [(112, 64), *rest((240, 128))])
-def test_wider_programs(e: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of many rows; the last one has columns to spare."""
-    monkeypatch.setattr(decode_step, "MANY_PROGRAMS", 4)
-    assert decode_step.columns_for(2, e) == columns
-    assert_held(make_inputs(torch.bfloat16, ROWS[1:3], e))
 
 
 def test_float32_parameters_and_strides() -> None:

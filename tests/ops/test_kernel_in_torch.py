@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernel_law import S, documents, flat, make_inputs, random
 from lineartime.ops import decode_step, mixed_chunk, quadratic
+from marks import rest
 
 
 def of_chunks(n_tokens: int, dtype: torch.dtype):
@@ -49,6 +50,27 @@ def test_compiled_checkpointed_and_in_any_layout(made) -> None:
     for other in (run(torch.compile(op, backend="aot_eager", fullgraph=True), inputs),
                   run(partial(checkpoint, op, use_reentrant=False), inputs), run(op, strided)):
         assert all(torch.equal(a, b) for a, b in zip(other, kept, strict=True))
+
+
+@pytest.mark.parametrize(("made", "document", "dtype", "causal"), [
+    (of_rows, 50, torch.float32, True), (of_rows, 50, torch.bfloat16, False), (of_chunks, 100, torch.bfloat16, True),
+    *rest((of_chunks, 100, torch.bfloat16, False))])
+def test_nothing_crosses(made, document: int, dtype: torch.dtype, causal: bool) -> None:
+    """Between documents, from the future, from padding: no bit of output, gradients of 0."""
+    n_tokens = 3 * document - 17
+    op, inputs = made(n_tokens, dtype)
+    ids_T = torch.arange(n_tokens) // document
+    ids_T[-13:] = -1
+    op = partial(op, causal=causal, segment_ids_BT=ids_T.expand(2, -1))
+    uvz, *others = inputs.values()
+    out = op(uvz.requires_grad_(), *others)
+    assert (out[:, -13:] == 0).all() and (out[:, :-13] != 0).any(-1).all()
+    asked = torch.arange(document + document // 5, document + document // 2)  # of these a gradient is given
+    duvz, = torch.autograd.grad(out, uvz, torch.zeros_like(out).index_fill(1, asked, 1.0))
+    seen_T = (ids_T == 1) & ((torch.arange(n_tokens) <= asked[-1]) | (not causal))
+    assert (duvz[:, ~seen_T] == 0).all() and (duvz[:, seen_T] != 0).any(-1).all()
+    changed = torch.where(seen_T[:, None], uvz.detach(), random(*uvz.shape, seed=7).to(dtype))
+    assert torch.equal(op(changed, *others)[:, asked], out.detach()[:, asked])
 
 
 @EVERY_OP

@@ -21,24 +21,19 @@ from tiny_models import LONG_MEMORY, random_ids
 assert_held = partial(kernel_law.assert_held, mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention)
 
 
-@pytest.mark.parametrize(("dtype", "causal", "with_documents"), [
-    (torch.bfloat16, True, True), (torch.bfloat16, False, True), (torch.float32, True, False),
-    (torch.float16, False, True), *rest((torch.float32, False, True), (torch.float16, True, False))])
-def test_held_to_float64(dtype: torch.dtype, causal: bool, with_documents: bool) -> None:
-    """Two chunks and part of a third, in float32 one and a part."""
-    n_tokens = 133 if dtype == torch.float32 else 261
-    assert_held(make_inputs(1, n_tokens, dtype), chunk_size=128, causal=causal,
-                segment_ids_BT=documents(1, n_tokens) if with_documents else None)
-
-
-@pytest.mark.parametrize(("n_rows", "n_tokens", "chunk", "causal", "pooling"), [
-    (3, 40, 128, True, "mean"), (1, 1, 128, True, "mean"), (1, 267, 128, True, "sum"), (1, 277, 256, True, "mean"),
-    *rest((1, 277, 256, False, "mean"), (1, 533, 512, True, "mean"), (1, 533, 512, False, "mean"))])
-def test_other_rows_chunks_and_sums_are_held_to_float64(n_rows: int, n_tokens: int, chunk: int, causal: bool,
-                                                        pooling: str) -> None:
-    """Short rows, an odd number of them; sums in place of means; chunks in rounds."""
-    assert_held(make_inputs(n_rows, n_tokens, torch.bfloat16, chunk=chunk), chunk_size=chunk, causal=causal,
-                pooling=pooling, segment_ids_BT=documents(n_rows, n_tokens))
+@pytest.mark.parametrize(("dtype", "n_rows", "n_tokens", "chunk", "causal", "pooling", "with_documents"), [
+    (torch.bfloat16, 1, 261, 128, True, "mean", True), (torch.bfloat16, 1, 261, 128, False, "mean", True),
+    (torch.float32, 1, 133, 128, True, "mean", False), (torch.float16, 1, 261, 128, False, "mean", True),
+    (torch.bfloat16, 3, 40, 128, True, "mean", True), (torch.bfloat16, 1, 1, 128, True, "mean", True),
+    (torch.bfloat16, 1, 267, 128, True, "sum", True), (torch.bfloat16, 1, 277, 256, True, "mean", True), *rest(
+        (torch.float32, 1, 133, 128, False, "mean", True), (torch.float16, 1, 261, 128, True, "mean", False),
+        (torch.bfloat16, 1, 277, 256, False, "mean", True), (torch.bfloat16, 1, 533, 512, True, "mean", True),
+        (torch.bfloat16, 1, 533, 512, False, "mean", True))])
+def test_held_to_float64(dtype: torch.dtype, n_rows: int, n_tokens: int, chunk: int, causal: bool, pooling: str,
+                         with_documents: bool) -> None:
+    """Chunks and part of one more; short rows, an odd number of them; chunks in rounds."""
+    assert_held(make_inputs(n_rows, n_tokens, dtype, chunk=chunk), chunk_size=chunk, causal=causal, pooling=pooling,
+                segment_ids_BT=documents(n_rows, n_tokens) if with_documents else None)
 
 
 @pytest.mark.rest
@@ -64,22 +59,6 @@ def test_states_in_two_levels_are_those_of_one(causal: bool, monkeypatch: pytest
                      for backward in (False, True)])
     for one, two in zip(*made, strict=True):
         assert one.abs().sum() > 0 and (one - two).norm() <= 1e-6 * one.norm()
-
-
-@pytest.mark.parametrize("causal", [True, *rest(False)])
-def test_documents_and_the_future_have_gradients_of_exactly_zero(causal: bool) -> None:
-    """By the output at one token, in the middle of a document over two chunks."""
-    inputs = make_inputs(1, 300, torch.bfloat16)
-    ids_1T = torch.zeros(1, 300, dtype=torch.long)
-    ids_1T[:, 100:] += 1
-    ids_1T[:, 200:] += 1
-    uvz = inputs["uvz"].requires_grad_()
-    out = flat(mixed_chunk.gated_chunk_attention)(*inputs.values(), chunk_size=128, causal=causal,
-                                                  segment_ids_BT=ids_1T)
-    gradient_T = torch.autograd.grad(out[0, 150].sum(), uvz)[0][0].abs().sum(-1)
-    seen = set(range(100, 151 if causal else 200))
-    found = set(gradient_T.nonzero().flatten().tolist())
-    assert found <= seen and len(found) > 0.6 * len(seen)  # relu gives some keys of their own document nothing
 
 
 @pytest.mark.parametrize(("preset", "norm"), [("flash", "layer_norm"), *rest(("flash-quad", "scale_norm"))])

@@ -17,10 +17,10 @@ from command_line import assert_refused
 from lineartime.base.errors import DataError, UsageError
 from lineartime.config import TrainConfig
 from lineartime.data.prepare import prepare
-from lineartime.data.tokens import open_split
+from lineartime.data.tokens import Mixture, open_split
 from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel, masked_token_losses
-from lineartime.training.evaluation import evaluate
+from lineartime.training.evaluation import evaluate, evaluate_data
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.masking import NO_TARGET, mask_tokens, masked_batch
 from lineartime.training.objectives import MaskedTokens
@@ -246,7 +246,9 @@ def test_the_score_in_training_reads_as_many_tokens_as_asked(masked_data, stream
     model, read = LanguageModel(config.model), []
     task = MaskedTokens(config, open_split(masked_data, "train"), stream)
     assert task.evaluate(model, read.append) == {"loss": evaluate(model, stream, context=32, max_tokens=200).loss}
-    assert read == [64, 128, 192, 256]
+    twice = Mixture((stream, stream), (1, 1))
+    evaluate_data(model, twice, context=32, batch_rows=1, max_tokens=128, progress=read.append)
+    assert read == [64, 128, 192, 256, 32, 64, 96, 128]
     assert model.training
 
 
