@@ -73,7 +73,6 @@ class LanguageModel(nn.Module):
         the embeddings of ids_BT, which then only say where documents begin; for whole rows."""
         require(ids_BT.dim() == 2, "wrong shape of ids", f"{list(ids_BT.shape)}", "give [batch, tokens]")
         self.check_length(ids_BT.shape[1])
-        # Documents start at the token for it, if they are not given.
         begins_BT = None if self.config.end_of_document is None else self.begins(ids_BT)
         laid = lay_out(self.config, ids_BT, segment_ids_BT, token_mask_BT, begins_BT)
         if ranks.size > 1:

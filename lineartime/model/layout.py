@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lineartime.base.errors import UsageError
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig
 
 
@@ -40,8 +41,11 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
     row, -1 for padding at its end; None: every row is one document, or documents start where
     begins_BT is True. token_mask_BT: bool, or numbers 0 and 1, False or 0 for padding, which may be
     anywhere in a row and have any segment id. Raises UsageError for wrong segment ids or masks."""
-    check_shape("segment_ids", segment_ids_BT, x_BT.shape[:2])
-    check_shape("token_mask", token_mask_BT, x_BT.shape[:2])
+    reads = config.document_grid == "own" or config.by_document or config.chunk_pooling == "attention"
+    for name, given_BT in (("segment_ids", segment_ids_BT), ("token_mask", token_mask_BT), ("ids", begins_BT)):
+        check_shape(name, given_BT, x_BT.shape[:2])
+        require(given_BT is None or not reads or unwrapped(given_BT).dim() == 2, "vmap hides documents and padding, "
+                "which this layer reads", name, "call it for the batch, without vmap")
     order_BT, are_given = None, segment_ids_BT is not None
     valid_BT = None if token_mask_BT is None else checked_mask(token_mask_BT)
     if not are_given and begins_BT is not None:
@@ -108,10 +112,18 @@ def refuse(x_BT: Tensor, right_BT: Tensor, name: str, todo: str) -> None:
     if torch.compiler.is_compiling() or x_BT.is_meta:
         return
     if x_BT.is_cuda:
-        torch._assert_async(right_BT.all(), f"wrong {name}; {todo}")
-    elif not right_BT.all():
+        torch._assert_async(unwrapped(right_BT).all(), f"wrong {name}; {todo}")
+    elif not unwrapped(right_BT).all():
+        require(unwrapped(x_BT).dim() == 2, f"wrong {name}", "under vmap", todo)
         row, token = (~right_BT).nonzero()[0].tolist()
         raise UsageError(f"wrong {name}", f"row {row}: {x_BT[row, token]} at token {token}", todo)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """What torch.func has wrapped: a tensor of all examples under vmap."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:

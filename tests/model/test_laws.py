@@ -207,6 +207,24 @@ def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
             layer(model.embed(ids_BT), **wrong)
 
 
+@pytest.mark.parametrize("given", ["segment_ids", "token_mask"])
+@pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "own grid"])
+def test_documents_and_padding_under_vmap(name: str, given: str) -> None:
+    """As for gradients of single examples. Where documents are read one by one it is refused."""
+    layer = random_model(replace(FLASH, document_grid="own") if name == "own grid" else CONFIGS[name]).layers[0]
+    x_BTD, number_BT = torch.randn(3, 9, 8, dtype=torch.float64), (torch.rand(3, 9) < 0.5).long().sort(1).values
+
+    def gradient(x_TD: Tensor, number_T: Tensor) -> Tensor:
+        return (layer(x_TD[None], **{given: number_T[None]})[0] * number_T[:, None]).sum()
+
+    by_example = torch.func.vmap(torch.func.grad(gradient))
+    if name in ("flash", "flash-quad"):
+        wanted_BTD = torch.stack([*map(torch.func.grad(gradient), x_BTD, number_BT)])
+        assert same(by_example(x_BTD, number_BT), wanted_BTD)
+    with pytest.raises(UsageError, match=rf"wrong {given}: under|vmap hides documents and padding.*: {given}; call it"):
+        by_example(x_BTD, number_BT - 2)
+
+
 @pytest.mark.parametrize("number", [-math.inf, torch.finfo(torch.float32).min, -10000, -1, 0.5, 2, math.nan, 0.0])
 def test_a_mask_is_of_0_and_1(number: float) -> None:
     """A mask that PyTorch's attention adds to scores has 0 for a token."""

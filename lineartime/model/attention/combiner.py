@@ -87,13 +87,6 @@ class RowCache(Cache):
         """Make room for the summaries of rows of `length` tokens."""
         super().reserve(length // self.x_BCD.shape[1])
 
-    def keep(self, row: int, n_full: int, ks_LCHK: Tensor, vs_LCHK: Tensor) -> None:
-        """Append new summaries to the first `n_full` summaries of a row of the batch."""
-        length = n_full + len(ks_LCHK)
-        if length > self.ks_BLCHK.shape[1]:
-            super().reserve(max(length, 2 * self.ks_BLCHK.shape[1]))
-        self.ks_BLCHK[row, n_full:length], self.vs_BLCHK[row, n_full:length] = ks_LCHK, vs_LCHK
-
 
 @dataclasses.dataclass
 class Combiner:
@@ -154,22 +147,20 @@ class Combiner:
                 x, q, k, v = (torch.cat([old[row, :n_open], part[row, start:stop]])[None]
                               for old, part in zip(buffers, new, strict=True))
                 earlier = (cache.ks_BLCHK[row : row + 1, :n_full], cache.vs_BLCHK[row : row + 1, :n_full])
-                angles = self.angles(int(inputs.position_BN[row, start]) - n_open, x.shape[1], info)
+                first = int(inputs.position_BN[row, start]) - n_open
+                position_1T = torch.arange(first, first + x.shape[1], device=x.device)[None]
+                angles = () if info.rotary is None else rotary(position_1T, self.config.qk_width, info.rotary[0].dtype,
+                                                               self.config.rope_base)
                 attended, (ks, vs) = self.attend_document(x, q, k, v, angles, earlier)
                 out[row, start:stop] = attended[0, n_open:]
                 # Rows that are full now leave their summaries; what is left is the open row.
-                n_new_full = x.shape[1] // c
-                cache.keep(row, n_full, ks[0, :n_new_full], vs[0, :n_new_full])
-                n_open = x.shape[1] - n_new_full * c
+                n_new_full, n_open = divmod(x.shape[1], c)
+                room, now_full = cache.ks_BLCHK.shape[1], n_full + n_new_full
+                if now_full > room:
+                    cache.reserve(max(now_full, 2 * room) * c)
+                for kept, part in ((cache.ks_BLCHK, ks), (cache.vs_BLCHK, vs)):
+                    kept[row, n_full:now_full] = part[0, :n_new_full]
                 for buffer, part in zip(buffers, (x, q, k, v), strict=True):
                     buffer[row, :n_open] = part[0, n_new_full * c :]
-                cache.n_open_B[row], cache.n_full_B[row] = n_open, n_full + n_new_full
+                cache.n_open_B[row], cache.n_full_B[row] = n_open, now_full
         return out.flatten(2)
-
-    def angles(self, first: int, n_tokens: int, info: SequenceInfo) -> Sequence[Tensor]:
-        """sin and cos of `n_tokens` positions from `first` on; empty without RoPE."""
-        if info.rotary is None:
-            return ()
-        sin, _ = info.rotary
-        position_1T = torch.arange(first, first + n_tokens, device=sin.device)[None]
-        return rotary(position_1T, self.config.qk_width, sin.dtype, self.config.rope_base)

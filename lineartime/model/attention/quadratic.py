@@ -42,10 +42,9 @@ class Softmax:
 
     def positioned(self, q_BTHK: Tensor, k_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norm, if there is one, and RoPE."""
-        normed = (x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)  # in the gain's dtype
-                  for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
-        q_BTHK, k_BTHK = (rotate_heads(x_BTHK, info) for x_BTHK in normed)
-        return q_BTHK, k_BTHK
+        q_BTHK, k_BTHK = (x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)  # in the gain's dtype
+                          for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
+        return rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:

@@ -144,8 +144,7 @@ class KeyValueCache(Cache):
     bias_L: Tensor | None = None  # the position bias at key position minus query position: 1 - L, ..., 0
 
     def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs, *readers: Tensor) -> tuple[Tensor, Tensor]:
-        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`, for
-        `readers`, queries and position biases."""
+        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`."""
         if inputs.longest > self.k_BL.shape[1]:  # twice as long: an append takes constant time on average
             self.reserve(max(inputs.longest, 2 * self.k_BL.shape[1]))
         k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # autocast makes a shorter type
