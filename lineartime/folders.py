@@ -183,9 +183,9 @@ def weights_folder(name: str) -> Path:
 def copied(address: str, endings: tuple[str, ...], needed: str = CONFIG_FILE) -> Path:
     """A copy, in the cache, of the files of a folder in a store that have these endings. Raises
     UsageError unless the file `needed` is there."""
-    store, path = store_of(address)
-    store.invalidate_cache()
     with reading(address):
+        store, path = store_of(address)
+        store.invalidate_cache()
         found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
     if needed not in found:
         raise UsageError(f"no {needed} here", address, "give the address of an exported folder")

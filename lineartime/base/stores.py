@@ -13,11 +13,11 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lineartime.base.errors import DataError, LineartimeError, UsageError
+from lineartime.base.errors import DataError, LineartimeError, ResourceError, UsageError
 from lineartime.base.files import open_regular, replaced
 
 Name = str | Path
@@ -35,34 +35,40 @@ def joined(folder: Name, *names: str) -> str:
 
 
 def store_of(name: Name) -> tuple[Any, str]:
-    """The file system of a name, and the path there. Raises UsageError without its library."""
+    """The file system of a name, and the path there. Raises UsageError without its library and for
+    an address that fsspec does not understand; where it connects at once, what its library does."""
     import fsspec
 
     if not is_address(name):  # fsspec would join file systems at a "::", and take "~" for a home
         return fsspec.filesystem("file"), str(Path(name).absolute())
     try:
         return fsspec.core.url_to_fs(str(name))
-    except (ImportError, ValueError) as e:
-        raise UsageError("cannot open this address", name, str(e)) from None
+    except (ImportError, ValueError, TypeError, AttributeError) as e:
+        raise UsageError("cannot open this address", name, f"{type(e).__name__}: {e}") from None
 
 
 @contextlib.contextmanager
-def reading(name: Name) -> Iterator[None]:
-    """Inside the block, errors of reading a file, a store's own too, are DataErrors."""
+def reading(name: Name, kind: type[LineartimeError] = DataError, what: str = "cannot read") -> Iterator[None]:
+    """Inside the block, errors of reading a file, a store's own too, are of a kind of ours."""
     try:
         yield
     except LineartimeError:
         raise
     except FileNotFoundError:
-        raise DataError("cannot read", name, "no such file or folder") from None
+        raise kind(what, name, "no such file or folder") from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         if packing_of(name) and getattr(e, "errno", None) is None:
-            raise DataError(f"damaged {packing_of(name)} file", name, str(e)) from None
-        raise DataError("cannot read", name, getattr(e, "strerror", None) or str(e) or type(e).__name__) from None
+            raise kind(f"damaged {packing_of(name)} file", name, str(e)) from None
+        raise kind(what, name, getattr(e, "strerror", None) or str(e) or type(e).__name__) from None
     except Exception as e:
         if not is_address(name):
             raise
-        raise DataError("cannot read", name, f"{type(e).__name__}: {e}") from None
+        raise kind(what, name, f"{type(e).__name__}: {e}") from None
+
+
+def writing(name: Name) -> contextlib.AbstractContextManager[None]:
+    """`reading` for an output: what is wrong with it is a ResourceError."""
+    return reading(name, ResourceError, "cannot write")
 
 
 def opened(name: Name) -> io.BufferedReader:
@@ -126,15 +132,15 @@ def read_all(name: Name, most: int = -1) -> bytes:
 
 def size_of(name: Name) -> int:
     """The bytes of a file. Raises DataError for one that is missing."""
-    store, path = store_of(name)
     with reading(name):
+        store, path = store_of(name)
         return store.size(path) or 0
 
 
-def exists(name: Name) -> bool:
-    """Whether there is a file or folder of this name."""
-    store, path = store_of(name)
-    with reading(name):
+def exists(name: Name, within: Callable[[Name], contextlib.AbstractContextManager[None]] = reading) -> bool:
+    """Whether there is a file or folder of this name. within: `writing` for an output."""
+    with within(name):
+        store, path = store_of(name)
         return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
 
 
@@ -147,8 +153,8 @@ def require_there(names: Iterable[Name]) -> None:
 
 
 def is_folder(name: Name) -> bool:
-    store, path = store_of(name)
     with reading(name):
+        store, path = store_of(name)
         return bool(store.isdir(path))
 
 
@@ -161,8 +167,9 @@ def uploaded(address: Name | None) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         if address is not None:
-            store, path = store_of(address)
-            store.put(f"{folder}/", path, recursive=True)
+            with writing(address):
+                store, path = store_of(address)
+                store.put(f"{folder}/", path, recursive=True)
 
 
 def cached(folder: Name, sizes: dict[str, int], key: str) -> Path:
@@ -196,8 +203,8 @@ def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
 def expanded(name: Name) -> list[str]:
     """The files and folders of a pattern such as `books/*.txt`, in order; or the name itself."""
     if is_address(name):
-        store, path = store_of(name)
         with reading(name):
+            store, path = store_of(name)
             found = store.glob(path) if glob.has_magic(path) and not store.exists(path) else []
         return [store.unstrip_protocol(each) for each in sorted(found)] or [str(name)]
     return ([] if os.path.lexists(name) else sorted(glob.glob(str(name), recursive=True))) or [str(name)]
@@ -207,8 +214,8 @@ def files_below(folder: Name) -> list[str]:
     """Relative names of all files that are not hidden, in order; each folder is read once, through
     links too. Raises DataError for one that cannot be read."""
     if is_address(folder):
-        store, top = store_of(folder)
         with reading(folder):
+            store, top = store_of(folder)
             found = [each.removeprefix(top).lstrip("/") for each in store.find(top)]
         return sorted(name for name in found if "/." not in f"/{name}")
 

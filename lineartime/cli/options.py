@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lineartime.base.errors import UsageError, raised_as
+from lineartime.base.settings import require
+from lineartime.base.stores import is_address
 from lineartime.config import PRESETS, TASKS
 from lineartime.training.run_config import SIZES, parse_setting
 
@@ -41,16 +43,23 @@ def numbers(kind: type, text: str | None) -> tuple[Any, ...]:
         return tuple(map(kind, text.split(","))) if text else ()
 
 
+def local_path(text: str) -> Path:
+    """The path that a text means. Raises UsageError for an address, which a path would change."""
+    require(not is_address(text), "an address where a path is needed", text, "name a file or folder of this machine")
+    return Path(text)
+
+
 AGAIN = list[str] | None
 """The type, for typer, of what may be given again; None: it was not given."""
 FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     dict[str, Any]: (AGAIN, lambda pairs: dict(map(parse_setting, pairs or ()))),
     tuple[str, ...]: (AGAIN, lambda texts: tuple(texts or ())),
-    tuple[Path, ...]: (AGAIN, lambda texts: tuple(map(Path, texts or ()))),
     tuple[Path | str, ...]: (AGAIN, lambda texts: tuple(texts or ())),
     tuple[int, ...]: (str | None, partial(numbers, int)),
     tuple[float, ...]: (str | None, partial(numbers, float)),
     Path | str: (str, str),
+    Path: (Path, local_path),
+    Path | None: (Path | None, lambda text: text and local_path(text)),
 }
 """Types of ours that typer does not take: the type that it takes instead, and what makes our value
 of its value."""
@@ -96,7 +105,7 @@ def typer_parameter(option: Parameter) -> Parameter:
     names = next((note for note in notes if not isinstance(note, str)), ())
     complete = (lambda incomplete: [name for name in names if name.startswith(incomplete)]) if names else None
     first, _, metavar = spelled.partition(" ")
-    shown = (typer.Option(first, metavar=metavar or None, help=text, autocompletion=complete)
+    shown = (typer.Option(first, metavar=metavar or None, help=text, autocompletion=complete, path_type=str)
              if first.startswith("--") else typer.Argument(metavar=spelled, help=text, autocompletion=complete))
     form, default = FORMS[kind][0] if kind in FORMS else kind, option.default
     if form == AGAIN and (option.default is not Parameter.empty or kind == dict[str, Any]):

@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_BYTES
-from lineartime.base.stores import Name, file_blocks, is_address, opened, size_of, unpacked
+from lineartime.base.stores import Name, file_blocks, is_address, opened, reading, size_of, unpacked
 from lineartime.data.corpora import wiki40b_text
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
@@ -212,7 +212,8 @@ def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (),
     have, and those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
     kind = ending_of(name)
     if kind == ".parquet":
-        yield from _parquet_rows(name, names, optional, start, stop)
+        with reading(name):
+            yield from _parquet_rows(name, names, optional, start, stop)
         return
     with unpacked(name) as file:
         if kind.startswith((".csv", ".tsv")):

@@ -9,6 +9,7 @@ from typing import Any
 
 from lineartime import config
 from lineartime.base.settings import parse_field, replace_fields, require, require_name
+from lineartime.base.stores import is_address
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, StartingWeights, TrainConfig
 from lineartime.folders import QUESTION_ANSWERING, read_config, saved_run, weights_folder
 
@@ -162,6 +163,8 @@ def check_names(settings: dict[str, Any]) -> None:
             "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "training needs a folder for the run", "none is named",
             "give --out a new folder")
+    require(not is_address(settings.get("out", "")), "a run is written on this machine", str(settings.get("out")),
+            "give a folder; `lineartime export` writes to a store")
     for name in ("data", "out", "from"):
         value = settings.get(name, "-")
         require(isinstance(value, str) and value != "" and "\0" not in value, "wrong value", f"{name} = {value!r}",

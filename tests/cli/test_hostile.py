@@ -110,6 +110,20 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
             assert_refused(*call(*line, path)[::2], code, words, path)
 
 
+def test_an_address_that_does_not_open_is_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text, and no archive")
+    prepare = ["--tokenizer", "bytes", "--out"]
+    for address, to_read, to_write in ((f"zip://b::{tmp_path}/a.txt", 3, 6), ("ftp://127.0.0.1:9/b", 3, 6),
+                                       ("dir://b", 2, 2)):
+        for code, line in ((to_read, ["prepare", address, *prepare, tmp_path / "out"]), (to_read, ["info", address]),
+                           (to_read, ["evaluate", "small", "--data", address]), (to_read, ["generate", address]),
+                           (to_read, ["generate", "small", "--prompt-file", address]),
+                           (to_write, ["prepare", tmp_path / "a.txt", *prepare, address]),
+                           (2, ["train", "flash", "--data", address, "--out", address]),
+                           (2, ["read", tmp_path / "a.txt", "--model", "small", "--out", address])):
+            assert_refused(*call(*line)[::2], code, address)
+
+
 def test_a_wrong_configuration_is_named(call: Call, tmp_path: Path) -> None:
     out = tmp_path / "model"
     shutil.copytree(model_folder("small"), out)
