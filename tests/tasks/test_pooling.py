@@ -45,10 +45,17 @@ def test_embed_cuts_counts_and_refuses():
             lineartime.embed(model, byte_tokenizer(), ["a"], **{name: wrong})
 
 
-def test_autocast_does_not_round_means():
-    """One token of 1,000 that is 0.1 away moves the mean by 1e-4, which bfloat16 would lose."""
-    x_BTD = torch.ones(2, 1000, 8)
-    x_BTD[1, 0] += 0.1
+def test_means_count_tokens_of_each_document_only():
+    x_BTD = torch.randn(2, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    segment_ids_BT = torch.tensor([[0, 0, 1, 1, 1, 3, -1], [-1, -1, 0, 0, 0, 0, 0]])
+    means_BND = document_means(x_BTD, segment_ids_BT)
+    assert means_BND.shape == (2, 4, 3)
+    for row, n, places in ((0, 0, [0, 1]), (0, 1, [2, 3, 4]), (0, 3, [5]), (1, 0, [2, 3, 4, 5, 6])):
+        assert torch.allclose(means_BND[row, n], x_BTD[row, places].mean(0), atol=1e-15)
+    assert (means_BND[0, 2] == 0).all() and (means_BND[1, 1:] == 0).all()
+    assert (document_means(x_BTD, torch.full((2, 7), -1)) == 0).all()
+    x_BTD = torch.ones(1, 3000, 1)
+    x_BTD[0, 0] += 0.375  # which moves the mean by less than bfloat16 has, whose sum of ones is 256
     with torch.autocast("cpu", torch.bfloat16):
-        mean_BD = document_means(x_BTD, torch.zeros(2, 1000, dtype=torch.long))[:, 0]
-    assert mean_BD.dtype == torch.float32 and abs((mean_BD[1] - mean_BD[0]) - 1e-4).max() < 1e-6
+        means = [document_means(given, torch.zeros(1, 3000, dtype=torch.long)) for given in (x_BTD, x_BTD.bfloat16())]
+    assert [mean.item() for mean in means] == [pytest.approx(1.000125, abs=1e-6), 1]

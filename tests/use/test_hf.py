@@ -667,19 +667,6 @@ def classified(request, tmp_path_factory):
     return ours, write_checkpoint(tmp_path_factory.mktemp("classified"), ours, byte_tokenizer())
 
 
-def test_means_count_tokens_of_each_document_only():
-    x_BTD = torch.randn(2, 7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    segment_ids_BT = torch.tensor([[0, 0, 1, 1, 1, 3, -1], [-1, -1, 0, 0, 0, 0, 0]])
-    means_BND = document_means(x_BTD, segment_ids_BT)
-    assert means_BND.shape == (2, 4, 3)
-    for row, n, places in ((0, 0, [0, 1]), (0, 1, [2, 3, 4]), (0, 3, [5]), (1, 0, [2, 3, 4, 5, 6])):
-        assert torch.allclose(means_BND[row, n], x_BTD[row, places].mean(0), atol=1e-15)
-    assert (means_BND[0, 2] == 0).all() and (means_BND[1, 1:] == 0).all()
-    assert (document_means(x_BTD, torch.full((2, 7), -1)) == 0).all()
-    ones_BTD = torch.ones(1, 3000, 1, dtype=torch.bfloat16)  # whose sum in bfloat16 is 256
-    assert document_means(ones_BTD, torch.zeros(1, 3000, dtype=torch.long)).item() == 1
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_the_class_of_a_row_does_not_depend_on_its_batch(classified, tmp_path):
     ours, folder = classified
