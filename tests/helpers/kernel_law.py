@@ -25,7 +25,7 @@ def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
     inputs = {name: x.detach() for name, x in inputs.items()}
     leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]
     out = flat(op)(*inputs.values(), **how)
-    given = random(*out.shape, seed=6).bfloat16().to(out.dtype)  # the same in every type
+    given = random(*out.shape, seed=6).bfloat16().to(out)  # the same in every type
     return [out.detach(), *torch.autograd.grad(out, leaves, given)]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.op import OPS, gated_inputs
 from context_ranks import Tokens
-from kernel_law import documents, flat
+from kernel_law import assert_held, documents, flat, run
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops import mixed_chunk, quadratic, reference
@@ -146,10 +146,6 @@ def test_compiled_layers_are_the_eager_ones(preset: str, precision: str) -> None
 
 LENGTHS = (2051, 131)
 """Of rows for kernels: no multiples of anything, the second one shorter than most chunks."""
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FLOOR = {torch.float32: 1e-6}
-"""Where kernel and reference are both at the rounding of float32, twice is a matter of luck."""
-
 ATTENTIONS = [("gated_chunk_attention", chunk) for chunk in (256, 128, 512)] + [("gated_quadratic_attention", None)]
 
 
@@ -160,38 +156,17 @@ def op_config(name: str, chunk: int | None, causal: bool, n_tokens: int) -> Mode
                         context=n_tokens, **fields)
 
 
-def attentions(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) -> list[Callable[..., Tensor]]:
-    """A gated attention of an op's inputs, by its kernel and by its reference."""
+def attention(name: str, config: ModelConfig, segment_ids_BT: Tensor | None) -> tuple[Callable[..., Tensor], dict]:
+    """A gated attention by its kernel, and its arguments."""
     module, size = (mixed_chunk, "chunk_size") if name == "gated_chunk_attention" else (quadratic, "scale_len")
-    given = {"causal": config.causal, "segment_ids_BT": segment_ids_BT, size: config.scale_len}
-    return [partial(flat(getattr(each, name)), **given) for each in (module, reference)]
+    return getattr(module, name), {"causal": config.causal, "segment_ids_BT": segment_ids_BT, size: config.scale_len}
 
 
 def op_inputs(config: ModelConfig, n_rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return gated_inputs(config, n_rows, torch.device(DEVICE), dtype)
 
 
-def value_and_gradients(function: Callable, inputs: dict[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
-    out, wanted = function(*inputs.values()), {key: x for key, x in inputs.items() if x.requires_grad}
-    found = torch.autograd.grad(out, list(wanted.values()), cotangent.to(out.dtype))
-    return {"output": out.detach()} | {f"gradient of {key}": x for key, x in zip(wanted, found, strict=True)}
-
-
-def too_far(kernel: Callable, definition: Callable, inputs: dict[str, Tensor],
-            dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Outputs and gradients whose error is more than twice the reference's: both errors."""
-    exact_inputs = {key: x.detach().double().requires_grad_(x.requires_grad) for key, x in inputs.items()}
-    cotangent = torch.randn_like(definition(*inputs.values()))
-    exact = value_and_gradients(definition, exact_inputs, cotangent)
-    ours, theirs = (value_and_gradients(each, inputs, cotangent) for each in (kernel, definition))
-    errors = {key: tuple(float((found[key].double() - x).norm()) for found in (ours, theirs))
-              for key, x in exact.items()}
-    assert all(ours[key].dtype == theirs[key].dtype for key in exact)
-    return {key: (a, b) for key, (a, b) in errors.items()
-            if not a <= max(2 * b, FLOOR.get(dtype, 0.0) * float(exact[key].norm()))}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool, dtype: torch.dtype) -> None:
@@ -199,19 +174,16 @@ def test_kernels_are_held_to_float64(name: str, chunk: int | None, causal: bool,
     (conftest)."""
     for n_tokens in (*LENGTHS, 2048):
         config = op_config(name, chunk, causal, n_tokens)
-        ids_BT = None if n_tokens == 2048 else documents(3, n_tokens).to(DEVICE)
-        functions, inputs = attentions(name, config, ids_BT), op_inputs(config, 3, dtype)
-        assert too_far(*functions, inputs, dtype) == {}
+        kernel, how = attention(name, config, None if n_tokens == 2048 else documents(3, n_tokens).to(DEVICE))
+        assert_held(kernel, getattr(reference, name), op_inputs(config, 3, dtype), **how)
 
 
 @pytest.mark.parametrize(("name", "chunk"), ATTENTIONS)
 def test_kernels_give_the_same_bits_each_time(name: str, chunk: int | None) -> None:
     config = op_config(name, chunk, False, LENGTHS[0])
-    kernel, _ = attentions(name, config, documents(2, LENGTHS[0]).to(DEVICE))
+    kernel, how = attention(name, config, documents(2, LENGTHS[0]).to(DEVICE))
     inputs = op_inputs(config, 2, torch.bfloat16)
-    cotangent = torch.randn_like(kernel(*inputs.values()))
-    first, second = (value_and_gradients(kernel, inputs, cotangent) for _ in range(2))
-    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+    assert all(map(torch.equal, run(kernel, inputs, **how), run(kernel, inputs, **how)))
 
 
 @pytest.mark.parametrize("options", [
@@ -257,23 +229,22 @@ def alone(tmp_path_factory):
 def test_long_rows(n_rows: int, n_tokens: int) -> None:
     """Chunk states in two levels, which few rows of many chunks get, and in one."""
     config = op_config("gated_chunk_attention", 256, True, n_tokens)
-    functions = attentions("gated_chunk_attention", config, documents(n_rows, n_tokens).to(DEVICE))
-    assert too_far(*functions, op_inputs(config, n_rows, torch.bfloat16), torch.bfloat16) == {}
+    kernel, how = attention("gated_chunk_attention", config, documents(n_rows, n_tokens).to(DEVICE))
+    assert_held(kernel, reference.gated_chunk_attention, op_inputs(config, n_rows, torch.bfloat16), **how)
 
 
 @pytest.mark.usefixtures("alone")
 def test_more_numbers_than_32_bits_count() -> None:
     """The last of several long rows is what it is alone: uvz has 2.5e9 numbers."""
     config = op_config("gated_chunk_attention", 256, True, 2**18)
-    kernel, _ = attentions("gated_chunk_attention", config, None)
-    inputs = op_inputs(config, 1, torch.bfloat16)
+    kernel, how = attention("gated_chunk_attention", config, None)
+    uvz, *others = op_inputs(config, 1, torch.bfloat16).values()
 
     def found(uvz: Tensor) -> tuple[Tensor, Tensor]:
-        given = {**inputs, "uvz": uvz.requires_grad_()}
-        made = value_and_gradients(kernel, given, torch.ones_like(uvz[..., :1]).expand(-1, -1, config.d_inner))
-        return made["output"][-1], made["gradient of uvz"][-1]
+        out = flat(kernel)(uvz.requires_grad_(), *others, **how)
+        return out.detach()[-1], torch.autograd.grad(out.sum(), uvz)[0][-1]
 
-    last = inputs["uvz"].detach()
+    last = uvz.detach()
     for together, alone in zip(found(torch.cat([torch.zeros_like(last)] * 2 + [last])), found(last), strict=True):
         assert torch.equal(together, alone)
 
