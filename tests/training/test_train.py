@@ -246,6 +246,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch
     out, stop, true_losses, calls = tmp_path / "run", StopSignal(), NextToken.losses, itertools.count(1)
 
     def losses(self, model, *batch, ranks):
+        assert model.training  # behind scores too
         if next(calls) == 7:
             stop.number = signal.SIGTERM
         return true_losses(self, model, *batch, ranks=ranks)
