@@ -41,11 +41,13 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
     row, -1 for padding at its end; None: every row is one document, or documents start where
     begins_BT is True. token_mask_BT: bool, or numbers 0 and 1, False or 0 for padding, which may be
     anywhere in a row and have any segment id. Raises UsageError for wrong segment ids or masks."""
-    reads = config.document_grid == "own" or config.by_document or config.chunk_pooling == "attention"
+    reads = ((config.document_grid == "own" and config.grid_size > 1) or config.chunk_pooling == "attention"
+             or (config.by_document and not (torch.compiler.is_exporting() and config.attn_type == "quadratic")))
     for name, given_BT in (("segment_ids", segment_ids_BT), ("token_mask", token_mask_BT), ("ids", begins_BT)):
         check_shape(name, given_BT, x_BT.shape[:2])
-        require(given_BT is None or not reads or unwrapped(given_BT).dim() == 2, "vmap hides documents and padding, "
-                "which this layer reads", name, "call it for the batch, without vmap")
+        hidden = given_BT is not None and (torch.compiler.is_exporting() or unwrapped(given_BT).dim() > 2)
+        require(not (reads and hidden), "vmap and torch.export hide documents and padding, which this model must read",
+                name, "call it as it is, or export lineartime.DecodeStep, which takes one token of each row")
     order_BT, are_given = None, segment_ids_BT is not None
     valid_BT = None if token_mask_BT is None else checked_mask(token_mask_BT)
     if not are_given and begins_BT is not None:

@@ -221,7 +221,7 @@ def test_documents_and_padding_under_vmap(name: str, given: str) -> None:
     if name in ("flash", "flash-quad"):
         wanted_BTD = torch.stack([*map(torch.func.grad(gradient), x_BTD, number_BT)])
         assert same(by_example(x_BTD, number_BT), wanted_BTD)
-    with pytest.raises(UsageError, match=rf"wrong {given}: under|vmap hides documents and padding.*: {given}; call it"):
+    with pytest.raises(UsageError, match=rf"wrong {given}: under|vmap and torch.export hide.*: {given}; call it"):
         by_example(x_BTD, number_BT - 2)
 
 

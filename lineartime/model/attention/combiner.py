@@ -147,8 +147,7 @@ class Combiner:
                 x, q, k, v = (torch.cat([old[row, :n_open], part[row, start:stop]])[None]
                               for old, part in zip(buffers, new, strict=True))
                 earlier = (cache.ks_BLCHK[row : row + 1, :n_full], cache.vs_BLCHK[row : row + 1, :n_full])
-                first = int(inputs.position_BN[row, start]) - n_open
-                position_1T = torch.arange(first, first + x.shape[1], device=x.device)[None]
+                position_1T = inputs.position_BN[row, start] - n_open + torch.arange(x.shape[1], device=x.device)[None]
                 angles = () if info.rotary is None else rotary(position_1T, self.config.qk_width, info.rotary[0].dtype,
                                                                self.config.rope_base)
                 attended, (ks, vs) = self.attend_document(x, q, k, v, angles, earlier)
