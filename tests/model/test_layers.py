@@ -1,6 +1,7 @@
 """A layer alone: what it takes, the feed-forward layer's formula, initial values, and adapters in
 place of its projections."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -133,58 +134,44 @@ def test_feed_forward(activation: str, ffn: str, norm: str) -> None:
 
 @pytest.mark.parametrize(("task", "init_std"), [("c4", 0.02), ("wiki40b", 0.07)])
 @pytest.mark.parametrize(("preset", "options"), [
-    *((preset, {}) for preset in PRESETS if preset != "flash+"),
-    ("transformer++", {"attn_kernel": "relu2", "gate": True}),
+    *((preset, {}) for preset in PRESETS), ("transformer++", {"attn_kernel": "relu2", "gate": True}),
+    ("transformer++", {"key_conv": 3, "qk_norm": True}), ("mc-tfm++", {"key_conv": 3, "linear_gate": True}),
+    ("flash", {"key_conv": 3, "linear_gate": True}), ("flash-quad", {"key_conv": 3}),
     ("mc-tfm++", {"attn_kernel": "relu2"}), ("flash", {"chunk_pooling": "attention", "overlap": True}),
     ("flash-quad", {"gate": False}), ("flash", {"causal": False, "first_to_all": True}),
 ], ids=lambda x: "-".join(x) if isinstance(x, dict) else x)
 def test_initial_values(preset: str, options: dict, task: str, init_std: float) -> None:
     """Norm scales are 1, ScaledSin's scalar d^-1/2, biases and offsets 0, all else normal(0, 0.02),
-    or in matrices and embeddings `init_std`."""
-    torch.manual_seed(0)
+    or in matrices and embeddings `init_std`. Of options beyond the paper taps are normal(0, 0.3),
+    and 1 more on the token itself, gates near a half; they are drawn last in a layer."""
     fields = options | {"init_std": init_std} | ({"n_heads": 4} if PRESETS[preset].ffn != "gau" else {})
-    model = LanguageModel(model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields))
+    config = model_config(preset, task, n_layers=2, d_model=64, vocab_size=500, context=600, **fields)
+    off = {name: type(options[name])(0) for name in ("key_conv", "linear_gate", "qk_norm") if name in options}
+    model, without = LanguageModel(config), LanguageModel(replace(config, **off))
+    for each in (model, without):
+        torch.manual_seed(0)
+        init_weights(each)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     drawn = []
     for name, parameter in model.named_parameters():
         *_, owner, kind = ("model." + name).split(".")
-        if owner in ("norm", "summary_norm") and kind in ("weight", "scalar"):
+        if owner.endswith("norm") and kind in ("weight", "scalar"):
             assert (parameter == 1).all(), name
         elif name == "abs_pos.scalar":
             assert parameter == 64**-0.5
         elif kind in ("bias", "beta", "head_bias"):
             assert (parameter == 0).all(), name
         else:
-            std = init_std if kind == "weight" and parameter.dim() == 2 else 0.02
+            if kind == "taps":
+                parameter = parameter - F.one_hot(torch.tensor(2 if task == "wiki40b" else 1), 3)[:, None]
+            of_matrix = init_std if kind == "weight" and parameter.dim() == 2 else 0.02
+            std = 0.3 if kind == "taps" else 0.1 if owner == "linear_gate" else of_matrix
             drawn.append(parameter.detach().flatten() / std)
             assert abs(parameter.std() / std - 1) < 4 / (2 * parameter.numel()) ** 0.5, name
             assert abs(parameter.mean()) < 4 * std / parameter.numel() ** 0.5, name
     assert abs(torch.cat(drawn).std() - 1) < 0.01
-
-
-@pytest.mark.parametrize("preset", ["flash", "mc-tfm++", "flash-quad", "transformer++"])
-def test_initial_values_of_options_beyond_the_paper(preset: str) -> None:
-    """Taps normal(0, 0.3), and 1 more on the token itself; gates near a half; gains of 1. The other
-    weights of the first layer are those without the options."""
-    gau, chunks = PRESETS[preset].ffn == "gau", PRESETS[preset].chunk_size is not None
-    fields = {"n_layers": 1, "d_model": 256, "vocab_size": 500} | ({"query_key_dim": 256} if gau else {"n_heads": 4})
-    options = {"key_conv": 3, "linear_gate": chunks, "qk_norm": not (gau or chunks)}
-    plain = LanguageModel(model_config(preset, **fields))
-    torch.manual_seed(0)
-    init_weights(plain)
-    for causal in (True, False):
-        made = LanguageModel(model_config(preset, causal=causal, **fields, **options))
-        torch.manual_seed(0)
-        init_weights(made)
-        old, new = dict(plain.layers[0].named_parameters()), dict(made.layers[0].named_parameters())
-        taps_KS = new.pop("key_conv.taps")
-        taps_KS = taps_KS - F.one_hot(torch.tensor(2 if causal else 1), 3)[:, None]
-        assert abs(taps_KS.mean()) < 0.05 and abs(taps_KS.std() - 0.3) < 0.03
-        if chunks:
-            assert abs(new.pop("linear_gate.weight").std() - 0.1) < 0.02 and not new.pop("linear_gate.bias").any()
-        if not (gau or chunks):
-            assert all((new.pop(f"{name}_norm.weight") == torch.ones(64)).all() for name in ("query", "key"))
-        assert new.keys() == old.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    weights = dict(model.layers[0].named_parameters())
+    assert all(torch.equal(weights[name], parameter) for name, parameter in without.layers[0].named_parameters())
 
 
 @pytest.mark.parametrize("name", ["flash", "transformer++", "flash+",

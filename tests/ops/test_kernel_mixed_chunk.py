@@ -114,15 +114,13 @@ def test_heads_that_pytorch_makes_are_attended_in_kernels(fields: dict, monkeypa
 
 
 def test_layers_that_kernels_do_not_have() -> None:
-    x_BTD, layers = torch.randn(1, 5, 64), {
-        "query_key_dim 64": {"query_key_dim": 64}, "chunk_size 64": {"chunk_size": 64}, "d_inner 96": {
-            "expansion_factor": 1.5}}
-    ablations = [{"n_heads": 2}, {"attn_kernel": "softmax"}, {"overlap": True, "chunk_size": 128},
-                 {"document_mask": "paper", "chunk_size": 128}]
-    made = [(GatedAttentionUnit(d_model=64, **{"query_key_dim": 128, **fields}), what)
-            for what, fields in layers.items()]
-    made += [(GatedAttentionUnit(d_model=64, **fields), "ablations") for fields in ablations]
-    for layer, what in made:
+    """Sizes that they do not have: test_kernel_devices.py."""
+    x_BTD = torch.randn(1, 5, 64)
+    for what, fields in (("chunk_size 64", {"chunk_size": 64}), ("query_key_dim 64", {"query_key_dim": 64}),
+                         *(("ablations", each) for each in (
+                             {"n_heads": 2}, {"attn_kernel": "softmax"}, {"overlap": True, "chunk_size": 128},
+                             {"document_mask": "paper", "chunk_size": 128}))):
+        layer = GatedAttentionUnit(d_model=64, **fields)
         expected = layer(x_BTD)
         layer.impl = "triton"
         with pytest.raises(UsageError, match=what):

@@ -242,10 +242,13 @@ def test_the_score_is_that_of_the_masked_tokens_each_weighing_the_same(stream):
 
 def test_the_score_in_training_reads_as_many_tokens_as_asked(masked_data, stream, tmp_path):
     config = run_config({"model": "flash", "task": "c4", "data": str(masked_data), "out": str(tmp_path), **SETTINGS,
-                         "vocab_size": stream.vocab_size, "end_of_document": stream.end_of_document})
+                         "vocab_size": stream.vocab_size, "end_of_document": stream.end_of_document,
+                         "precision": "bfloat16"})
     model, read = LanguageModel(config.model), []
     task = MaskedTokens(config, open_split(masked_data, "train"), stream)
-    assert task.evaluate(model, read.append) == {"loss": evaluate(model, stream, context=32, max_tokens=200).loss}
+    wanted, other = (evaluate(model, stream, context=32, max_tokens=200, precision=each).loss
+                     for each in ("bfloat16", "float32"))
+    assert task.evaluate(model, read.append) == {"loss": wanted} != {"loss": other}
     twice = Mixture((stream, stream), (1, 1))
     evaluate_data(model, twice, context=32, batch_rows=1, max_tokens=128, progress=read.append)
     assert read == [64, 128, 192, 256, 32, 64, 96, 128]
