@@ -308,7 +308,7 @@ def check_bounds(config: Any) -> None:
     for words, (holds, names) in BOUNDS.items():
         for name in names:
             value = getattr(config, name, None)
-            off = 'say "none" for off' if type(None) in typing.get_args(kinds.get(name)) else None
+            off = "none, in Python None, is off" if type(None) in typing.get_args(kinds.get(name)) else None
             require(value is None or holds(value), f"{name} {words}", f"{name} = {value}", off)
     for name, largest in LARGEST.items():
         value = getattr(config, name, None)

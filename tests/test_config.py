@@ -101,8 +101,8 @@ REFUSED = [
     ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
     ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
     ({"learning_rate": float("nan")}, "wrong value: learning_rate = nan; it takes a finite number"),
-    ({"clip": "off"}, "wrong value: clip = 'off'; it takes a number or none"),
-    ({"rel_pos": "alibi"}, "wrong value: rel_pos = 'alibi'; it takes rope or none"),
+    ({"clip": "off"}, "wrong value: clip = 'off'; it takes a number or None"),
+    ({"rel_pos": "none"}, "wrong value: rel_pos = 'none'; it takes 'rope' or None"),
     ({"model": "transformer", "n_layers": 0}, "n_layers must be at least 1: n_layers = 0"),
     ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
     ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),
@@ -153,7 +153,7 @@ REFUSED = [
     ({"weight_decay": -0.1}, "weight_decay must not be negative: weight_decay = -0.1"),
     ({"learning_rate": 0}, "learning_rate must be positive: learning_rate = 0.0"),
     ({"adam_beta2": 1}, "adam_beta2 must lie in [0, 1): adam_beta2 = 1.0"),
-    ({"clip": 0}, 'clip must be positive: clip = 0.0; say "none" for off'),
+    ({"clip": 0}, 'clip must be positive: clip = 0.0; none, in Python None, is off'),
     ({"steps": 100, "warmup_steps": 101}, "warm-up is longer than the run: warmup_steps = 101, steps = 100; lower war"),
     ({"decay_share": 0.5}, 'decay_share is for schedule "wsd": schedule = linear; leave it out'),
     ({"schedule": "wsd", "decay_share": 0}, "decay_share is a share of the steps: decay_share = 0.0; it lies above 0"),
@@ -179,6 +179,7 @@ def test_a_wrong_setting_is_refused_in_one_line():
         assert refused_by(run_config, MINIMAL | wrong).startswith(message)
     for text, message in (("steps", "a setting is NAME=VALUE: 'steps'"), ("=3", "unknown setting"),
                           ("steps=1e5", "wrong value: steps = '1e5'; it takes a whole number"),
+                          ("rel_pos=alibi", "wrong value: rel_pos = 'alibi'; it takes rope or none"),
                           ("compile=yes", "wrong value: compile = 'yes'; it takes true or false"),
                           ("seed=" + "1" * 5000, "wrong value: seed")):
         assert refused_by(parse_setting, text).startswith(message)
@@ -231,7 +232,8 @@ def test_every_field_reads_back_from_text():
             assert parse_setting(f"{name} = {'none' if value is None else value}") == (name, value)
     for text, (name, value) in (
             ("steps=1_000", ("steps", 1000)), ("clip=None", ("clip", None)), ("compile=TRUE", ("compile", True)),
-            ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")), ("norm=x", ("norm", "x"))):
+            ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")),
+            ("norm=scale_norm", ("norm", "scale_norm"))):
         assert parse_setting(text) == (name, value) and type(parse_setting(text)[1]) is type(value)
 
 

@@ -60,7 +60,7 @@ def check_fields(config: Any) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and float in choices:
             object.__setattr__(config, name, float(value))
         elif not any(value == each if isinstance(each, str) else type(value) is each for each in choices):
-            raise UsageError("wrong value", f"{name} = {value!r}", f"it takes {describe_kind(kind)}")
+            raise UsageError("wrong value", f"{name} = {value!r}", f"it takes {describe_kind(kind, of_python=True)}")
         elif isinstance(value, float) and not math.isfinite(value):
             raise UsageError("wrong value", f"{name} = {value!r}", "it takes a finite number")
 
@@ -72,10 +72,12 @@ def choices_of(kind: Any) -> list[Any]:
             for choice in (typing.get_args(each) if typing.get_origin(each) is Literal else (each,))]
 
 
-def describe_kind(kind: Any) -> str:
-    """What a field of a declared type takes, in words."""
+def describe_kind(kind: Any, of_python: bool = False) -> str:
+    """What a field of a declared type takes, in words of Python or of the command and its files."""
     words = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none"}
-    return " or ".join(words.get(each, each) for each in choices_of(kind))
+    if of_python:
+        words |= {bool: "True or False", types.NoneType: "None"}
+    return " or ".join(words.get(each, repr(each) if of_python else each) for each in choices_of(kind))
 
 
 def field_text(value: Any) -> str:
@@ -94,6 +96,6 @@ def parse_field(name: str, text: str, kind: Any) -> Any:
         if number in choices:
             with suppress(ValueError):
                 return number(text)
-    if any(isinstance(each, str) for each in choices):
-        return text  # the dataclass checks which words it takes
+    if text in choices:
+        return text
     raise UsageError("wrong value", f"{name} = {text!r}", f"it takes {describe_kind(kind)}")

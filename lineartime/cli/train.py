@@ -17,10 +17,10 @@ from lineartime.base.settings import describe_kind, field_text, replace_fields, 
 from lineartime.base.stores import exists, is_address, joined, require_there
 from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
-from lineartime.config import PRESETS, TASKS, model_config, source_of
+from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, model_config, source_of
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.tasks.qa.finetune_config import FineTuning
-from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data, run_config
+from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data, parse_setting, run_config
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
@@ -81,7 +81,8 @@ class RunOptions:
         given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
         if not (self.model or "-").endswith(".toml"):
             return given
-        file = read_toml(Path(given.pop("model")))
+        file = dict(parse_setting(f"{name}={value}") if name in MODEL_FIELDS + TRAIN_FIELDS else (name, value)
+                    for name, value in read_toml(Path(given.pop("model"))).items())
         whole = {"steps", "tokens_per_step"} | (set() if "from" in file | given else {"n_layers", "d_model"})
         if whole <= file.keys():  # nothing is to be chosen: what the file does not name is the paper's
             file.setdefault("size", "paper")

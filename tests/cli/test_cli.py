@@ -71,7 +71,8 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_toml_file_and_overrides(data: Path, tmp_path: Path, call: Call) -> None:
-    fields = SETTINGS | {"model": "flash", "data": str(data), "out": str(tmp_path / "run"), "warmup_steps": 1}
+    fields = SETTINGS | {"model": "flash", "data": str(data), "out": str(tmp_path / "run"), "warmup_steps": 1,
+                         "attn_scale_len": "none"}
     (tmp_path / "run.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items()))
     code, _, err = call("train", tmp_path / "run.toml", "--steps", 2, "--set=learning_rate=1e-3", "--set=clip=none")
     assert code == 0, err
