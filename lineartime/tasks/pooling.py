@@ -14,6 +14,7 @@ from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
+from lineartime.model.layout import refuse
 from lineartime.ops.dtypes import at_least_float32, autocast_off
 
 
@@ -34,7 +35,10 @@ def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) 
     of documents in a row. Sums are in float32 at least: a bfloat16 sum of a thousand tokens loses
     the next one.
 
-    With the attention mask minus 1 the only document is the row without its padding."""
+    With the attention mask minus 1 the only document is the row without its padding. Raises
+    UsageError for other numbers, as of a mask that is added to scores."""
+    refuse(segment_ids_BT, (segment_ids_BT >= -1) & (segment_ids_BT % 1 == 0), "segment_ids",
+           "number the documents from 0; -1 is for padding")
     n = max(int(segment_ids_BT.max()) + 1, 1) if n is None else n
     of_BNT = segment_ids_BT[:, None] == torch.arange(n, device=x_BTD.device)[:, None]
     wide_BTD = at_least_float32(x_BTD)
