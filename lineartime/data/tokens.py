@@ -101,7 +101,29 @@ def read_manifest(folder: Name) -> Manifest:
         if digest != _digest(fields):
             raise ValueError
         del fields["version"]
-        return Manifest(**fields | {"splits": {name: Split(**split) for name, split in fields["splits"].items()}})
+        manifest = Manifest(**fields | {"splits": {name: Split(**each) for name, each in fields["splits"].items()}})
+        require_sizes(manifest)
+        return manifest
+
+
+def require_sizes(manifest: Manifest) -> None:
+    """Raise ValueError, KeyError, TypeError or AttributeError unless what a manifest says fits
+    together. Anybody may have written it and signed it."""
+    sizes, known = {name: file["bytes"] for name, file in manifest.files.items()}, manifest.tokenizer
+    tokens = [known["end_of_document"], *known.get("special", [])]
+    tokens += [known["mask"], known["separator"]] if "mask" in known else []
+    counts = [count for split in manifest.splits.values() for count in dataclasses.astuple(split)]
+    numbers = [*sizes.values(), *counts, *tokens, known["vocab_size"], manifest.shard_tokens]
+    is_sound = (all(type(number) is int and number >= 0 for number in numbers) and max(tokens) < known["vocab_size"]
+                and type(known["sha256"]) is str and type(manifest.settings) is dict and TOKENIZER_FILE in sizes
+                and np.dtype(manifest.dtype).str in ("<u2", "<u4") and all(Path(name).name == name for name in sizes))
+    for name, split in manifest.splits.items():
+        n_tokens, most, width = split.tokens + 1, manifest.shard_tokens, np.dtype(manifest.dtype).itemsize
+        is_sound = is_sound and sizes[f"{name}-documents.bin"] == 8 * (split.documents + 1) and all(
+            sizes[shard_name(name, number)] == width * min(most, n_tokens - start)
+            for number, start in enumerate(range(0, n_tokens, most)))
+    if not is_sound:
+        raise ValueError
 
 
 def verify_file(folder: Name, manifest: Manifest, name: str, by_hash: bool = True) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lineartime.base.errors import CheckpointError, ResourceError, raised_as, reason_of
-from lineartime.base.files import fsync, hashed_stream, locked, read_bytes
+from lineartime.base.files import damaged, fsync, hashed_stream, locked, read_bytes, read_json
 from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
 from lineartime.base.stores import is_as_written
 from lineartime.base.tensor_bytes import bytes_of
@@ -190,7 +190,7 @@ def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
         raise CheckpointError("a checkpoint under another name", path,
                               "give it its name back, such as step-00000042, or copy with `lineartime export`")
     manifest = check_files(path, ranks=ranks)
-    if manifest.get("step") != step:
+    if manifest.get("step") != step or "run" not in manifest:
         raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {manifest.get('step')!a:.20}")
     return Checkpoint(path, step, manifest["run"], {})
 
@@ -233,13 +233,16 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
     if wrong:
         raise CheckpointError("the checkpoint's tensors are not this model's", f"{folder}: {first_five(wrong)}")
     # Each part that overlaps [start, stop) gives a piece of it; the parts are in order.
-    with contextlib.ExitStack() as stack:
+    with (raised_as(CheckpointError, "the tensors cannot be read", folder / stem, safetensors.SafetensorError),
+          contextlib.ExitStack() as stack):
         files = {name: stack.enter_context(open_tensors(folder / name))
                  for name in {part[0] for entry in index.values() for part in entry["parts"]}}
         for name, (_, start, stop) in wanted.items():
             pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
                       for file, first, last in index[name]["parts"] if first < stop and start < last]
             found[name] = torch.cat([torch.zeros(0, dtype=torch.float32, device="cpu"), *pieces])  # also of no piece
+            if len(found[name]) != stop - start:
+                raise _damage(folder / index_name(stem), f"the parts of {name} are not all of it")
     check_finite(found, folder / f"{stem}{TENSORS}")
     return found
 
@@ -252,9 +255,12 @@ def open_tensors(path: Path) -> safetensors.safe_open:
 
 def _index(folder: Path, stem: str) -> dict[str, Any]:
     """The shape and the parts of each tensor, from the index file; in one file each is one part."""
-    if (folder / index_name(stem)).exists():
-        return json.loads((folder / index_name(stem)).read_bytes())
-    index = {}
+    path, index = folder / index_name(stem), {}
+    if path.exists():
+        with damaged(path):
+            return {name: {"shape": [*map(int, entry["shape"])],
+                           "parts": [(str(file), int(start), int(stop)) for file, start, stop in entry["parts"]]}
+                    for name, entry in read_json(path).items()}
     with open_tensors(folder / f"{stem}{TENSORS}") as file:
         for name in file.keys():
             shape = file.get_slice(name).get_shape()
@@ -313,9 +319,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         del content["sha256"]
     if raw != _manifest(content):
         raise _damage(path, "it does not match its own sha256")
-    if (version := content["format"]) != FORMAT:
+    if type(version := content.get("format")) is int and version != FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "
                               f"{FORMAT}", f"install a version that reads format {version}")
+    files, run = content.get("files"), content.get("run", "")
+    if version != FORMAT or not isinstance(files, dict) or not isinstance(run, str):
+        raise _damage(path, "its format, files or run are not those of a manifest")
     return content
 
 

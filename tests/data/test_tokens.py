@@ -100,6 +100,22 @@ def test_what_is_missing_or_of_a_newer_format_is_refused(prepared):
         open_split(prepared, "train")
 
 
+def test_a_forged_manifest_is_refused(prepared):
+    """Signed anew, without a field or with another kind of value, or with an odd size of a file."""
+    path = prepared / "manifest.json"
+    whole = {name: value for name, value in json.loads(path.read_text()).items() if name != "manifest_sha256"}
+    tokenizer, files = whole["tokenizer"], whole["files"]
+    forged = [{name: whole[name] for name in whole if name != lost} for lost in ("tokenizer", "files", "dtype")]
+    forged += [whole | {name: value} for name in whole for value in (None, 7, "x", [1], {"x": 1}) if name not in (
+        "version", "notes", "sources", "blank_documents") and (name, value) != ("settings", {"x": 1})]
+    forged += [whole | {"tokenizer": tokenizer | {name: "x"}} for name in tokenizer if name != "sha256"]
+    forged += [whole | {"files": files | {name: files[name] | {"bytes": 7}}} for name in files if name.endswith(".bin")]
+    for content in forged:
+        path.write_text(json.dumps(content | {"manifest_sha256": tokens._digest(content)}))
+        with pytest.raises(DataError, match=r"damaged manifest: .*manifest\.json"):
+            open_split(prepared, "train")
+
+
 def damage(rng, folder):
     """Damage a file in one of five ways: its name, and whether it changed."""
     path, other = rng.sample(sorted(folder.iterdir()), 2)

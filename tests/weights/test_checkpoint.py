@@ -105,6 +105,10 @@ def test_tensors_are_read_whole_and_in_parts(tmp_path):
     assert bits(found) == bits({"w": model["w"].flatten()[2:8], "b": torch.tensor([2.0]), "none": torch.zeros(0)})
     for name, shape in (("x", (2,)), ("w", (3, 4))):
         assert f"not this model's: {path}: {name}" in refused(read_parts, path, "model", {name: (shape, 0, 2)})
+    for parts in (7, [["model.safetensors", 0]], [["model.safetensors", 3, 12]], [["none.safetensors", 0, 12]]):
+        (path / "model.json").write_text(json.dumps({"w": {"shape": [4, 3], "parts": parts}}))
+        assert str(path) in refused(read_tensors, path, "model")
+    (path / "model.json").unlink()
     (path / "model.safetensors").write_bytes(b"[]" * 99)
     assert "the tensors cannot be read" in refused(read_tensors, path, "model")
 
@@ -257,6 +261,12 @@ def test_a_manifest_that_is_none_or_of_a_newer_version_is_refused(tmp_path):
         assert MANIFEST in refused(check, path) and MANIFEST in refused(newest, tmp_path)
     (path / MANIFEST).write_bytes(checkpoint._manifest({"format": 7, "anything": [1, 2]}))
     assert "newer" in refused(check, path) and "format 7" in refused(newest, tmp_path)
+    whole = {name: value for name, value in json.loads(good).items() if name != "sha256"}
+    for forged in ([{name: whole[name] for name in whole if name != lost} for lost in whole]
+                   + [whole | {name: value} for name in whole for value in (None, [], "x", {"model.json": 7})]):
+        if forged != whole | {"run": "x"}:
+            (path / MANIFEST).write_bytes(checkpoint._manifest(forged))
+            assert MANIFEST in refused(check, path) or "model.json" in refused(check, path), forged
 
 
 # Saves that fail
