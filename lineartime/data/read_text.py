@@ -1,7 +1,7 @@
 """The reader of text files, a piece at a time, so that memory does not grow with a document.
 
     kind            documents
-    .txt .md        one
+    .txt .md        one; and so in a file of another name
     .csv .tsv       one in each row; the first row names the columns
     .jsonl .json    one in each line, a JSON object
     .parquet        one in each row
@@ -20,6 +20,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from shlex import quote
 from typing import IO, Any, NamedTuple
 
 from lineartime.base.errors import DataError, raised_as
@@ -104,7 +105,7 @@ def read_pieces(name: Name, *, field: str = "text", task: str | None = None, sta
     field: the field or column that holds the text. task: "wiki40b" takes its markers out. start,
     stop: a range of the file's bytes, None for its end; if its document goes on in the next range,
     no piece is the last. Raises DataError."""
-    if kind_of(name) == ".txt":
+    if kind_of(name) in ("", ".txt"):
         yield from _pieces_of_text(name, start, stop)
         return
     count = text_counter(name)
@@ -275,6 +276,10 @@ def _table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]
             names = next((row for row in rows if row), [])
             if len({*names}) < len(names):
                 raise DataError("the same column twice", name, ", ".join(names))
+            between = [each for each in ";\t|" if len(names) == 1 and each in names[0]]
+            if between:
+                raise DataError("not a comma between the columns", name, f"it is {between[0]!r}; save it with commas, or "
+                                "with tabs as .tsv")
             line = rows.line_num + 1
             for row in rows:
                 if row and len(row) != len(names):
@@ -344,8 +349,13 @@ def text_field(record: Any, name: str, where: str) -> str:
 
 
 def _missing(kind: str, name: str, where: Name, there: Sequence[str]) -> DataError:
-    hint = "; name one with --text-field" if name == "text" else ""  # or the user has done so
-    return DataError(f"no {kind} {name!r}", where, f"it has {', '.join(map(repr, there[:8])) or 'none'}{hint}")
+    has = ", ".join(map(repr, there[:8])) or "none"
+    likely = sorted((each for each in there if name.casefold() in each.casefold()), key=len)
+    if name != "text":  # the user has named it, or it is one of TriviaQA's
+        hint = f"; did you mean {likely[0]!r}?" if likely else ""
+    else:
+        hint = f"; name it: --text-field {quote(likely[0])}" if likely else "; name one with --text-field"
+    return DataError(f"no {kind} {name!r}", where, f"it has {has}{hint}")
 
 
 def checked(text: Any, what: str, where: str) -> str:

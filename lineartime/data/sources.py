@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from lineartime.base.errors import DataError, UsageError, raised_as
-from lineartime.base.stores import Name, found_at, is_address, size_of
+from lineartime.base.stores import Name, found_at, is_address, packing_of, size_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
 from lineartime.data.read_text import ENDING, READS, Record, ending_of, is_token_file, kind_of, text_field, text_of
@@ -32,19 +32,21 @@ HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[
 
 
 class Source(NamedTuple):
-    """One file of a split. `name` is relative to the user's argument: the same on any machine."""
+    """One file of a split. `name` is relative to the user's argument: the same on any machine.
+    is_text: it is one document, whatever its name ends with."""
 
     split: str
     name: str
     path: str
+    is_text: bool = False
 
     @property
     def kind(self) -> str:
-        return kind_of(self.path)
+        return ".txt" if self.is_text else kind_of(self.path)
 
     @property
     def ending(self) -> str:
-        return ending_of(self.path)
+        return f".txt{packing_of(self.path)}" if self.is_text else ending_of(self.path)
 
     @property
     def n_bytes(self) -> int:
@@ -129,9 +131,18 @@ def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]
             split = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
             sources = [source._replace(split=source.split or split) for source in _read_in(path, sources, task)]
         elif not sources[0].kind and not is_token_file(path):
-            raise UsageError("unknown kind of file", path,
-                             f"{READS}; and token files, .ds of datatrove and .bin of Megatron-LM")
+            if path != str(name) or not is_text(path):
+                raise UsageError("unknown kind of file", path, f"{READS}; any other UTF-8 text that is named itself; "
+                                 "and token files, .ds of datatrove and .bin of Megatron-LM")
+            sources = [sources[0]._replace(is_text=True)]
         yield path, sources
+
+
+def is_text(name: str) -> bool:
+    """Whether a file begins with UTF-8 text."""
+    with contextlib.suppress(DataError):
+        return isinstance(next(text_of(name), ""), str)
+    return False
 
 
 def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]:

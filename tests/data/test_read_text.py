@@ -164,6 +164,9 @@ FAULTS = {
     "lone surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "a lone surrogate: {}:2"),
     "long line": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 2000 + b'"}\n', "line is too long: {}:2; the limit is 1000"),
     "no CSV": ("a.csv", "id,text\n1,\"a\"b\n", "not valid CSV: {}:2"),
+    "a blank in a header": ("a.csv", "id, text\n1, x\n", "it has 'id', ' text'; name it: --text-field ' text'"),
+    "capitals in a header": ("a.csv", "id,Text Of\n1,x\n", "it has 'id', 'Text Of'; name it: --text-field 'Text Of'"),
+    "semicolons": ("a.csv", "id;text\n1;a, b\n", "not a comma between the columns: {}; it is ';'; save it with"),
     "a short row": ("a.tsv", "id\ttext\n1\ta\n2\n", "a row of another length: {}:3; it has 1 fields; give it 2"),
     "a column twice": ("a.csv", "text,text\n", "the same column twice: {}; text, text"),
     "invalid UTF-8 in a table": ("a.csv", b"text\na\n\xff\n", "not valid UTF-8: {}:3; convert it"),
@@ -250,7 +253,7 @@ def test_splits_of_several_inputs(tmp_path):
     ("a.txt b.jsonl", ".", "", "has .jsonl and .txt; name the files of one kind"),
     ("en/train/a.txt en/test/b.txt", ".", "", "the splits lie deeper in this folder"),
     ("en/train.txt en/test.txt", ".", "", "the splits lie deeper in this folder"),
-    ("a.doc", "a.doc", "", r"unknown kind of file: .*a\.doc; it takes \.txt, \.md, \.csv"),
+    ("a.log", "*.log", "", r"unknown kind of file: .*a\.log; it takes \.txt, \.md, \.csv"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt more.txt", "", "more.txt; leave it out, rename"),
     ("held/test.txt a.txt", "held a.txt", "", "a.txt; .*give the others with --validation and --test"),
     ("train.txt validation.txt more.txt", "train.txt validation.txt", "more.txt", "two validation splits"),
@@ -261,6 +264,18 @@ def test_layouts_that_could_mean_two_things_are_usage_errors(tmp_path, names, in
     make(tmp_path, dict.fromkeys(names.split(), "x"))
     with pytest.raises(UsageError, match=message):
         find_sources([tmp_path / name for name in inputs.split()], [tmp_path / name for name in held_out.split()])
+
+
+def test_text_of_another_name_is_read_where_it_is_named(tmp_path):
+    make(tmp_path, {"a.txt": "One line.\n" * 99, "a.py": "One line.\n" * 99, "a.doc": b"text\0", "a.pdf": b"%PDF\xff",
+                    "a.log.gz": "One line.\n" * 99})
+    for name in ("a.py", "a.log.gz"):
+        source, = find_sources([tmp_path / name])
+        assert documents(tmp_path / name) == documents(tmp_path / "a.txt") and source.kind == ".txt"
+    assert len(slices_of(source, 10)) == 1  # a packed file is not read in parts
+    for name in ("a.doc", "a.pdf"):
+        with pytest.raises(UsageError, match="unknown kind of file"):
+            find_sources([tmp_path / name])
 
 
 def test_what_is_missing_is_named(tmp_path):
