@@ -18,8 +18,8 @@ class PrepareSettings:
 
     inputs: Annotated[tuple[str, ...], "Text to read: .txt, .md, .csv, .tsv, .jsonl, .json (each also packed as .gz, "
                       ".bz2, .xz or .zst) or .parquet; a file of another name, if it is text; folders of them; "
-                      "addresses such as s3://BUCKET/FOLDER; hub:NAME/SPLIT, hub:NAME:CONFIGURATION/SPLIT[:RECORDS]; or "
-                      "`-` for one document on stdin.", "INPUTS"]
+                      "addresses such as s3://BUCKET/FOLDER; hub:NAME/SPLIT, hub:NAME:CONFIGURATION/SPLIT[:RECORDS]; "
+                      "or `-` for one document on stdin.", "INPUTS"]
     out: Annotated[str, "Folder for the prepared tokens, or its address in a store."]
     sample: Annotated[bool, "Read the book that ships with the package instead."] = False
     tokenizer: Annotated[str, "train (make one from this text), bytes, a tokenizer.json, a folder that has one "

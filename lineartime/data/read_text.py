@@ -278,8 +278,8 @@ def _table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]
                 raise DataError("the same column twice", name, ", ".join(names))
             between = [each for each in ";\t|" if len(names) == 1 and each in names[0]]
             if between:
-                raise DataError("not a comma between the columns", name, f"it is {between[0]!r}; save it with commas, or "
-                                "with tabs as .tsv")
+                raise DataError("not a comma between the columns", name,
+                                f"it is {between[0]!r}; save it with commas, or with tabs as .tsv")
             line = rows.line_num + 1
             for row in rows:
                 if row and len(row) != len(names):

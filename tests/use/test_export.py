@@ -204,6 +204,7 @@ def test_refusals(data: Path, run: Path, exported: Path, tmp_path: Path, call: C
                   monkeypatch: pytest.MonkeyPatch) -> None:
     """One line and an exit code, before the scores, which take long; nothing is left behind."""
     (tmp_path / "latin1.md").write_bytes(b"caf\xe9")
+    (tmp_path / "nul.md").write_bytes(b"# A\0")
     assert_refused(*call("export", run, "--out", tmp_path / "latin1.md" / "out")[::2], 6, "cannot write")
     monkeypatch.setattr("lineartime.use.export.evaluate_data", pytest.fail)
     (tmp_path / "text").mkdir()
@@ -229,6 +230,7 @@ def test_refusals(data: Path, run: Path, exported: Path, tmp_path: Path, call: C
          [stranger, "--out", out]),
         (3, ["nowhere.md"], [run, "--out", out, "--about", tmp_path / "nowhere.md"]),
         (3, ["latin1.md"], [run, "--out", out, "--about", tmp_path / "latin1.md"]),
+        (3, ["a NUL byte: this is no text", "nul.md, byte 3"], [run, "--out", out, "--about", tmp_path / "nul.md"]),
         (4, [f"damaged: {lost / 'run.json'}; 'data_sha256' is missing"], [lost, "--out", out]),
         (4, [f"damaged: {began / 'run.json'}; 'from_sha256' is missing"], [began, "--out", out]),
     ]:
