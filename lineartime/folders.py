@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 def require_run(out: Path) -> None:
     """Raise UsageError unless this is the folder of a run."""
+    require(not (out / "adapter_config.json").exists(), "an adapter of PEFT, without the model", str(out),
+            "open it with peft.PeftModel, then merge_and_unload and save_pretrained write a folder for lineartime")
     require((out / RUN_FILE).exists(), "not a run", str(out), "give the --out folder of `lineartime train`")
 
 

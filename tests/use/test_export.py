@@ -178,6 +178,8 @@ def test_a_shipped_model_by_its_name(run: Path, exported: Path, data: Path, call
     code, _, err = call("generate", "tiny", "--max-new-tokens", 1)
     assert code == 0 and "warning: tiny is the model that ships with the package; write ./tiny for the folder" in err
     assert_refused(*call("generate", "./tiny")[::2], 2, "not a run: tiny")
+    (tmp_path / "tiny/adapter_config.json").touch()
+    assert_refused(*call("generate", "./tiny")[::2], 2, "an adapter of PEFT, without the model: tiny; open it with")
 
 
 def test_an_export_into_a_store_is_that_into_a_folder(run: Path, exported: Path, data: Path, call: Call, tmp_path: Path,
