@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from lineartime.base.errors import UsageError
 from lineartime.config import TrainConfig, model_config, to_dict
-from lineartime.training.plot import COLOURS, plot_run, plot_side_by_side, read_curves
+from lineartime.training.plot import COLOURS, plot_run, plot_side_by_side, read_curves, smoothed
 
 CLOCK = {"time": 1.0, "tokens_per_s": 100.0, "cpu_s": 0.1}
 
@@ -51,6 +51,7 @@ def test_curves_are_those_of_the_run(last, tmp_path):
                                for step, loss in ((20, 4.35), (40, 4.275), (60, 4.25))]
     assert curves.learning_rate[[0, 59]].tolist() == [1.0, 1 / 60]
     assert curves.title == "flash, 17,475 parameters, context 64"
+    assert (smoothed(np.ones(300)) == 1).all()  # also where the window is narrower
 
 
 @pytest.mark.parametrize("options", [{}, {"n_steps": 1, "result": False}, {"n_steps": 30, "held_out": False}])
