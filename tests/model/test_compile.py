@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from lineartime import GatedAttentionUnit, MultiHeadAttention
-from lineartime.base.errors import UsageError
 from lineartime.config import model_config
 from lineartime.model.language_model import token_losses
 from lineartime.model.layers import sequence_info
 from marks import rest
-from tiny_models import BOTH_GRIDS, CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
+from tiny_models import CONFIGS, LONG_MEMORY, random_ids, random_model, with_end
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 SMALL = {"d_model": 64, "n_layers": 2, "vocab_size": 97, "context": 512}
@@ -107,12 +106,6 @@ def test_exported_with_any_length(name, causal):
         ids_BT = random_ids(2, length, seed=length)
         with torch.no_grad():
             assert torch.equal(program.module()(ids_BT), model(ids_BT))
-
-
-@pytest.mark.parametrize("name", ["flash, own grid", "performer", "combiner"])
-def test_an_export_that_would_read_documents_one_by_one_is_refused(name):
-    with pytest.raises(UsageError, match=r"export hide documents and padding.*: ids; call it as it is, or export"):
-        torch.export.export(random_model(with_end(BOTH_GRIDS[name])), (random_ids(2, 23),))
 
 
 @pytest.mark.parametrize("made", [

@@ -29,7 +29,18 @@ from lineartime.model.layers import RelPosBias, ScaledSin, sequence_info
 from lineartime.ops import reference
 from lineartime.ops.reference import toeplitz
 from marks import rest
-from tiny_models import BIDIRECTIONAL, CHUNK, CONFIGS, CONTEXT, UNPACKED, random_ids, random_model, same, with_end
+from tiny_models import (
+    BIDIRECTIONAL,
+    BOTH_GRIDS,
+    CHUNK,
+    CONFIGS,
+    CONTEXT,
+    UNPACKED,
+    random_ids,
+    random_model,
+    same,
+    with_end,
+)
 from token_by_token import add_up_states, turned
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -208,20 +219,23 @@ def test_wrong_segment_ids_and_shapes_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["segment_ids", "token_mask"])
-@pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "own grid"])
-def test_documents_and_padding_under_vmap(name: str, given: str) -> None:
-    """As for gradients of single examples. Where documents are read one by one it is refused."""
-    layer = random_model(replace(FLASH, document_grid="own") if name == "own grid" else CONFIGS[name]).layers[0]
-    x_BTD, number_BT = torch.randn(3, 9, 8, dtype=torch.float64), (torch.rand(3, 9) < 0.5).long().sort(1).values
+@pytest.mark.parametrize("name", ["flash", "flash-quad", "flash, own grid", "performer", "combiner"])
+def test_documents_and_padding_under_vmap_and_torch_export(name: str, given: str) -> None:
+    """As for gradients of single examples. Where documents are read one by one both are refused."""
+    layer, number_BT = random_model(BOTH_GRIDS[name]).layers[0], (torch.rand(3, 9) < 0.5).long().sort(1).values
+    x_BTD = torch.randn(3, 9, 8, dtype=torch.float64)
 
     def gradient(x_TD: Tensor, number_T: Tensor) -> Tensor:
         return (layer(x_TD[None], **{given: number_T[None]})[0] * number_T[:, None]).sum()
 
-    by_example = torch.func.vmap(torch.func.grad(gradient))
+    by_example, words = torch.func.vmap(torch.func.grad(gradient)), f"vmap and torch.export hide.*: {given}; call it"
     if name in ("flash", "flash-quad"):
-        wanted_BTD = torch.stack([*map(torch.func.grad(gradient), x_BTD, number_BT)])
-        assert same(by_example(x_BTD, number_BT), wanted_BTD)
-    with pytest.raises(UsageError, match=rf"wrong {given}: under|vmap and torch.export hide.*: {given}; call it"):
+        assert same(by_example(x_BTD, number_BT), torch.stack([*map(torch.func.grad(gradient), x_BTD, number_BT)]))
+        words = f"wrong {given}: under vmap; "
+    else:
+        with pytest.raises(UsageError, match=words):
+            torch.export.export(layer, (x_BTD,), {given: number_BT})
+    with pytest.raises(UsageError, match=words):
         by_example(x_BTD, number_BT - 2)
 
 
