@@ -22,7 +22,7 @@ from lineartime.config import MODEL_FIELDS, REMOVED, ModelConfig, to_dict
 from lineartime.data.tokenizer import END_OF_DOCUMENT, MASK, PAD, SEPARATOR, TOKENIZER_FILE
 from lineartime.folders import CONFIG_FILE, WEIGHTS_FILE, model_config_of
 from lineartime.model.language_model import LanguageModel, SpanModel, init_head, init_weights
-from lineartime.model.layout import checked_mask
+from lineartime.model.layout import checked_mask, unwrapped
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.tasks.pooling import document_means
 from lineartime.weights.checkpoint import MANIFEST, check_finite, first_five
@@ -252,7 +252,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         collected: list[Tensor] | None = [] if asked else None
         if cache is None:
             # A graph cannot ask whether there is padding: a mask without any changes nothing.
-            no_padding = not torch.compiler.is_compiling() and bool(valid_BT.all())
+            no_padding = not torch.compiler.is_compiling() and bool(unwrapped(valid_BT).all())
             x_BTD = self.model.hidden(ids_BT, segment_ids_BT, None if no_padding else valid_BT,
                                       collected=collected, embeds_BTD=inputs_embeds)
         else:

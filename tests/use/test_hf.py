@@ -179,6 +179,9 @@ def test_padding_anywhere_changes_nothing(ours, hf64):
             for row, (prompt, where) in enumerate(rows):
                 alone_TV = ours.double()(torch.tensor([prompt]))[0]
                 assert (output.logits[row, where] - alone_TV).abs().max() < 1e-11
+        if ours.config.ffn == "gau":
+            by_row = torch.func.vmap(lambda ids_T, mask_T: hf64(ids_T[None], attention_mask=mask_T[None]).logits[0])
+            assert (by_row(ids_BT, mask_BT) - output.logits)[mask_BT.bool()].abs().max() < 1e-11
     ours.float()
 
 
