@@ -302,6 +302,13 @@ def test_latest_is_the_newest_checkpoint_at_the_end(data, tmp_path, call, monkey
     assert failed and os.readlink(tmp_path / "run/latest") == "step-00000004"
 
 
+def test_metrics_reach_the_disk_before_the_checkpoint_of_their_step(data, tmp_path, monkeypatch):
+    flushed, flush = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(Path(f"/dev/fd/{file}").resolve().name) or flush(file))
+    run_fit(data, tmp_path / "run", steps=1, warmup_steps=0)
+    assert flushed.index("metrics.jsonl") < flushed.index("model.safetensors")
+
+
 # Another run in the folder
 
 

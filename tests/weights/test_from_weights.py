@@ -207,6 +207,8 @@ def test_the_warm_up_is_the_papers_or_a_fifth_of_the_run_or_that_of_the_run_that
         assert config_for_data({**given, "steps": steps}).train.warmup_steps == warmup
     lineartime.train({**given, "steps": 2, "warmup_steps": 2}, device="cpu")  # older versions would not take a fifth
     assert lineartime.train({**given, "steps": 2}, device="cpu").already
+    with pytest.raises(UsageError, match="another run is here"):  # of more steps, a warm-up among them
+        lineartime.train({**given, "steps": 1}, device="cpu")
 
 
 # Mixtures
