@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,10 @@ def store_of(name: Name) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def reading(name: Name, kind: type[LineartimeError] = DataError, what: str = "cannot read") -> Iterator[None]:
-    """Inside the block, errors of reading a file, a store's own too, are of a kind of ours."""
+def reading(name: Name, kind: type[LineartimeError] = DataError) -> Iterator[None]:
+    """Inside the block, errors of a file, a store's own too, are DataErrors. kind: ResourceError
+    for an output."""
+    what = "cannot read" if kind is DataError else "cannot write"
     try:
         yield
     except LineartimeError:
@@ -64,11 +66,6 @@ def reading(name: Name, kind: type[LineartimeError] = DataError, what: str = "ca
         if not is_address(name):
             raise
         raise kind(what, name, f"{type(e).__name__}: {e}") from None
-
-
-def writing(name: Name) -> contextlib.AbstractContextManager[None]:
-    """`reading` for an output: what is wrong with it is a ResourceError."""
-    return reading(name, ResourceError, "cannot write")
 
 
 def opened(name: Name) -> io.BufferedReader:
@@ -137,9 +134,9 @@ def size_of(name: Name) -> int:
         return store.size(path) or 0
 
 
-def exists(name: Name, within: Callable[[Name], contextlib.AbstractContextManager[None]] = reading) -> bool:
-    """Whether there is a file or folder of this name. within: `writing` for an output."""
-    with within(name):
+def exists(name: Name, kind: type[LineartimeError] = DataError) -> bool:
+    """Whether there is a file or folder of this name. kind: see `reading`."""
+    with reading(name, kind):
         store, path = store_of(name)
         return bool(store.exists(path)) or (not is_address(name) and os.path.lexists(name))
 
@@ -167,7 +164,7 @@ def uploaded(address: Name | None) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         if address is not None:
-            with writing(address):
+            with reading(address, ResourceError):
                 store, path = store_of(address)
                 store.put(f"{folder}/", path, recursive=True)
 

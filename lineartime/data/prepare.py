@@ -21,7 +21,7 @@ import numpy as np
 from lineartime.base.errors import DataError, ResourceError
 from lineartime.base.files import hashed_stream, new_folder, system_errors
 from lineartime.base.settings import require
-from lineartime.base.stores import exists, hash_of, is_address, is_folder, joined, uploaded, writing
+from lineartime.base.stores import exists, hash_of, is_address, joined, uploaded
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
 from lineartime.data.read_text import ReadSlice, read_pieces
@@ -56,8 +56,9 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
     Raises UsageError, DataError (with file and line or byte) or ResourceError (disk)."""
     out = settings.out if is_address(settings.out) else os.path.realpath(settings.out)
     with system_errors(out):
-        is_prepared = exists(joined(out, DATA_MANIFEST), writing)
-        require(is_prepared or is_address(out) or not exists(out, writing) or (is_folder(out) and not os.listdir(out)),
+        is_prepared = exists(joined(out, DATA_MANIFEST), ResourceError)
+        require(is_prepared or is_address(out) or not os.path.lexists(out)
+                or (os.path.isdir(out) and not os.listdir(out)),
                 "the output exists and is not a prepared folder", out, "choose another")
         tokenizer, asked = None, Manifest(settings.for_manifest, shard_tokens=settings.shard_tokens)
         if settings.tokenizer != "train":

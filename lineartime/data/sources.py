@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from lineartime.base.errors import DataError, UsageError, raised_as
+from lineartime.base.settings import require
 from lineartime.base.stores import Name, found_at, is_address, packing_of, size_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
@@ -131,18 +132,13 @@ def _found_by(name: Name, task: str | None) -> Iterator[tuple[str, list[Source]]
             split = SPLIT_NAMES.get(PurePosixPath(path).name.lower(), "")
             sources = [source._replace(split=source.split or split) for source in _read_in(path, sources, task)]
         elif not sources[0].kind and not is_token_file(path):
-            if path != str(name) or not is_text(path):
-                raise UsageError("unknown kind of file", path, f"{READS}; any other UTF-8 text that is named itself; "
-                                 "and token files, .ds of datatrove and .bin of Megatron-LM")
+            todo = (f"{READS}; any other UTF-8 text that is named itself; and token files, .ds of datatrove and "
+                    ".bin of Megatron-LM")
+            require(path == str(name), "unknown kind of file", path, todo)
+            with raised_as(UsageError, "unknown kind of file", path, DataError, todo=todo):
+                next(text_of(path), "")  # raises unless it begins as text
             sources = [sources[0]._replace(is_text=True)]
         yield path, sources
-
-
-def is_text(name: str) -> bool:
-    """Whether a file begins with UTF-8 text."""
-    with contextlib.suppress(DataError):
-        return isinstance(next(text_of(name), ""), str)
-    return False
 
 
 def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]:

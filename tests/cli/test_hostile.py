@@ -106,7 +106,8 @@ def test_only_regular_files_are_read(call: Call, tmp_path: Path) -> None:
         for code, words, line in ((2, "cannot read the configuration", ["train"]),
                                   (3, "cannot read", ["generate", "small", "--prompt-file"]),
                                   (2, "cannot read the tokenizer", prepare),
-                                  (3, "", ["evaluate", "small", "--questions"])):
+                                  (3, "", ["evaluate", "small", "--questions"]),
+                                  (3, "", ["prepare", "--out", tmp_path / "out"])):
             assert_refused(*call(*line, path)[::2], code, words, path)
 
 

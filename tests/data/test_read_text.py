@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import lzma
-import os
 import sys
 
 import fsspec
@@ -193,13 +192,6 @@ def test_faults_are_refused_with_their_place(tmp_path, fault, monkeypatch):
         list(read_pieces(path))
     assert message.format(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path):
-    os.mkfifo(tmp_path / "a.txt")
-    for read in (lambda: find_sources([tmp_path / "a.txt"]), lambda: list(read_pieces(tmp_path / "a.txt"))):
-        with pytest.raises(DataError, match="not a regular file"):
-            read()
 
 
 def test_what_lies_beside_the_text_of_a_folder_is_left_out(tmp_path, caplog):
