@@ -188,8 +188,7 @@ def score(
 def block_bytes(model: "LanguageModel") -> int:
     """So many bytes are read at once. A stop waits until they are scored, which on a core of a
     processor takes less than half a second. Only the model decides, so the bits come out alike."""
-    n_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.device.type == "cpu")
-    most = (1 << 35) // max(n_parameters, 1)
+    most = (1 << 35) // (sum(part.numel() for part in model.parameters() if part.device.type == "cpu") or 1)
     return min(max(1 << most.bit_length() >> 1, 256), 1 << 16)
 
 

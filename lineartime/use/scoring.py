@@ -95,8 +95,7 @@ def open_state(model: LanguageModel, tokenizer: Tokenizer, path: Path | None = N
 
 
 def unread(blocks: Iterable[bytes], state: ScoringState, name: Name) -> Iterator[bytes]:
-    """The blocks of a file without what the state has read of it. Raises DataError for a file that
-    does not begin with that."""
+    """The blocks of a file behind what the state has read. Raises DataError for another text."""
     blocks, block, crc32, n_left = iter(blocks), b"", 0, state.n_read
     while n_left and (block := next(blocks, b"")):
         crc32, n_left, block = zlib.crc32(block[:n_left], crc32), max(n_left - len(block), 0), block[n_left:]
@@ -107,8 +106,7 @@ def unread(blocks: Iterable[bytes], state: ScoringState, name: Name) -> Iterator
 
 
 class TextPart(NamedTuple):
-    """Part of a text that is tokenised at once, and the number and first characters of the line
-    that it ends, if it ends one."""
+    """What is tokenised at once, and the number and beginning of the line that it ends, if any."""
 
     text: str
     line: tuple[int, str] | None = None
@@ -167,8 +165,7 @@ def score(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str | byt
     require_name("precision", precision, PRECISIONS)
     require_name("row", per, ("line", "token", "document"))
     state = open_state(model, tokenizer) if state is None else state
-    require(state.precision in ("", precision), "the state has another precision", precision,
-            f"take {state.precision}")
+    require(state.precision in ("", precision), "another precision", precision, f"the state has {state.precision}")
     state.precision = precision
     for block in itertools.chain(blocks, () if keep else (None,)):
         data = block.encode("utf-8", "surrogatepass") if isinstance(block, str) else block
@@ -201,12 +198,9 @@ def decode_next(block: bytes | None, tail: str, position: int, name: object) -> 
 def scores_of(model: LanguageModel, tokenizer: Tokenizer, parts: list[TextPart], state: ScoringState, per: str,
               precision: str) -> Iterator[Score]:
     """Scores of the tokens in these parts, or of the lines that end there. Moves the state on."""
-    number, encoded = state.n_tokens, []
-    for part in parts:
-        if per == "token":
-            encoded.append(tokenizer.encode_with_offsets(part.text))
-        else:
-            encoded.append((np.frombuffer(tokenizer.pack(part.text), tokenizer.dtype), np.empty((0, 2), np.int64)))
+    number, no_places = state.n_tokens, np.empty((0, 2), np.int64)
+    encoded = [tokenizer.encode_with_offsets(part.text) if per == "token" else
+               (np.frombuffer(tokenizer.pack(part.text), tokenizer.dtype), no_places) for part in parts]
     bits_N = next_bits(model, np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in encoded)]), state, precision)
     for (text, line), (ids, places) in zip(parts, encoded, strict=True):
         own_N, bits_N = np.split(bits_N, [len(ids)])

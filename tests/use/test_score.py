@@ -159,7 +159,7 @@ def test_a_state_knows_its_text_and_its_precision(call: Call, tmp_path: Path) ->
         out, err = call(*line)[1:]
         assert json.loads(out)["number"] == number if number else (out, err) == ("", "scored   0 tokens: no text\n")
         log.write_text(log.read_text() + f"{number}\n")
-        assert_refused(*call(*line, "--precision", "bfloat16")[::2], 2, "another precision", "take float32")
+        assert_refused(*call(*line, "--precision", "bfloat16")[::2], 2, "another precision: bfloat16", "has float32")
         old = open_state(*load_model(model)[:2], state)
         facts = {name: fact for name, fact in old.facts().items() if number > 1 or name not in NEW}
         old.decoding.save(state, facts)
