@@ -47,7 +47,7 @@ def train(name: str, settings: Row, device: str, callbacks: Callbacks, contexts:
 
     def score(run: Run, model: LanguageModel, ranks: Ranks) -> Row:
         peak_mib = peak_bytes(torch.device(device)) / 2**20
-        found, _ = evaluate_data(model, held_out, max_tokens=config.train.last_eval_tokens, ranks=ranks,
+        found, _ = evaluate_data(model, held_out, max_tokens=config.train.last_eval_tokens, spread=True, ranks=ranks,
                                  context=config.model.context, precision=config.train.precision,
                                  batch_rows=config.micro_batch_rows)
         if contexts:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from lineartime.base.errors import escaped
 
@@ -22,6 +23,13 @@ def installed_version() -> str:
 def millions(n: float) -> str:
     """"112.1 M", or a small count in full."""
     return f"{n / 1e6:,.1f} M" if n >= 1e6 else f"{n:,.0f}"
+
+
+def part_of(scores: dict[str, Any]) -> str:
+    """How much a held-out score of a run's metrics has, such as "5 of 9 tokens"; "" if it has all,
+    and for one of an older version."""
+    return next((f"{n:,} of {scores[f'of_{what}']:,} {what}" for what in ("tokens", "questions")
+                 if (n := scores.get(f"n_{what}", 0)) < scores.get(f"of_{what}", 0)), "")
 
 
 def mib(n_bytes: float) -> str:

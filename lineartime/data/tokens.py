@@ -220,17 +220,25 @@ def require_mask(mask: int | None, data_dir: Path | str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def words_and_bytes(stream: TokenStream, n_tokens: int) -> tuple[int, int]:
-    """Words and bytes of the text of the first `n_tokens` targets, without a character cut off."""
+def words_and_bytes(stream: TokenStream, context: int, starts: tuple[int, ...]) -> tuple[int, int]:
+    """Words and bytes of the targets of the rows that begin at `starts`. A word is counted in the
+    row in which it begins, a character in the row in which it ends."""
     tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
-    words = n_bytes = 0
-    for i in range(np.searchsorted(ends, n_tokens)):
-        stop = min(int(ends[i + 1]), n_tokens + 1)
-        text = tokenizer.decode(stream.read(int(ends[i]) + 1, stop).tolist())
-        if stop < ends[i + 1]:
-            text = text.rstrip("\ufffd")
-        words, n_bytes = words + len(text.split()), n_bytes + len(text.encode())
-    return words, n_bytes
+
+    def counts(start: int, stop: int, end: int) -> np.ndarray:
+        text = tokenizer.decode(stream.read(start, stop).tolist())
+        text = text if stop == end else text.rstrip("\ufffd")  # without a character cut off
+        return np.array([len(text.split()), len(text.encode())])
+
+    total = np.zeros(2, np.int64)
+    for row in starts:
+        last = min(row + context, stream.n_tokens)  # the targets are the tokens row + 1 to this one
+        for i in range(int(np.searchsorted(ends, row, "right")) - 1, int(np.searchsorted(ends, last))):
+            begin, end = int(ends[i]) + 1, int(ends[i + 1])
+            first, stop = max(begin, row + 1), min(end, last + 1)
+            before = max(begin, first - 4)  # a character has at most four tokens
+            total += counts(before, stop, end) - counts(before, first, end)
+    return int(total[0]), int(total[1])
 
 
 @dataclass(frozen=True)
@@ -302,9 +310,18 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
     return [(streams[k], epoch, row) for k, epoch, row in places]
 
 
-def eval_rows(stream: TokenStream, context: int) -> Iterator[np.ndarray]:
-    """All rows in order, int64 [context + 1]; the last may be shorter. Each target is in one."""
-    for start in range(0, len(stream) - 1, context):
+def row_starts(n: int, context: int, max_tokens: int | None, spread: bool) -> tuple[int, ...]:
+    """Where rows of `context` of n tokens begin: all of them, or those that have about `max_tokens`
+    tokens, the first ones or if `spread` at equal distances."""
+    n_rows = -(-n // context)
+    n_read = n_rows if max_tokens is None else min(max(-(-max_tokens // context), 1), n_rows)
+    return tuple(((2 * i + 1) * n_rows // (2 * n_read) if spread else i) * context for i in range(n_read))
+
+
+def eval_rows(stream: TokenStream, context: int, starts: Iterable[int] | None = None) -> Iterator[np.ndarray]:
+    """The rows that begin at `starts`, by default all, int64 [context + 1]; the split's last may be
+    shorter. Each target is in one."""
+    for start in range(0, stream.n_tokens, context) if starts is None else starts:
         yield stream.read(start, min(start + context + 1, len(stream)))
 
 

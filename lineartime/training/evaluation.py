@@ -16,7 +16,7 @@ from lineartime.base.ranks import ALONE, Ranks, gather_rows
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
 from lineartime.data.tokenizer import TOKENIZER_FILE
-from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, words_and_bytes
+from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split, row_starts, words_and_bytes
 from lineartime.model.language_model import LanguageModel, SpanModel, masked_token_losses, token_losses
 from lineartime.training.masking import masked_rows
 from lineartime.weights.load import load_model
@@ -89,25 +89,27 @@ def load_with_split(run: Path, data: Name,
 
 @torch.no_grad()  # not `inference_mode`: FSDP2 keeps what a sharded model gathers here, and training writes into it
 def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None = None, batch_rows: int | None = None,
-             max_tokens: int | None = None, precision: str = "float32", ranks: Ranks = ALONE,
+             max_tokens: int | None = None, spread: bool = False, precision: str = "float32", ranks: Ranks = ALONE,
              progress: Callable[[int], None] | None = None) -> Evaluation:
     """Score every token of a split once, in rows of `context`; the first token of a row is only
     read. For a model that is not causal, score the masked tokens of `masking.masked_rows`.
 
     context: tokens in a row, by default as in training. batch_rows: rows scored at once, by default
     8, fewer above a context of 8K; it changes only rounding, because sums are in float64.
-    max_tokens: stop after about this many. precision: "float32" or "bfloat16". ranks: each rank
-    scores a share, and all return the same numbers. progress is called with the number of tokens
-    read. Raises UsageError for a context that is too long, another precision, and data with more
-    tokens than the model or without its [MASK]; NumericsError for a loss that is not finite."""
+    max_tokens: read about this many, the first ones, or if `spread` in rows at equal distances.
+    precision: "float32" or "bfloat16". ranks: each rank scores a share, and all return the same
+    numbers. progress is called with the number of tokens read. Raises UsageError for a context that
+    is too long, another precision, and data with more tokens than the model or without its [MASK];
+    NumericsError for a loss that is not finite."""
     require_name("precision", precision, PRECISIONS)
     context, batch_rows = rows_at_once(model, stream, context, batch_rows)
     causal, n_read = model.config.causal, 0
+    starts = row_starts(stream.n_tokens if causal else len(stream), context, max_tokens, spread)
     nll_T, count_T = np.zeros(context), np.zeros(context, dtype=np.int64)
     with ExitStack() as at_end:
         at_end.callback(model.train, model.training)
         model.eval()
-        for batch, losses in scored(model, stacked_rows(model, stream, context, batch_rows), precision, ranks):
+        for batch, losses in scored(model, stacked_rows(model, stream, context, batch_rows, starts), precision, ranks):
             # A loss goes to its position in the row. Of masked tokens alone there are losses.
             asked_BT = np.ones(losses.shape, bool) if causal else batch[1] >= 0
             losses_BT: np.ndarray = np.zeros(asked_BT.shape)
@@ -117,15 +119,13 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
             n_read += asked_BT.size
             if progress is not None:
                 progress(n_read)
-            if max_tokens is not None and n_read >= max_tokens:
-                break
     n_tokens, nll = int(count_T.sum()), float(nll_T.sum())
     if not math.isfinite(nll):
         raise NumericsError("the held-out loss is not finite", f"{nll}", "the weights are damaged or have diverged")
     # The manifest has the words and bytes of the whole split; those of a part are counted.
     n_words, n_bytes, word_count = stream.n_words, stream.n_bytes, stream.word_count
     if n_tokens < stream.n_tokens:
-        (n_words, n_bytes), word_count = words_and_bytes(stream, n_tokens) if causal else (0, 0), "counted"
+        (n_words, n_bytes), word_count = words_and_bytes(stream, context, starts) if causal else (0, 0), "counted"
     return Evaluation(n_tokens, nll, n_words, n_bytes, by_position(nll_T, count_T), None if causal else n_read,
                       word_count)
 
@@ -182,12 +182,12 @@ def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
     return context, min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
 
 
-def stacked_rows(model: LanguageModel, stream: TokenStream, context: int,
-                 batch_rows: int) -> Iterator[list[np.ndarray]]:
+def stacked_rows(model: LanguageModel, stream: TokenStream, context: int, batch_rows: int,
+                 starts: Iterable[int]) -> Iterator[list[np.ndarray]]:
     """`batch_rows` rows at once, or their inputs and targets; a shorter last row is alone."""
-    rows: Iterable[tuple[np.ndarray, ...]] = masked_rows(stream, context)
+    rows: Iterable[tuple[np.ndarray, ...]] = masked_rows(stream, context, starts)
     if model.config.causal:
-        rows = ((row,) for row in eval_rows(stream, context))
+        rows = ((row,) for row in eval_rows(stream, context, starts))
     for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows):
         yield [np.stack(part) for part in zip(*batch, strict=True)]
 

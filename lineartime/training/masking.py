@@ -3,7 +3,7 @@
 Row r of a stream is its tokens [r context, (r + 1) context); the last row may be shorter. Rows do
 not overlap: every token can be a target in its own row. Masks depend on seed, epoch and row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -51,9 +51,10 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
     return inputs_IT, targets_IT
 
 
-def masked_rows(stream: TokenStream, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`mask_tokens` of all rows, seed 0 and epoch 0. Raises UsageError for data without [MASK]."""
+def masked_rows(stream: TokenStream, context: int, starts: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`mask_tokens` of the rows that begin at `starts`, seed 0 and epoch 0. Raises UsageError for
+    data without [MASK]."""
     require_mask(stream.mask, stream.name)
-    for row, start in enumerate(range(0, len(stream), context)):
+    for start in starts:
         ids_T = stream.read(start, min(start + context, len(stream)))
-        yield mask_tokens(ids_T, stream, seed=0, epoch=0, row=row)
+        yield mask_tokens(ids_T, stream, seed=0, epoch=0, row=start // context)

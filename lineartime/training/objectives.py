@@ -61,11 +61,12 @@ class NextToken:
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         config = self.config
         whole, by_source = evaluate_data(
-            model, self.held_out, context=config.model.context, max_tokens=config.train.eval_tokens,
+            model, self.held_out, context=config.model.context, max_tokens=config.train.eval_tokens, spread=True,
             precision=config.train.precision, batch_rows=config.micro_batch_rows, ranks=self.ranks, progress=progress)
         found = {name: getattr(whole, name) for name in self.scores}
         each = {text: {name: getattr(of_text, name) for name in self.scores} for text, of_text in by_source.items()}
-        return found | ({"by_source": each} if each else {})
+        part = {"n_tokens": whole.n_read or whole.n_tokens, "of_tokens": self.held_out.n_tokens}
+        return found | part | ({"by_source": each} if each else {})
 
 
 class MaskedTokens(NextToken):

@@ -10,7 +10,7 @@ import numpy as np
 from lineartime.base.files import check_new, damaged, replaced
 from lineartime.base.settings import require
 from lineartime.base.stores import read_all
-from lineartime.base.words import millions
+from lineartime.base.words import millions, part_of
 from lineartime.config import ModelConfig
 from lineartime.folders import METRICS_FILE, RESULT_FILE, read_metrics, read_result, read_run
 from lineartime.model.language_model import number_of_parameters
@@ -39,6 +39,8 @@ class Curves(NamedTuple):
     learning_rate: np.ndarray
     held_out: list[tuple[float, float]]
     """Millions of tokens, and the held-out loss."""
+    part: str
+    """How much of the held-out text a score has, if not all of it, such as "5 of 9 tokens"."""
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -60,7 +62,8 @@ def read_curves(run_dir: Path) -> Curves:
             "nats per window" if run["task"] == "questions" else of_text,
             np.array([line["step"] for line in training]) * millions_per_step,
             np.array([line["loss"] for line in training]), np.array([line["learning_rate"] for line in training]),
-            [(step * millions_per_step, loss) for step, loss in scores])
+            [(step * millions_per_step, loss) for step, loss in scores],
+            next((part_of(line["held_out"]) for line in reversed(lines) if "held_out" in line), ""))
 
 
 def plot_run(run_dir: Path) -> Path:
@@ -95,6 +98,7 @@ def draw_curves(runs: Mapping[str, Curves], out_png: Path) -> Path:
         for colour, (label, curves) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
             # A label that begins with "_" would be left out, and "$" would begin a formula.
             label = (" " * label.startswith("_") + label).replace("$", r"\$")
+            label += f" (held-out: {curves.part})" if curves.part else ""
             marker = "o" if len(curves.tokens) == 1 else ""  # nobody would see a line of one point
             start = len(curves.loss) // 30  # the loss falls so fast there that the rest would be pressed flat
             points = curves.held_out

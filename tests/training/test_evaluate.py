@@ -1,6 +1,7 @@
 """Evaluation: every token scored once, whatever the batch; and the measures."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,9 +46,9 @@ def test_every_token_is_scored_once(stream: TokenStream, context: int, batch_row
     assert result.nll == pytest.approx(stream.n_tokens * math.log(stream.vocab_size), rel=1e-12)
 
 
-@pytest.mark.parametrize("max_tokens", [256, 960, 10**6])
-def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens: int) -> None:
-    """English, of about a byte a token with these tokens, then Russian, of two."""
+@pytest.mark.parametrize(("max_tokens", "spread"), [(256, False), (256, True), (960, True), (10**6, False)])
+def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens: int, spread: bool) -> None:
+    """English, of a byte a token here, then Russian, of two; rows at equal distances."""
     english, russian = "It was a dark night. ", "Съешь же ещё этих булок. "
     vocabulary = {character: i for i, character in enumerate(sorted({*english, *russian}))}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -59,11 +60,19 @@ def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens
         (tmp_path / "text" / split / "a.txt").write_text(text[split])
     prepare([tmp_path / "text"], tmp_path / "data", tokenizer=tmp_path / "characters.json")
     stream = open_split(tmp_path / "data", "validation")
-    result = evaluate(tiny_flash(stream), stream, context=32, batch_rows=1, max_tokens=max_tokens)
-    scored = text["validation"][:result.n_tokens]
-    assert result.n_tokens == min(max_tokens, len(text["validation"]) + 1)
-    assert (result.n_words, result.n_bytes) == (len(scored.split()), len(scored.encode()))
-    assert result.bits_per_byte == result.nll / math.log(2) / len(scored.encode())
+    result = evaluate(tiny_flash(stream), stream, context=32, batch_rows=1, max_tokens=max_tokens,
+                      spread=spread)
+    n_rows, n_read = -(-stream.n_tokens // 32), min(max_tokens // 32, -(-stream.n_tokens // 32))
+    assert result.n_tokens == pytest.approx(min(max_tokens, stream.n_tokens), abs=31)  # the last row is shorter
+    begins = {found.start() for found in re.finditer(r"\S+", text["validation"])}
+    n_words = n_bytes = 0
+    for place in range(n_read):
+        first = 32 * (int((place + 0.5) * n_rows / n_read) if spread else place)
+        n_bytes += len(text["validation"][first : first + 32].encode())
+        n_words += len(begins & {*range(first, first + 32)})
+    assert (result.n_words, result.n_bytes) == (n_words, n_bytes)
+    assert n_read < n_rows or (n_words, n_bytes) == (stream.n_words, stream.n_bytes)
+    assert result.bits_per_byte == result.nll / math.log(2) / n_bytes
 
 
 def test_a_mixture_has_its_words_and_bytes_by_weight(stream: TokenStream) -> None:

@@ -201,7 +201,7 @@ def test_nothing_asked_is_a_loss_of_zero_and_no_gradient(scope):
 def test_a_run_leaves_what_masked_language_modelling_has(whole, stream):
     out, printed = whole
     result = json.loads((out / "result.json").read_text())
-    assert set(result) == {"run", "steps", "held_out", "peak_mib"}
+    assert set(result) == {"run", "steps", "held_out", "peak_mib", "sha256"}
     held_out = result["held_out"]
     assert set(held_out) == {"masked", "loss", "perplexity", "n_tokens", "n_read", "loss_by_position"}
     assert held_out["masked"] is True and held_out["n_read"] == len(stream)
@@ -212,7 +212,7 @@ def test_a_run_leaves_what_masked_language_modelling_has(whole, stream):
         assert word not in printed
     lines = read_metrics(out)
     assert [line["step"] for line in lines if "held_out" in line] == list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY))
-    assert all(set(line["held_out"]) == {"loss"} for line in lines if "held_out" in line)
+    assert all(set(line["held_out"]) == {"loss", "n_tokens", "of_tokens"} for line in lines if "held_out" in line)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[0] == pytest.approx(math.log(300), rel=0.02) and np.mean(losses[-4:]) < np.mean(losses[:4])
     model, tokenizer, _ = load_model(out)
@@ -246,12 +246,14 @@ def test_the_score_in_training_reads_as_many_tokens_as_asked(masked_data, stream
                          "precision": "bfloat16"})
     model, read = LanguageModel(config.model), []
     task = MaskedTokens(config, open_split(masked_data, "train"), stream)
-    wanted, other = (evaluate(model, stream, context=32, max_tokens=200, precision=each).loss
-                     for each in ("bfloat16", "float32"))
-    assert task.evaluate(model, read.append) == {"loss": wanted} != {"loss": other}
+    part, other = (evaluate(model, stream, context=32, max_tokens=200, spread=True, precision=each)
+                   for each in ("bfloat16", "float32"))
+    found = task.evaluate(model, read.append)
+    assert found == {"loss": part.loss, "n_tokens": 224, "of_tokens": stream.n_tokens} and part.loss != other.loss
+    assert (part.n_read, part.n_words, part.n_bytes) == (224, 0, 0)  # masked tokens are no text
     twice = Mixture((stream, stream), (1, 1))
     evaluate_data(model, twice, context=32, batch_rows=1, max_tokens=128, progress=read.append)
-    assert read == [64, 128, 192, 256, 32, 64, 96, 128]
+    assert read == [64, 128, 192, 224, 32, 64, 96, 128]
     assert model.training
 
 

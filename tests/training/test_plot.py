@@ -26,7 +26,8 @@ def make_run(folder, *, n_steps=60, held_out=True, result=True, last=False):
             record = {"step": step, "loss": 4 + 3 / step, "learning_rate": 1 / step, "clock": CLOCK}
             file.write(json.dumps(record) + "\n")
             if held_out and step % 20 == 0 and (last or step < n_steps):
-                file.write(json.dumps({"step": step, "held_out": {"loss": 4.2 + 3 / step}, "clock": CLOCK}) + "\n")
+                score = {"loss": 4.2 + 3 / step} | ({"n_tokens": 4096, "of_tokens": 9000} if last else {})
+                file.write(json.dumps({"step": step, "held_out": score, "clock": CLOCK}) + "\n")
     if result:
         scores = {"loss": 4.25, "bits_per_byte": 2.125}
         (folder / "result.json").write_text(json.dumps({"run": "0", "steps": n_steps, "held_out": scores}))
@@ -50,6 +51,7 @@ def test_curves_are_those_of_the_run(last, tmp_path):
     assert curves.held_out == [pytest.approx((4096e-6 * step, loss))
                                for step, loss in ((20, 4.35), (40, 4.275), (60, 4.25))]
     assert curves.learning_rate[[0, 59]].tolist() == [1.0, 1 / 60]
+    assert curves.part == ("4,096 of 9,000 tokens" if last else "")  # older versions did not say
     assert curves.title == "flash, 17,475 parameters, context 64"
     assert (smoothed(np.ones(300)) == 1).all()  # also where the window is narrower
 
