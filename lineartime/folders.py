@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.base.errors import CheckpointError, UsageError, found_in, raised_as
-from lineartime.base.files import damaged, read_json, read_json_lines, read_text
+from lineartime.base.files import damaged, read_json, read_json_lines, read_text, write_json
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import Name, cached, is_address, reading, store_of
 from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, TrainConfig, stored_config, to_dict
@@ -63,17 +63,26 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The metrics of a run, if there are any, without a last line that was cut off. Raises
     DataError for any other line that is damaged."""
     def parse(record: Any) -> dict[str, Any]:
-        loss = record["held_out"]["loss"] if "held_out" in record else record["loss"]
-        require_numbers(record["step"], record["clock"]["time"], loss)
+        losses = [record["held_out"]["loss"]] if "held_out" in record else [record["loss"], record["learning_rate"]]
+        require_numbers(record["step"], record["clock"]["time"], *losses)
         return record
 
     path = out / METRICS_FILE
     return read_json_lines(path, parse, "a line of metrics") if path.exists() else []
 
 
+def write_result(out: Path, result: dict[str, Any]) -> None:
+    """Write a result file, which ends with the SHA-256 of the rest. Raises ResourceError."""
+    write_json(out / RESULT_FILE, result | {"sha256": sha256_of(result)})
+
+
+def sha256_of(result: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+
+
 def read_result(out: Path) -> dict[str, Any]:
     """A completed run's result. Raises CheckpointError if it is missing, wrong or another run's."""
-    run, result = read_run(out), read_json(out / RESULT_FILE)
+    run, result = read_run(out), read_whole_result(out)
     with damaged(out / RESULT_FILE):
         require_numbers(result.get("held_out", result)["loss"])
         if result["run"] != run["id"] or result["steps"] != run["train"]["steps"]:
@@ -83,10 +92,19 @@ def read_result(out: Path) -> dict[str, Any]:
 
 def read_fine_tuning(out: Path) -> dict[str, Any]:
     """The result of a completed folder of `lineartime finetune`. Raises CheckpointError."""
-    result = read_json(out / RESULT_FILE)
+    result = read_whole_result(out)
     with damaged(out / RESULT_FILE):
         if result["best"] not in [f"lr-{each}" for each in result["learning_rates"]]:
             raise ValueError("it names no best run")
+    return result
+
+
+def read_whole_result(out: Path) -> dict[str, Any]:
+    """What `write_result` or an older version, without the hash, wrote. Raises CheckpointError."""
+    result = read_json(out / RESULT_FILE)
+    with damaged(out / RESULT_FILE):
+        if result.pop("sha256", None) not in (None, sha256_of(result)):
+            raise ValueError("a field was lost or changed; delete the file, and the same command scores anew")
     return result
 
 

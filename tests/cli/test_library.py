@@ -1,6 +1,5 @@
 """The library from Python: the verbs in a few lines, progress by callbacks, nothing printed."""
 
-import json
 import logging
 import re
 import runpy
@@ -12,6 +11,7 @@ import torch
 
 import lineartime
 from lineartime.base.errors import UsageError
+from lineartime.folders import read_result
 from tiny_runs import SETTINGS, prepare_text
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_prepare_train_evaluate_generate(data: Path, tmp_path: Path, capfd: pyte
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert {line["steps"] for line in lines} == {6}
     assert told[-1] == ("evaluating", scores.n_tokens, scores.n_tokens)
-    assert json.loads((result.out / "result.json").read_text()) == result.scores
+    assert read_result(result.out) == result.scores
     assert result.sample == (result.out / "sample.txt").read_text() and not result.already
     for name in ("latest/model.safetensors", "metrics.jsonl", "loss.png"):
         assert (result.out / name).stat().st_size > 0

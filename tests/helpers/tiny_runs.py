@@ -34,7 +34,7 @@ def what_is_left(out):
             for path in paths if path.parent.name == last or not path.parent.name.startswith("step-")}
 
 
-CHANGING = {"run.json": ["id"], "result.json": ["run", "peak_mib"], "MANIFEST.json": ["run", "sha256"]}
+CHANGING = {"run.json": ["id"], "result.json": ["run", "peak_mib", "sha256"], "MANIFEST.json": ["run", "sha256"]}
 
 
 def content(path):

@@ -74,7 +74,9 @@ def test_the_folder_holds_the_best_run(folder, done, call):
     assert json.loads((done / "best/config.json").read_text())["architectures"] == ["LineartimeForQuestionAnswering"]
     train = json.loads((done / "lr-1e-02" / "run.json").read_text())["train"]
     assert (train["clip"], train["learning_rate"], train["warmup_steps"]) == (None, 0.01, round(0.1 * train["steps"]))
-    assert any("f1" in line.get("held_out", {}) for line in read_metrics(done / "lr-1e-02"))
+    scores = [line["held_out"] for line in read_metrics(done / "lr-1e-02") if "held_out" in line]
+    assert all({"f1", "loss"} < score.keys() and 0 < score["n_questions"] < 12 for score in scores) and scores
+    assert {score["of_questions"] for score in scores} == {12}
     curves = read_curves(done / "lr-1e-02")
     assert curves.unit == "nats per window" and curves.held_out[-1][1] == rates["1e-02"]["loss"]
     code, printed, _ = call("evaluate", done, "--questions", folder / "qa/dev.json", "--max-answer-tokens", 6, "--json",
@@ -93,6 +95,14 @@ def test_it_learns_what_can_be_learned(folder):
     first, *_, last = [line["loss"] for line in read_metrics(out / "lr-2e-02") if "loss" in line]
     assert last < first - 0.7
     assert result["learning_rates"]["2e-02"]["f1"] > 10
+
+
+def test_the_questions_of_a_score_in_training_lie_at_equal_distances():
+    for n in (1, 2, 12, 1000):
+        order = finetune.spread_out(range(n))
+        assert sorted(order) == [*range(n)]
+        for first in range(1, n + 1):
+            assert max(np.diff([0, *sorted(order[:first]), n])) <= 2.5 * n / first
 
 
 @pytest.mark.parametrize(("preset", "settings", "clip"), [
@@ -201,13 +211,18 @@ def test_a_damaged_result_or_checkpoint_is_named(folder, done, tmp_path, call):
     shutil.copytree(done, out, symlinks=True)
     ask = ["evaluate", out, "--questions", folder / "qa/dev.json"]
     whole = json.loads((out / "result.json").read_text())
-    for text in ("{", "{}", json.dumps({**whole, "best": "lr-1"})):
+    for text in ("{", "{}", json.dumps({**whole, "best": "lr-1"}), json.dumps({**whole, "train_questions": {}})):
         (out / "result.json").write_text(text)
         assert_refused(*call(*ask)[::2], 4, "damaged", "result.json")
         with pytest.raises(CheckpointError, match="damaged"):
             runner.finetuned(out)
         assert_refused(*call(*arguments(folder, out))[::2], 4, "damaged", "result.json")
     (out / "result.json").unlink()
+    of_run = out / "lr-1e-02/result.json"
+    kept = of_run.read_text()
+    of_run.write_text(kept.replace('"f1"', '"f2"'))
+    assert_refused(*call(*arguments(folder, out))[::2], 4, "damaged", str(of_run))
+    of_run.write_text(kept)
     assert call(*arguments(folder, out))[0] == 0
     for name in ("lr-1e-02", "lr-2.5e-03"):
         assert_same(out / name, what_is_left(done / name), but=["run.json"])

@@ -259,6 +259,15 @@ def test_a_stop_does_not_wait_for_the_end_of_a_batch(data, tmp_path, monkeypatch
     assert_same(out, whole)
 
 
+def without_a_field(result):
+    """The texts of a result file that has lost a field, or one of its scores."""
+    for where in (result, result["held_out"]):
+        for name in {*where} - {"sha256"}:
+            value = where.pop(name)
+            yield json.dumps(result)
+            where[name] = value
+
+
 def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, call):
     out = tmp_path / "run"
     lineartime.train(configuration(data, out, steps=4, warmup_steps=1), device=CPU)
@@ -276,7 +285,7 @@ def test_a_finished_run_says_so_and_is_left_alone(data, tmp_path, call):
         shutil.rmtree(out / f"step-0000000{step}")
     assert is_complete()
     for text in ("", "[]", json.dumps(result | {"run": "0123456789abcdef"}), json.dumps(result | {"steps": 3}),
-                 json.dumps(result | {"held_out": {"loss": math.nan}})):
+                 json.dumps(result | {"held_out": {"loss": math.nan}}), *without_a_field(result)):
         (out / "result.json").write_text(text)
         before = touched(out)
         assert_refused(*call(*again)[::2], 4, f"error: damaged: {out / 'result.json'}; ")

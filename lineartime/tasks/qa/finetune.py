@@ -7,7 +7,8 @@ runs. `DIR/result.json` names the best of them, `DIR/best` is a link to it."""
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
                   "fine_tuning": settings}
         if ranks.is_first:
             point_to_best(out, result)
-            write_json(out / folders.RESULT_FILE, result)
+            folders.write_result(out, result)
     return result
 
 
@@ -268,15 +269,24 @@ class SpanObjective:
         return spans.span_losses(spans.span_logits(model, ids_BT, roles_BT), roles_BT)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-        """EM, F1 and nats per window of the first validation questions, up to `eval_tokens` tokens.
-        Every rank answers all: a share would be batched, and rounded, in another way."""
+        """EM, F1 and nats per window of validation questions at about equal distances, up to
+        `eval_tokens` tokens. Every rank answers all: a share would be batched, and rounded, in
+        another way."""
         task, train = self.task, self.config.train
-        asked = [each for each in task.validation if each.accepted]
+        asked = spread_out([each for each in task.validation if each.accepted])
         answers, loss, _ = spans.answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,
                                                   batch_rows=self.config.micro_batch_rows, max_tokens=train.eval_tokens,
                                                   progress=progress)
         scores = score_answers([each for each in asked if each.id in answers], answers)
-        return {"loss": loss, "exact_match": scores["exact_match"], "f1": scores["f1"]}
+        return {"loss": loss, "exact_match": scores["exact_match"], "f1": scores["f1"],
+                "n_questions": len(answers), "of_questions": len(asked)}
+
+
+def spread_out(questions: Sequence[Question]) -> list[Question]:
+    """The questions in an order in which the first few, however many, lie at about equal distances:
+    question i is sorted by the fraction of i times the golden section."""
+    section = (math.sqrt(5) - 1) / 2
+    return [questions[i] for i in sorted(range(len(questions)), key=lambda i: (i * section + 0.5) % 1)]
 
 
 def point_to_best(out: Path, result: dict[str, Any]) -> None:
