@@ -6,7 +6,6 @@ of `TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are option
 column."""
 
 import dataclasses
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -268,7 +267,8 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must be at least 1": (lambda value: value >= 1, (
         "n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context",
         "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
-        "keep", "context_parallel")),
+        "keep", "context_parallel", "stride", "max_answer_tokens", "jobs", "train_characters", "shard_tokens",
+        "unit_bytes")),
     "must be positive": (lambda value: value > 0, (
         "init_std", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip")),
     "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
@@ -304,11 +304,10 @@ fields that say so ({} is the option), and what to do."""
 
 def check_bounds(config: Any) -> None:
     """Raise UsageError for a number outside its `BOUNDS`, or above its `LARGEST` value."""
-    kinds = typing.get_type_hints(type(config))
     for words, (holds, names) in BOUNDS.items():
         for name in names:
             value = getattr(config, name, None)
-            off = "none, in Python None, is off" if type(None) in typing.get_args(kinds.get(name)) else None
+            off = "none, in Python None, is off" if name in ("attn_scale_len", "clip", "muon_learning_rate") else None
             require(value is None or holds(value), f"{name} {words}", f"{name} = {value}", off)
     for name, largest in LARGEST.items():
         value = getattr(config, name, None)
@@ -402,7 +401,8 @@ class TrainConfig:
                      "moments alone. A sharded run draws other initial values."] = False
     context_parallel: Annotated[int, "Processes of `torchrun` that share each row, in parts of whole chunks."] = 1
     eval_every: Annotated[int, "Steps between held-out evaluations."] = 500
-    eval_tokens: Annotated[int, "Most held-out tokens of an evaluation; after a long run the last has more."] = 100_000
+    eval_tokens: Annotated[int, "Most held-out tokens of an evaluation, of rows at equal distances; the last one has "
+                           "more after a long run."] = 100_000
     save_every: Annotated[int, "Steps between checkpoints."] = 500
     keep: Annotated[int, "How many of the newest checkpoints are kept."] = 2
 

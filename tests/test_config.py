@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import typing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ from hypothesis import strategies as st
 import lineartime
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import read_toml
+from lineartime.base.settings import MEANT, OTHER_WORDS, choices_of
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, to_dict
+from lineartime.data.prepare_config import PrepareSettings
 from lineartime.folders import model_config_json, model_config_of, read_config
+from lineartime.tasks.qa.finetune_config import FineTuning
+from lineartime.tasks.qa.spans import WindowConfig
 from lineartime.training.run_config import RUN_FIELDS, parse_setting, run_config
 
 MINIMAL = {"model": "flash", "data": "books", "out": "run"}
@@ -98,6 +104,11 @@ REFUSED = [
     ({"model": "flsh"}, "unknown model: flsh; did you mean flash?"),
     ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
+    ({"batch_size": 8}, "unknown setting: batch_size; did you mean tokens_per_step?"),
+    ({"attn_dropout": 0.1}, "unknown setting: attn_dropout; no model here has dropout"),
+    *(({"minutes": value}, f"wrong value: minutes = {value!r}; it takes a number above 0, up to 100,000")
+      for value in (0, -1, float("nan"), 1e9, True, "1")),
+    ({"minutes": 2, "steps": 3}, "a run has minutes or steps, not both: minutes = 2, steps = 3; leave one out"),
     ({"steps": 1.5}, "wrong value: steps = 1.5; it takes a whole number"),
     ({"steps": True}, "wrong value: steps = True; it takes a whole number"),
     ({"learning_rate": float("nan")}, "wrong value: learning_rate = nan; it takes a finite number"),
@@ -107,7 +118,7 @@ REFUSED = [
     ({"learning_rate": 10**400}, "wrong value: learning_rate; the number is too large"),
     ({"seed": -(10**5000)}, "wrong value: seed; the number is too large"),
     ({"data": 5}, "wrong value: data = 5; it takes a folder's path"),
-    ({"a\nb": 1}, "unknown setting: a b; one of "),
+    ({"a\nb": 1}, "unknown setting: a b; the nearest are "),
     ({"chunk_size": None}, "this attention needs a chunk size: attn_type = mixed_chunk, chunk_size = none; try chunk_"),
     ({"model": "performer", "chunk_size": 64}, "chunk_size is for attention in chunks: attn_type = linear; leave it "),
     ({"document_mask": "paper", "chunk_pooling": "sum"}, "the paper's document mask goes with chunk_pooling = mean al"),
@@ -166,10 +177,10 @@ REFUSED = [
 ]
 
 
-def refused_by(read, *given):
+def refused_by(read, *given, **fields):
     """What the one line says that refuses these."""
     with pytest.raises(UsageError) as refused:
-        read(*given)
+        read(*given, **fields)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
     return str(refused.value)
 
@@ -183,10 +194,25 @@ def test_a_wrong_setting_is_refused_in_one_line():
                           ("compile=yes", "wrong value: compile = 'yes'; it takes true or false"),
                           ("seed=" + "1" * 5000, "wrong value: seed")):
         assert refused_by(parse_setting, text).startswith(message)
+    assert refused_by(run_config, MINIMAL | {"zz": 1}).count(",") == 4  # five of all
+    fields = {*RUN_FIELDS, *MODEL_FIELDS, *TRAIN_FIELDS}
+    assert {*OTHER_WORDS} < fields and not {*MEANT} & fields
     for name in RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS:  # a misspelt name is answered with the nearest
         assert refused_by(run_config, MINIMAL | {name[:2] + name[1:]: 1}).endswith(f"did you mean {name}?")
     for name in MODEL_FIELDS + TRAIN_FIELDS:  # every choice of every field is described
         assert f"{name} = <object" in (said := refused_by(run_config, MINIMAL | {name: object()})) and "takes " in said
+
+
+OF_WHOLE_NUMBERS = [model_config("flash"), TrainConfig(), WindowConfig(64), PrepareSettings(("a.txt",), "out"),
+                    FineTuning("run", "a.json", "b.json", Path("out"))]
+
+
+@pytest.mark.parametrize(("config", "name"), [
+    pytest.param(config, name, id=name) for config in OF_WHOLE_NUMBERS
+    for name, kind in typing.get_type_hints(type(config)).items() if int in choices_of(kind)])
+def test_every_whole_number_has_a_smallest_value(config, name):
+    """A new field without one would take -1 in silence."""
+    assert name in refused_by(replace, config, **{name: -1})
 
 
 def test_a_run_needs_a_model_data_and_a_folder():

@@ -12,6 +12,14 @@ from typing import Any, Literal
 from lineartime.base.errors import UsageError
 
 PRECISIONS = ("float32", "bfloat16")
+OTHER_WORDS = {
+    "d_model": "dim width hidden_size embed_dim n_embd", "n_layers": "depth num_layers num_hidden_layers n_layer",
+    "n_heads": "heads num_heads num_attention_heads n_head", "chunk_size": "group_size", "query_key_dim": "dim_head",
+    "vocab_size": "num_tokens", "context": "seq_len max_seq_len sequence_length block_size", "learning_rate": "lr",
+    "tokens_per_step": "batch_size batch", "steps": "epochs max_steps n_steps num_steps", "warmup_steps": "warmup",
+    "clip": "grad_clip max_grad_norm", "activation_checkpointing": "gradient_checkpointing", "precision": "dtype bf16"}
+"""Fields of configurations, and other words for them."""
+MEANT = {word: field for field, words in OTHER_WORDS.items() for word in words.split()}
 
 
 def require(condition: bool, what: str, where: str, todo: str | None = None) -> None:
@@ -21,11 +29,18 @@ def require(condition: bool, what: str, where: str, todo: str | None = None) -> 
 
 
 def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
-    """Raise UsageError, with the nearest valid name, unless `name` is valid."""
+    """Raise UsageError, with the valid name that is meant, or the nearest ones, unless `name` is
+    valid."""
     valid = list(valid)
     if name not in valid:
-        near = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.5)
-        raise UsageError(f"unknown {kind}", name, f"did you mean {near[0]}?" if near else f"one of {', '.join(valid)}")
+        near = difflib.get_close_matches(str(name), valid, n=5, cutoff=0)
+        meant = [MEANT[name]] if MEANT.get(name) in valid else difflib.get_close_matches(str(name), near, 1, 0.5)
+        todo = f"one of {', '.join(valid)}" if len(valid) < 12 else f"the nearest are {', '.join(near)}"
+        if kind == "setting" and "dropout" in str(name):
+            todo = "no model here has dropout"
+        elif meant:
+            todo = f"did you mean {meant[0]}?"
+        raise UsageError(f"unknown {kind}", name, todo)
 
 
 def replace_fields(config: Any, fields: dict[str, Any]) -> Any:

@@ -49,10 +49,17 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
+def settings_of(pairs: list[str] | None) -> dict[str, Any]:
+    """The settings of texts NAME=VALUE. Raises UsageError."""
+    settings = [parse_setting(pair) for pair in pairs or ()]
+    require(len(dict(settings)) == len(settings), "a setting is given twice", " ".join(pairs or ()), "give it once")
+    return dict(settings)
+
+
 AGAIN = list[str] | None
 """The type, for typer, of what may be given again; None: it was not given."""
 FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
-    dict[str, Any]: (AGAIN, lambda pairs: dict(map(parse_setting, pairs or ()))),
+    dict[str, Any]: (AGAIN, settings_of),
     tuple[str, ...]: (AGAIN, lambda texts: tuple(texts or ())),
     tuple[Path | str, ...]: (AGAIN, lambda texts: tuple(texts or ())),
     tuple[int, ...]: (str | None, partial(numbers, int)),
@@ -75,6 +82,7 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
         for parameter in parameters:
             values = {option.name: given[option.name] for option in options[parameter.name]}
             for option in options[parameter.name]:
+                require_whole(option, given[option.name])
                 if (kind := option.annotation.__origin__) in FORMS:
                     values[option.name] = FORMS[kind][1](values[option.name])
             takes_many = dataclasses.is_dataclass(parameter.annotation)
@@ -85,6 +93,12 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [typer_parameter(option) for name in options for option in options[name]])
     return call
+
+
+def require_whole(option: Parameter, value: Any) -> None:
+    """Raise UsageError for a whole number of more than 64 bits: many libraries take none."""
+    require(not isinstance(value, int) or -2**63 <= value < 2**63, "wrong value", f"{spelled(option)} = {value}",
+            "the number is too large")
 
 
 def options_of(parameter: Parameter) -> list[Parameter]:
@@ -98,15 +112,20 @@ def options_of(parameter: Parameter) -> list[Parameter]:
             and each.default is Parameter.empty else each for each in options]
 
 
+def spelled(option: Parameter) -> str:
+    """How an option is spelled, perhaps with what it takes; or what a positional argument is."""
+    notes = option.annotation.__metadata__[1:]
+    return next((note for note in notes if isinstance(note, str)), f"--{option.name.replace('_', '-')}")
+
+
 def typer_parameter(option: Parameter) -> Parameter:
     """The parameter that typer makes an option of, or a positional argument."""
     kind, (text, *notes) = option.annotation.__origin__, option.annotation.__metadata__
-    spelled = next((note for note in notes if isinstance(note, str)), f"--{option.name.replace('_', '-')}")
     names = next((note for note in notes if not isinstance(note, str)), ())
     complete = (lambda incomplete: [name for name in names if name.startswith(incomplete)]) if names else None
-    first, _, metavar = spelled.partition(" ")
+    first, _, metavar = spelled(option).partition(" ")
     shown = (typer.Option(first, metavar=metavar or None, help=text, autocompletion=complete, path_type=str)
-             if first.startswith("--") else typer.Argument(metavar=spelled, help=text, autocompletion=complete))
+             if first.startswith("--") else typer.Argument(metavar=first, help=text, autocompletion=complete))
     form, default = FORMS[kind][0] if kind in FORMS else kind, option.default
     if form == AGAIN and (option.default is not Parameter.empty or kind == dict[str, Any]):
         default = None

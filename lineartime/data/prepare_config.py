@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lineartime.base.settings import require, require_name
-from lineartime.config import LARGEST, TASKS
+from lineartime.config import LARGEST, TASKS, check_bounds
 
 DEFAULT_VOCAB_SIZE = 32_000
 SAMPLE = Path(__file__).parents[1] / "text" / "jane_eyre.txt"
@@ -45,9 +45,7 @@ class PrepareSettings:
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",
                 "it lies between 0 and 1")
-        for name in ("jobs", "train_characters", "shard_tokens", "unit_bytes"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, "wrong value", f"{name} = {value}", "it takes 1 or more")
+        check_bounds(self)
         if self.task is not None:
             require_name("task", self.task, TASKS)
         require(self.sample != bool(self.inputs), "wrong inputs",

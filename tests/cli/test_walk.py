@@ -2,6 +2,7 @@
 docs/guides/own-text.md run, at few steps on a small text, but for `small`, whose steps are long;
 every other is what its verb takes."""
 
+import inspect
 import os
 import shlex
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 import typer
 
 from command_line import Call, assert_refused, commands_of
+from lineartime.base.settings import choices_of
 from lineartime.cli import verbs
+from lineartime.cli.options import options_of, spelled
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.training.run_config import SIZES
@@ -60,11 +63,41 @@ def test_every_field_is_described(call: Call) -> None:
 
 def test_info_takes_its_task_by_set_too(call: Call) -> None:
     _, expected, _ = call("info", "flash", "--task", "pg19", "--set", "n_layers=1")
-    for given in (["flash", "--set", "task=pg19"], ["transformer", "--set", "model=flash", "--task", "pg19"]):
-        assert call("info", *given, "--set", "n_layers=1")[:2] == (0, expected)
+    assert call("info", "flash", "--set", "task=pg19", "--set", "n_layers=1")[:2] == (0, expected)
     for line, words in (("info flash --set task=c5", "did you mean c4"), ("info flash --set steps=3", "unknown set"),
                         ("config flush", "did you mean flash"), ("config --size huge", "unknown size: huge")):
         assert_refused(*call(*line.split())[::2], 2, words)
+
+
+WHOLE = [(verb.__name__, spelled(option)) for verb in verbs.VERBS
+         for parameter in inspect.signature(verb, eval_str=True).parameters.values()
+         for option in options_of(parameter) if int in choices_of(option.annotation.__origin__)]
+
+
+def test_a_number_of_more_than_64_bits_is_refused_by_its_option(call: Call) -> None:
+    assert {verb for verb, _ in WHOLE} == {"prepare", "train", "finetune", "evaluate", "generate"}
+    for verb, option in WHOLE:
+        needed = [word for each in APP.commands[verb].params if each.required  # type: ignore[attr-defined]
+                  for word in ([each.opts[0], "x"] if each.opts[0].startswith("-") else ["x"])]
+        for value in (2**63, -(2**63) - 1):
+            code, _, err = call(verb, *needed, option, value)
+            assert_refused(code, err, 2, f"wrong value: {option} = {value}; the number is too large")
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("train flash --steps 5 --set steps=2", "a setting is given twice: steps and --set steps; give it once"),
+    ("train flash --set steps=2 --set steps=2", "a setting is given twice: steps=2 steps=2; give it once"),
+    ("train a.toml --from a --set from=b", "a setting is given twice: from and --set from"),
+    ("info flash --set model=flash", "a setting is given twice: model and --set model"),
+    ("info flash --task c4 --set task=pg19", "a setting is given twice: task and --set task"),
+    ("train flash --lr 1", "No such option: --lr; did you mean --set learning_rate=VALUE?"),
+    ("finetune a --n-layers 1", "No such option: --n-layers; did you mean --set n_layers=VALUE?"),
+    ("generate small --lr 1", "No such option: --lr")])
+def test_an_option_that_is_given_twice_or_is_none_is_refused(line: str, words: str, call: Call, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text('model = "flash"')
+    assert_refused(*call(*line.split())[::2], 2, words)
 
 
 @pytest.mark.parametrize(("line", "expected"), [

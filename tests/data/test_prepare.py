@@ -196,7 +196,7 @@ def test_an_empty_file_does_not_refuse_a_folder(tmp_path):
     ({"sample": True}, "wrong inputs: 1 and the sample"),
     ({"held_out": float("nan")}, "held_out = nan; it lies between 0 and 1"),
     ({"held_out": 0.1, "validation": ["v.txt"]}, "two validation splits: held_out = 0.1"),
-    ({"jobs": 0}, "jobs = 0; it takes 1 or more"),
+    ({"jobs": 0}, "jobs must be at least 1: jobs = 0"),
     ({"vocab_size": 256}, "vocab_size = 256; it takes 257 to 16,777,216"),
     ({"vocab_size": 258, "mlm": True}, "vocab_size = 258; it takes 259 to 16,777,216"),
     ({"tokenizer": "bytes", "vocab_size": 500}, "its own vocabulary: --tokenizer bytes --vocab-size 500; leave"),

@@ -26,6 +26,7 @@ GAU = GatedAttentionUnit(d_model=16, query_key_dim=8, context=32)
 WRONG = [
     (GatedAttentionUnit, (64,), {}, "a layer takes a ModelConfig, or its fields by name"),
     (GatedAttentionUnit, (), {"kernel": "softmax"}, "unknown setting: kernel; did you mean attn_kernel?"),
+    (GatedAttentionUnit, (), {"dim": 8}, "unknown setting: dim; did you mean d_model?"),
     (GatedAttentionUnit, (), {"norm": "rms"}, "norm"),
     (GatedAttentionUnit, (model_config("flash-quad"),), {"d_model": 64}, "not both: d_model"),
     (GatedAttentionUnit, (model_config("performer"),), {}, "ffn = mlp"),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from lineartime.base.settings import require
 from lineartime.base.stores import is_address
+from lineartime.config import check_bounds
 from lineartime.folders import named_folder, shipped_models
 
 Evidence = Annotated[Path | None, "Folder with wikipedia/ and web/ of TriviaQA; by default evidence/ beside the "
@@ -16,7 +17,7 @@ Stride = Annotated[int | None, "Tokens from one window of a document to the next
 MaxAnswerTokens = Annotated[int, "Most tokens of an answer."]
 
 MOST_EPOCHS = 10**6
-OTHER_SETTINGS = {"learning_rate": "give --learning-rates", **dict.fromkeys(
+OTHER_SETTINGS = {"learning_rate": "give --learning-rates", "minutes": "give --epochs", **dict.fromkeys(
     ("shard", "context_parallel"), "it is for language modelling")}
 """Settings of training that a fine-tuning does not take, and what to do."""
 
@@ -56,6 +57,7 @@ class FineTuning:
         require(len(self.learning_rates) > 0, "no learning rate", "learning_rates")
         require(len(set(self.learning_rates)) == len(self.learning_rates), "the same learning rate twice",
                 ", ".join(f"{rate:g}" for rate in self.learning_rates))
+        check_bounds(self)
         for rate in self.learning_rates:
             require(math.isfinite(rate) and rate > 0, "wrong value", f"learning_rate = {rate}",
                     "it takes numbers above 0")

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineartime.base.settings import PRECISIONS, require, require_name
+from lineartime.config import check_bounds
 from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.language_model import SpanModel
 from lineartime.ops.dtypes import at_least_float32
@@ -43,9 +44,7 @@ class WindowConfig:
     def __post_init__(self) -> None:
         require(self.context >= SMALLEST_CONTEXT, "context is too short for a question and a document",
                 f"context = {self.context}", f"it takes {SMALLEST_CONTEXT} or more")
-        for name in ("stride", "max_answer_tokens"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be at least 1", f"{name} = {value}")
+        check_bounds(self)
 
     def cut(self, n_question: int, n_document: int) -> list[tuple[int, int]]:
         """The parts [first, stop) of a document's tokens, in order, with every token in one."""
