@@ -4,13 +4,14 @@ import importlib.util
 import textwrap
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lineartime import folders
+from lineartime.base.errors import LineartimeError, UsageError
 from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
 from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
@@ -20,7 +21,15 @@ from lineartime.cli.terminal import Terminal, results_are_files, say, say_stoppi
 from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, model_config, source_of
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.tasks.qa.finetune_config import FineTuning
-from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data, parse_setting, run_config
+from lineartime.training.run_config import (
+    DEFAULT_SIZE,
+    SIZES,
+    RunConfig,
+    config_for_data,
+    parse_setting,
+    read_source,
+    run_config,
+)
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
@@ -34,7 +43,7 @@ def prepare(settings: PrepareSettings) -> None:
 
     with Terminal() as terminal:
         manifest = prepare_text(settings, progress=terminal.count)
-    say_prepared(manifest, settings.out)
+    say_prepared(manifest, settings)
 
 
 def say_counts(manifest: "Manifest") -> None:
@@ -44,8 +53,9 @@ def say_counts(manifest: "Manifest") -> None:
             f"{split.words:>12,} words  {split.bytes:>13,} bytes")
 
 
-def say_prepared(manifest: "Manifest", out: str) -> None:
+def say_prepared(manifest: "Manifest", settings: PrepareSettings) -> None:
     """Print the counts and notes of prepared text, and what comes next."""
+    out, begun = settings.out, "flash "
     if manifest.already_prepared:
         say(f"already prepared: {out} holds this text with these settings; nothing to do.")
         return
@@ -58,7 +68,10 @@ def say_prepared(manifest: "Manifest", out: str) -> None:
     task, mlm = manifest.settings.get("task"), manifest.settings.get("mlm")
     named = task or ("c4" if mlm else None)
     how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
-    say(f"next        lineartime train flash {how}--data {quote(out)} --out RUN")
+    with suppress(LineartimeError):  # a tokenizer that is not a model's
+        if settings.tokenizer not in ("train", "bytes") and read_source(settings.tokenizer):
+            begun, how = f"--from {quote(settings.tokenizer)} ", ""
+    say(f"next        lineartime train {begun}{how}--data {quote(out)} --out RUN")
 
 
 @dataclass(frozen=True)
@@ -75,18 +88,21 @@ class RunOptions:
     context: Annotated[int | None, "Tokens in a row."] = None
     tokens_per_step: Annotated[int | None, "Tokens in a batch."] = None
     steps: Annotated[int | None, "Number of steps."] = None
+    minutes: Annotated[float | None, "Time for the run, in place of steps: their speed tells how many."] = None
 
-    def settings(self) -> dict[str, Any]:
-        """The settings of the file, which the command line's replace."""
+    def settings(self, more: dict[str, Any]) -> dict[str, Any]:
+        """The settings of the file, which the command line's options and `more` replace. Raises
+        UsageError for an option that is among `more` too."""
         given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
-        if not (self.model or "-").endswith(".toml"):
-            return given
+        is_file = (self.model or "-").endswith(".toml")
         file = dict(parse_setting(f"{name}={value}") if name in MODEL_FIELDS + TRAIN_FIELDS else (name, value)
-                    for name, value in read_toml(Path(given.pop("model"))).items())
+                    for name, value in (read_toml(Path(given.pop("model"))) if is_file else {}).items())
+        for name in sorted(given.keys() & more.keys()):
+            raise UsageError("a setting is given twice", f"{name} and --set {name}", "give it once")
         whole = {"steps", "tokens_per_step"} | (set() if "from" in file | given else {"n_layers", "d_model"})
-        if whole <= file.keys():  # nothing is to be chosen: what the file does not name is the paper's
+        if is_file and whole <= file.keys():  # nothing is to be chosen: what the file does not name is the paper's
             file.setdefault("size", "paper")
-        return file | given
+        return file | given | more
 
 
 def train(
@@ -102,19 +118,23 @@ def train(
     results_are_files()
     require(log is None or importlib.util.find_spec("tensorboard") is not None, "the library is not installed",
             "tensorboard", "pip install tensorboard, or leave out --log: metrics.jsonl has all of it")
-    given = options.settings() | settings
+    given = options.settings(settings)
     config = config_for_data(given)
     from lineartime.data.tokens import read_manifests
     from lineartime.training.language import train
     from lineartime.training.runtime import StopSignal
 
     manifests = read_manifests(config.data)
-    say_plan(config, manifests, given.get("size"))
     n_micro_batches = config.rows_per_step // config.micro_batch_rows * config.train.context_parallel
     of_this_rank = max(n_micro_batches // launched().size, 1)
     is_logged = log is not None and launched().is_first
     tracker = tensorboard(f"{config.out}/tensorboard") if is_logged else nullcontext(lambda record: None)
     with StopSignal().listening(say_stopping) as stop, Terminal() as terminal, tracker as track:
+        def on_plan(run: RunConfig) -> None:
+            nonlocal config
+            config = run
+            say_plan(run, manifests, given.get("size"))
+
         def on_step(record: dict[str, Any]) -> None:
             terminal.step(record)
             track(record)
@@ -122,8 +142,8 @@ def train(
         def on_micro_batch(step: int, number: int) -> None:
             terminal.count("step", step + number / of_this_rank, config.train.steps, terminal.words)
 
-        done = train(config, device=device, stop=stop, on_step=on_step, progress=terminal.count,
-                     on_micro_batch=on_micro_batch, rank_timeout=rank_timeout)
+        done = train(given if "minutes" in given else config, device=device, stop=stop, on_step=on_step,
+                     on_micro_batch=on_micro_batch, progress=terminal.count, on_plan=on_plan, rank_timeout=rank_timeout)
     if done.already:
         say(f"complete: {done.out} was trained to step {config.train.steps}; nothing to do.")
         say(f"another run: the same command with another --out and --set seed={config.train.seed + 1}")
@@ -230,7 +250,7 @@ def numbers_of(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for name, value in record.items():
         if isinstance(value, dict):
             yield from numbers_of(value, f"{prefix}{name}/")
-        elif name not in ("step", "steps", "time"):
+        elif name not in ("step", "steps", "time") and not name.startswith(("n_", "of_")):
             yield prefix + name, value
 
 
@@ -264,6 +284,8 @@ def info(
     is_data = is_folder and exists(joined(model, "manifest.json"))
     require(is_data or not verify, "--verify takes a folder of prepared data", model, "see `lineartime prepare`")
     require(not is_data or not settings, "--set takes a model or a run", model, "leave out --set")
+    for name in [name for name in ("model", "task") if name in settings and (name, task) != ("task", "wiki40b")]:
+        raise UsageError("a setting is given twice", f"{name} and --set {name}", "give it once")
     require(task == "wiki40b" or not is_folder, "--task takes the name of a model", model, "leave out --task")
     if is_data:
         say_data(model, verify)

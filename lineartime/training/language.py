@@ -1,7 +1,7 @@
 """A run of language modelling, from its settings to its scores, its sample and its plot."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from lineartime.folders import WEIGHTS, saved_run
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.evaluation import evaluate_data
 from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
+from lineartime.training.minutes import planned
 from lineartime.training.objectives import MaskedTokens, NextToken
 from lineartime.training.plot import PLOT_FILE, plot_run
 from lineartime.training.run import Run
@@ -41,9 +42,9 @@ class TrainResult:
     """The run's folder, which `load_model` opens."""
     config: RunConfig
     scores: dict[str, Any]
-    """The content of `result.json`: "run" (its id), "steps", "held_out" (`Evaluation.to_dict` of
-    the held-out split, or of its first `TrainConfig.last_eval_tokens`), for several texts
-    "by_source" (the same of each), and "peak_mib"."""
+    """The content of `result.json` but its hash: "run" (its id), "steps", "held_out"
+    (`Evaluation.to_dict` of the held-out split, or of `TrainConfig.last_eval_tokens` of it), for
+    several texts "by_source" (the same of each), and "peak_mib"."""
     sample: str
     """Generated text; empty if the model is sharded or does not decode."""
     already: bool
@@ -53,11 +54,13 @@ class TrainResult:
 def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str | None = None,
           stop: StopSignal | None = None, on_step: Callable[[dict[str, Any]], None] | None = None,
           on_micro_batch: Callable[[int, int], None] | None = None, progress: Progress | None = None,
-          rank_timeout: float = TIMEOUT_S) -> TrainResult:
+          on_plan: Callable[[RunConfig], None] = lambda run: None, rank_timeout: float = TIMEOUT_S) -> TrainResult:
     """Train a model on prepared text, or continue an unfinished run; then score the held-out split,
     and write a sample, the result file and a plot into the run's folder `config.out`.
 
-    config: a run, or a flat table of settings, see `config_for_data`. device: by default cuda if
+    config: a run, or a flat table of settings, see `config_for_data`; with "minutes" in place of
+    "steps" it makes as many steps as that time has room for. on_plan gets the run, with its steps,
+    before the first of them. device: by default cuda if
     available. stop: requests a save and an end, see `StopSignal.listening`. on_step and
     on_micro_batch: see `Callbacks`. progress counts the tokens of the final evaluation. Under
     `torchrun` every rank calls `train` with the same arguments; one that is silent for
@@ -82,7 +85,13 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     # The run itself. If it was complete before, nothing is trained or scored.
     score = partial(score_and_sample, stop=stop, progress=progress)
     callbacks = Callbacks(stop, on_step, on_micro_batch)
-    result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
+    plan: AbstractContextManager[RunConfig] = nullcontext(settings)
+    if not isinstance(config, RunConfig) and "minutes" in config:
+        facts["minutes"] = config["minutes"]
+        plan = planned(config, begin, device, callbacks, rank_timeout)
+    with plan as settings:
+        on_plan(settings)
+        result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
     if launched().is_first and not (already and (out / PLOT_FILE).exists()):  # a kill may have come before the picture
         plot_run(out)
     path = out / SAMPLE_FILE
@@ -128,7 +137,8 @@ def score_and_sample(run: Run, model: LanguageModel, ranks: Ranks, *, stop: Stop
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
     evaluation, by_source = evaluate_data(
         model, held_out, context=config.model.context, precision=config.train.precision,
-        batch_rows=config.micro_batch_rows, ranks=ranks, max_tokens=None if n_scored == held_out.n_tokens else n_scored,
+        batch_rows=config.micro_batch_rows, ranks=ranks, spread=True,
+        max_tokens=None if n_scored == held_out.n_tokens else n_scored,
         progress=stop.watch(SAVED, progress, "evaluating", n_scored, ranks))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
     if by_source:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lineartime.base.errors import NumericsError, ResourceError
-from lineartime.base.files import write_json
 from lineartime.base.ranks import Ranks, connected, gather, gather_json, in_rows, launched, require_same, wait_for_all
 from lineartime.config import to_dict
-from lineartime.folders import RESULT_FILE, read_result
+from lineartime.folders import RESULT_FILE, read_result, write_result
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient, divide
 from lineartime.training.objectives import Objective
@@ -186,6 +185,11 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
+def require_fitting_ranks(config: RunConfig) -> None:
+    ranks = in_rows(launched(), config.train.context_parallel)
+    require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, ranks)
+
+
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None,
              begin: Callable[[Ranks], Setup], score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]],
              callbacks: Callbacks, rank_timeout: float) -> tuple[dict[str, Any], bool]:
@@ -197,9 +201,9 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
     `pick_device`, `connected`, `require_same`, `require_fitting`, `Run`, `lock` and `fit` do."""
     out, stop = Path(config.out), callbacks.stop
     picked = pick_device(device, give_back=config.train.shard)
-    n_in_row = config.train.context_parallel
-    require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, in_rows(launched(), n_in_row))
-    with (connected(picked.type, rank_timeout, n_in_row, partial(stop.check, "before the ranks met")) as ranks,
+    require_fitting_ranks(config)
+    met = partial(stop.check, "before the ranks met")
+    with (connected(picked.type, rank_timeout, config.train.context_parallel, met) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
@@ -216,7 +220,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         if ranks.is_first:
             last = max(checkpoint.saved_steps(out))
             checkpoint.point(out / "latest", f"step-{last:08d}")  # if the disk failed at the link of the last save
-            write_json(out / RESULT_FILE, result)
+            write_result(out, result)
         wait_for_all(ranks)
     if config.train.shard:
         del model

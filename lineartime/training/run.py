@@ -59,7 +59,7 @@ class Run:
             return description["id"]
         stored = folders.read_run(out)
         # The data are compared by hash, not by folder; the first weights by name and hash.
-        description |= {name: stored.get(name) for name in ("id", "data", "from_model")}
+        description |= {name: stored.get(name) for name in ("id", "data", "from_model", "minutes")}
         # A run that differs in nothing but more steps goes on to these.
         old, new = stored["train"]["steps"], config.train.steps
         longer = stored | {"train": stored["train"] | {"steps": new}}

@@ -13,7 +13,8 @@ from lineartime.base.stores import is_address
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, StartingWeights, TrainConfig
 from lineartime.folders import QUESTION_ANSWERING, read_config, saved_run, weights_folder
 
-RUN_FIELDS = ("model", "from", "task", "size", "data", "out")
+RUN_FIELDS = ("model", "from", "task", "size", "data", "out", "minutes")
+MOST_MINUTES = 10**5
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ def check_names(settings: dict[str, Any]) -> None:
         require(not {other, "from"} <= settings.keys(), "weights have their own model",
                 f"{other} = {settings.get(other)}, from = {settings.get('from')}", "leave one out")
     require_name("model", settings.get("model", "flash"), PRESETS)
+    minutes, steps = settings.get("minutes", 1), settings.get("steps")
+    require(type(minutes) in (int, float) and 0 < minutes <= MOST_MINUTES, "wrong value", f"minutes = {minutes!r}",
+            f"it takes a number above 0, up to {MOST_MINUTES:,}")
+    require(not {"minutes", "steps"} <= settings.keys(), "a run has minutes or steps, not both",
+            f"minutes = {minutes}, steps = {steps}", "leave one out")
     require(settings.get("data", "") != "", "training needs text", "no data is named",
             "give --data a folder made by `lineartime prepare`")
     require(settings.get("out", "") != "", "training needs a folder for the run", "none is named",
@@ -185,9 +191,10 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name = name.strip()
     require(name not in config.REMOVED, "a setting that is gone", name, config.REMOVED.get(name, ("", ""))[1])
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-    if name in RUN_FIELDS:
+    if name in RUN_FIELDS and name != "minutes":
         return name, value.strip()
-    kind = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)[name]
+    hints = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)
+    kind = float if name == "minutes" else hints[name]
     return name, parse_field(name, value.strip(), kind)
 
 

@@ -2,23 +2,27 @@
 
 import json
 import re
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lineartime
 from command_line import Call, assert_refused
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import Stopped, UsageError
 from lineartime.cli import train
 from lineartime.cli.terminal import Terminal
-from lineartime.config import PRESETS, TASKS, TrainConfig, model_config
+from lineartime.config import PRESETS, TASKS, TrainConfig, model_config, to_dict
 from lineartime.data.tokens import read_manifest
-from lineartime.folders import read_metrics
+from lineartime.folders import model_folder, read_metrics
+from lineartime.training import minutes
 from lineartime.training.language import TrainResult
 from lineartime.training.run_config import config_for_data, run_config
-from tiny_runs import assert_same, command, prepare_text, what_is_left
+from lineartime.training.runtime import StopSignal
+from tiny_runs import SETTINGS, assert_same, command, prepare_text, what_is_left
 
 PLACE = {"data": "D", "out": "R"}
 
@@ -101,12 +105,12 @@ def test_a_file_that_is_whole_has_the_papers_other_fields(line: str, size: str |
     plans: list[tuple[str | None, float]] = []
     monkeypatch.setattr(train, "say_plan", lambda config, _, size: plans.append((size, config.train.learning_rate)))
     monkeypatch.setattr("lineartime.training.language.train",
-                        lambda config, **options: TrainResult(tmp_path, config, {}, "", True))
+                        lambda config, on_plan, **_: on_plan(config) or TrainResult(tmp_path, config, {}, "", True))
     (tmp_path / "run.toml").write_text(f'model = "flash"\nn_layers = 1\nd_model = 16\ntokens_per_step = 4096\n{line}')
     (tmp_path / "rest.toml").write_text(f"tokens_per_step = 4096\n{line}")
     assert call("train", tmp_path / "run.toml", "--data", data, "--out", tmp_path / "run")[0] == 0
     assert plans == [(size, rate)]
-    assert train.RunOptions(str(tmp_path / "rest.toml"), weights="small").settings().get("size") == size
+    assert train.RunOptions(str(tmp_path / "rest.toml"), weights="small").settings({}).get("size") == size
 
 
 def test_many_epochs_are_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +140,16 @@ def test_the_last_score_takes_no_longer_than_the_training(data: Path, tmp_path: 
                 in out) == (steps == 2)
 
 
+@pytest.mark.parametrize(("tokenizer", "begun"), [
+    ("bytes", "flash"), ("small", "--from small"), ("small/tokenizer.json", "flash")])
+def test_text_with_the_tokenizer_of_weights_is_for_these_weights(tokenizer: str, begun: str, tmp_path: Path,
+                                                                 call: Call) -> None:
+    name = str(model_folder("small") / "tokenizer.json") if "/" in tokenizer else tokenizer
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    given = ["prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", name, "--held-out", 0.2]
+    assert f"\nnext        lineartime train {begun} --data {tmp_path / 'out'} --out RUN\n" in call(*given)[1]
+
+
 def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, call: Call) -> None:
     """The bytes of a run are those of one that nobody watches."""
     code, said, err = call(*command(data, tmp_path / "run"))
@@ -143,7 +157,7 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     labels = [line.split()[0] for line in said.splitlines() if line]
     assert labels[:5] == ["size", "model", "data", "run", "on"]
     assert "15 steps of 128 tokens in rows of 32: 1,920 tokens, 0.24 epochs\n" in said
-    assert "step 1/15" in err and "step 15/15" in err
+    assert "step 1/15" in err and re.search(r"step 15/15  loss \S+  held-out \S+ \(224 of 1,985 tokens\)  ", err)
     given = {name: value for name, value in json.loads((tmp_path / "run/run.json").read_text()).items()
              if name in ("model", "train")}
     lineartime.train({"model": "flash", "size": "paper", "data": str(data), "out": str(tmp_path / "quiet"),
@@ -153,6 +167,31 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
     for steps in (1, 2):  # the same run, with more steps
         code, said, err = call(*command(data, tmp_path / "more", steps=steps, warmup_steps=0, schedule="constant"))
         assert code == 0 and f"run      {steps} steps" in said, err
+
+
+def test_minutes_become_steps_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   caplog: pytest.LogCaptureFixture) -> None:
+    """Stopped and begun again, the run ends as one that was given its steps by hand."""
+    monkeypatch.setattr(minutes, "LAST_S", 0.0)
+    given = {name: value for name, value in SETTINGS.items() if name not in ("steps", "eval_every", "save_every")}
+    given |= {"model": "flash", "data": data, "out": tmp_path / "run", "minutes": 0.02}
+    stop, plans = StopSignal(), []
+
+    def on_step(record: dict[str, Any]) -> None:
+        stop.number = signal.SIGTERM if record["step"] == 5 else None
+
+    with pytest.raises(Stopped), caplog.at_level("INFO"):
+        lineartime.train(given, device="cpu", stop=stop, on_step=on_step, on_plan=plans.append)
+    lineartime.train(given, device="cpu", on_plan=plans.append)
+    stored = json.loads((tmp_path / "run/run.json").read_text())
+    train, steps = stored["train"], stored["train"]["steps"]
+    assert plans[0] == plans[1] and to_dict(plans[0].train) == train and steps > 5 and stored["minutes"] == 0.02
+    assert re.search(rf"0.02 minutes: {steps:,} steps of 128 tokens at \d\S* steps/s\n", caplog.text)
+    by_hand = {name: value for name, value in given.items() if name != "minutes"} | train | {"out": tmp_path / "hand"}
+    lineartime.train(by_hand, device="cpu")
+    assert_same(tmp_path / "run", what_is_left(tmp_path / "hand"), but=["run.json"])
+    with pytest.raises(UsageError, match=r"another run is here: .*; minutes: 0\.02 -> 3\. Give another --out"):
+        lineartime.train(given | {"minutes": 3}, device="cpu")
 
 
 def test_a_line_comes_off_a_terminal_now_and_then(capsys: pytest.CaptureFixture[str],
