@@ -149,12 +149,6 @@ def require_there(names: Iterable[Name]) -> None:
             raise DataError("cannot read", name, "no such file or folder")
 
 
-def is_folder(name: Name) -> bool:
-    with reading(name):
-        store, path = store_of(name)
-        return bool(store.isdir(path))
-
-
 @contextlib.contextmanager
 def uploaded(address: Name | None) -> Iterator[Path]:
     """An empty folder, as `files.new_folder` yields one, whose files go to an address at the end of
@@ -188,7 +182,10 @@ def found_at(name: Name) -> Iterator[tuple[str, bool, dict[str, str]]]:
     """The files and folders that `expanded` gives: path, whether it is a folder, and its files by
     relative names. Raises DataError for what is missing or no regular file."""
     for path in expanded(name):
-        if is_folder(path):
+        with reading(path):
+            store, there = store_of(path)
+            is_folder = store.isdir(there)
+        if is_folder:
             yield path, True, {own: joined(path, own) for own in files_below(path)}
             continue
         size_of(path)  # which says what is missing
