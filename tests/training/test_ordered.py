@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import Ranks
+from lineartime.model.language_model import empty_model
 from lineartime.training.ordered import VECTOR, cut_for_ranks, own_rows, require_fitting, tree_sum
+from lineartime.training.shard import shard_model
+from tiny_models import CONFIGS
 
 
 def terms(n, seed=0):
@@ -43,6 +46,12 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(shard
         else:
             with pytest.raises(UsageError, match=f"12 micro-batches in a step; run {', '.join(map(str, fitting))}, or"):
                 require_fitting(12, shard, Ranks(0, n_ranks))
+
+
+def test_each_layer_of_a_sharded_model_has_initial_values_of_its_own():
+    shard_model(model := empty_model(CONFIGS["flash"]), 0, Ranks(), torch.device("cpu"))
+    first, second = (layer.in_proj.weight for layer in model.layers)
+    assert (first != second).all()
 
 
 @pytest.mark.parametrize("shard", [False, True])
