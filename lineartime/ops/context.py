@@ -9,7 +9,7 @@ leaving(r) is the sum over the tokens of rank r's last document; passes(r) is wh
 the document that entered. Every rank sends both to all, and each adds what it needs, in the order
 of the row. The backward pass sums gradients from the other end of the row.
 
-Both ops below are opaque to `torch.compile`. Every rank makes the same calls: none leaves out a
+The op below is opaque to `torch.compile`. Every rank makes the same calls: none leaves out a
 message that it does not need itself, but that the others wait for."""
 
 from typing import Any
@@ -35,21 +35,24 @@ def with_neighbours(z_BTS: Tensor, segment_ids_BT: Tensor, around: tuple[int, in
     the first around[1] of the part after behind: row_BLS, with gradients, and ids_BL, the document
     of each; -1 for other documents and beyond the row's ends.
 
-    z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. A part is no shorter than each."""
+    z_BTS: floating. segment_ids_BT: see `layers.SequenceInfo`. around: as many after as before, or
+    none after. A part is no shorter than each."""
     (n_before, n_after), n_tokens = around, z_BTS.shape[1]
     last_B1 = segment_ids_BT.amax(1, keepdim=True)
     # Sent: the last positions for the part after this one, then the first for the part before it.
-    edges_BKS = torch.cat([z_BTS[:, n_tokens - n_before :], z_BTS[:, :n_after]], dim=1)
     # The next part's document 0 is that of this part's last token, and so here.
-    open_BK = torch.cat([segment_ids_BT[:, n_tokens - n_before :] == segment_ids_BT[:, -1:],
-                         segment_ids_BT[:, :n_after] == 0], dim=1)
+    edges = [(slice(n_tokens - n_before, None), segment_ids_BT[:, -1:])]
+    if n_after > 0:
+        edges.append((slice(n_after), torch.zeros_like(last_B1)))
     # Whether an edge belongs to the document that crosses the border travels as one more feature.
-    sent_BKS = torch.cat([edges_BKS, open_BK[..., None].to(z_BTS.dtype)], dim=-1)
-    received_BKS = torch.ops.lineartime.exchange_edges(sent_BKS, n_before, False, ranks.rank, ranks.size, ranks.group)
-    before_BKS, after_BKS = received_BKS.split([n_before, n_after], dim=1)
-    row_BLS = torch.cat([before_BKS[..., :-1], z_BTS, after_BKS[..., :-1]], dim=1)
+    sent_DBKS = torch.stack([
+        torch.cat([z_BTS[:, at], (segment_ids_BT[:, at] == document_B1)[..., None].to(z_BTS.dtype)], dim=-1)
+        for at, document_B1 in edges])
+    none_B = torch.zeros_like(last_B1[:, 0], dtype=torch.bool)  # an edge goes to the next part, and no further
+    before_BKS, *after = exchange_states(sent_DBKS.flatten(2), none_B, ranks).view_as(sent_DBKS)
+    row_BLS = torch.cat([before_BKS[..., :-1], z_BTS, *(after_BKS[..., :-1] for after_BKS in after)], dim=1)
     ids_BL = torch.cat([torch.where(before_BKS[..., -1] > 0, 0, -1), segment_ids_BT,
-                        torch.where(after_BKS[..., -1] > 0, last_B1, -1)], dim=1)
+                        *(torch.where(after_BKS[..., -1] > 0, last_B1, -1) for after_BKS in after)], dim=1)
     return row_BLS, ids_BL
 
 
@@ -63,8 +66,7 @@ def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: in
     sent = torch.cat([states_DBF.flatten(), passes_B.to(states_DBF.dtype)])
     received_W = gather(sent, Ranks(rank, size, group))
     states_WDBF, passes_WB = received_W[:, : d * b * f].view(size, d, b, f), received_W[:, d * b * f :] > 0
-    # Forward, direction 0 goes from left to right and 1 from right to left; gradients the other
-    # way.
+    # Direction 0 goes from left to right and 1 from right to left; gradients the other way.
     entering = []
     for direction in range(d):
         from_left = (direction == 0) != transposed
@@ -75,21 +77,7 @@ def fold_states(states_DBF: Tensor, passes_B: Tensor, transposed: bool, rank: in
     return torch.stack(entering)
 
 
-@torch.library.custom_op("lineartime::exchange_edges", mutates_args=())
-def exchange_edges(edges_BKS: Tensor, n_before: int, transposed: bool, rank: int, size: int,
-                   group: str | None) -> Tensor:
-    """The first n_before positions from the rank before, the others from the rank after, or where
-    there is none 0: `[B, K, S]`. transposed: the reverse."""
-    # All edges go to all ranks: they are few, and backward needs the same collective.
-    received_WBKS = gather(edges_BKS, Ranks(rank, size, group))
-    step = 1 if transposed else -1
-    parts = [(rank + step, slice(0, n_before)), (rank - step, slice(n_before, None))]
-    return torch.cat([received_WBKS[each][:, at] if 0 <= each < size else torch.zeros_like(edges_BKS[:, at])
-                      for each, at in parts], dim=1)
-
-
 def same_shape(x: Tensor, *_: object) -> Tensor:
-    """What both ops return, without its numbers."""
     return x.new_empty(x.shape)
 
 
@@ -103,16 +91,5 @@ def fold_gradients(ctx: Any, gradient_DBF: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.lineartime.fold_states(gradient_DBF, *ctx.saved_tensors, not transposed, *ranks), *[None] * 5
 
 
-def keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.how = inputs
-
-
-def exchange_gradients(ctx: Any, gradient_BKS: Tensor) -> tuple[Tensor | None, ...]:
-    n_before, transposed, *ranks = ctx.how
-    return torch.ops.lineartime.exchange_edges(gradient_BKS, n_before, not transposed, *ranks), *[None] * 5
-
-
 fold_states.register_fake(same_shape)
-exchange_edges.register_fake(same_shape)
 fold_states.register_autograd(fold_gradients, setup_context=keep_states)
-exchange_edges.register_autograd(exchange_gradients, setup_context=keep_edges)

@@ -125,7 +125,7 @@ def numbers_sent(config):
     if config.attn_type == "linear":
         return h * n_directions * k * (k + 1) + 1
     states = h * (n_directions * (k * config.v_width + 1) + 1)
-    return states + (config.key_conv - 1) * (h * k + 1) * (config.key_conv > 0)
+    return states + ((config.key_conv - 1) * (h * k + 1) + 1) * (config.key_conv > 0)
 
 
 def bytes_per_layer(name, causal, length, ranks):
