@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dispatch import is_transformed
+from lineartime.ops.dispatch import is_transformed, must_be_followed, reference_gradients
 from lineartime.ops.dtypes import at_least_float32, autocast_off, matmul_dtype
-from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 BLOCK_LOGITS = 2**18
 """Logits whose softmax is made at once on a processor: as many as stay in its cache."""
@@ -73,16 +72,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *reference_gradients(definition, (x_ND, weight_VD, bias_V), gradient_N, wanted), None, None, None
         ctx.gradients_of_sum = None  # scaled in place below, so they cannot be used twice
         scale = gradient_N[:1].sum()
-        if gradients is None or not all_equal(gradient_N):
+        are_equal = gradient_N.stride() == (0,) or bool((gradient_N == gradient_N[:1]).all())  # an expanded scalar is
+        if gradients is None or not are_equal:
             gradients = chunk_by_chunk(x_ND, weight_VD, bias_V, targets_N, dtype, chunk, wanted, gradient_N)[1:]
             scale = torch.ones_like(scale)
         return *(None if g is None else g.to(torch.promote_types(g.dtype, t.dtype)).mul_(scale).to(t.dtype)
                  for g, t in zip(gradients, (x_ND, weight_VD, bias_V), strict=True)), None, None, None
-
-
-def all_equal(x_N: Tensor) -> bool:
-    """Whether all entries are the same. An expanded scalar is not read."""
-    return x_N.stride() == (0,) or bool((x_N == x_N[:1]).all())
 
 
 @torch.no_grad()
@@ -101,7 +96,7 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
     dx_ND = weight_VD.new_empty(x_ND.shape) if wanted[0] else None
     dweight_VD = like.new_zeros(weight_VD.shape) if wanted[1] else None
     dbias_V = like.new_zeros(vocab_size) if wanted[2] else None
-    part_VD = torch.empty_like(weight_VD) if wanted[1] and wide_RV is not None else None
+    part_VD = torch.empty_like(weight_VD) if wanted[1] and wide_RV is not None else None  # where sums are wider
     with autocast_off(x_ND):
         for start in range(0, n_tokens, chunk_tokens):
             at = slice(start, start + chunk_tokens)
@@ -117,8 +112,13 @@ def chunk_by_chunk(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: T
                                          None if gradient_N is None else gradient_N[rows, None])
                     if wide_RV is not None:
                         logits_RV.copy_(wide)
-            if any(wanted):
-                add_gradients(x_CD, weight_VD, logits_CV, None if dx_ND is None else dx_ND[at], dweight_VD, part_VD)
+            # From the gradient of the logits that of x, and the chunk's part of that of W.
+            if dx_ND is not None:
+                torch.mm(logits_CV, weight_VD, out=dx_ND[at])
+            if dweight_VD is not None and part_VD is not None:
+                dweight_VD.add_(torch.mm(logits_CV.t(), x_CD, out=part_VD))
+            elif dweight_VD is not None:
+                dweight_VD.addmm_(logits_CV.t(), x_CD)
     return losses_N, dx_ND, dweight_VD, dbias_V
 
 
@@ -139,15 +139,3 @@ def differentiate_logits(p_RV: Tensor, target_R1: Tensor, loss_R: Tensor, dbias_
         p_RV.mul_(gradient_R1)
     if dbias_V is not None:
         dbias_V.add_(p_RV.sum(0))
-
-
-def add_gradients(x_CD: Tensor, weight_VD: Tensor, dlogits_CV: Tensor, dx_CD: Tensor | None,
-                  dweight_VD: Tensor | None, part_VD: Tensor | None) -> None:
-    """From the gradient of a chunk's logits write that of x and add to that of W, where there is
-    room for them. part_VD: room for the chunk's dW where sums have another dtype."""
-    if dx_CD is not None:
-        torch.mm(dlogits_CV, weight_VD, out=dx_CD)
-    if dweight_VD is not None and part_VD is not None:
-        dweight_VD.add_(torch.mm(dlogits_CV.t(), x_CD, out=part_VD))
-    elif dweight_VD is not None:
-        dweight_VD.addmm_(dlogits_CV.t(), x_CD)

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.ops import reference
+from lineartime.ops.dispatch import must_be_followed, reference_gradients
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Heads, HeadsFromZ
-from lineartime.ops.second_derivatives import must_be_followed, reference_gradients
 
 silu_backward = torch.ops.aten.silu_backward.grad_input
 WINDOW_TOKENS = 2048
