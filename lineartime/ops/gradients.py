@@ -26,12 +26,6 @@ def score_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 128, 64, 8, 3)
 
 
-def head_tile(dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """For a tile of a head's gradient: its tokens, tokens of the other side at a time, warps, and
-    stages of the loop. Both numbers of tokens divide those of a `score_tile`."""
-    return (64, 32, 8, 3) if dtype == torch.float32 else (128, 64, 8, 3)
-
-
 @triton.jit
 def make_heads_kernel(uvz, gamma, beta, sin, cos, heads, T, E, F, angles_stride, N: tl.constexpr, BT: tl.constexpr):
     """All heads of BT tokens, after RoPE."""
@@ -241,7 +235,8 @@ def add_head_gradient(dscores: Tensor, other_head_BTS: Tensor, dhead_BTS: Tensor
                       n_tokens: int, row_len: int, causal: bool, *, of_queries: bool, add: bool) -> None:
     """Run `differentiate_head`: dscores times the other head into dhead_BTS, or added to it."""
     bm, *_ = score_tile(dscores.dtype)
-    own, others, warps, stages = head_tile(dscores.dtype)
+    # A head's tile: its tokens, and those of the other side at a time; both divide a `score_tile`.
+    own, others, warps, stages = (64, 32, 8, 3) if dscores.dtype == torch.float32 else (128, 64, 8, 3)
     n_queries = part.n_tiles * bm
     n_own = triton.cdiv(n_queries if of_queries else row_len, own)
     differentiate_head[part.n_rows * n_own,](

@@ -415,13 +415,6 @@ MANY_CHUNKS, FEW_PROGRAMS = 8, 264
 """A row of more than MANY_CHUNKS has two levels if one has fewer than FEW_PROGRAMS."""
 
 
-def state_tiles(dtype: torch.dtype, kind: TileClass) -> Tiles:
-    """Tiles of `walk_states`, with the dimensions of a state as rows."""
-    if dtype == torch.float32:
-        return Tiles(128, 32, 32, 4, 2)
-    return Tiles(128, 16 if kind == "small" else 32, 64, 4, 3)
-
-
 def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "queries", "keys"], kind: TileClass) -> Tiles:
     """Tiles of `attend_queries`, for its output or for the gradients of queries, and of
     `differentiate_keys`: the largest that do not spill registers with three stages, in which a tile
@@ -452,7 +445,8 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
     n_directions, _, n_chunks = documents.scales_RBG.shape
     x_out_BTE = uvz_BTF.new_empty(n_rows, n_tokens, e)
     states_RBGSE = uvz_BTF.new_empty(n_directions, n_rows, n_chunks, s, e)
-    tiles = state_tiles(uvz_BTF.dtype, tile_class(uvz_BTF.device))
+    few = 16 if tile_class(uvz_BTF.device) == "small" else 32
+    tiles = Tiles(s, 32, 32, 4, 2) if uvz_BTF.dtype == torch.float32 else Tiles(s, few, 64, 4, 3)
     n_tiles = triton.cdiv(e, tiles.columns)
     # One level walks a row. Few rows of many chunks would leave a GPU idle, so they get two.
     whole = n_chunks <= MANY_CHUNKS or n_tiles * n_rows >= FEW_PROGRAMS

@@ -19,18 +19,6 @@ from lineartime.ops.reference import HeadsFromZ
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile, visible_tile
 
 
-def weight_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """For a tile of weights: own rows, others, columns of a head at a time, warps, and stages of
-    the loop. Own rows are queries and others keys, or the reverse."""
-    return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 128, 64, 8, 2)
-
-
-def sum_tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """For a tile of sums: own rows, columns, others (which divide a `weight_tile`), warps,
-    stages."""
-    return (64, 64, 32, 8, 2) if dtype == torch.float32 else (128, 256, 64, 8, 3)
-
-
 @triton.jit
 def weigh(own_head, other_head, w, documents, weights, first_row, first_own, T, row_stride, stride, scale,
           OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -112,8 +100,11 @@ def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | N
 
     gate and out: contiguous but for the stride of tokens."""
     n_batch, n_tokens, e = values.shape
-    bm, bn, bs, warps, stages = weight_tile(values.dtype)
-    own, be, bk, sum_warps, sum_stages = sum_tile(values.dtype)
+    # A tile of weights: own rows, others, columns of a head at a time, warps, stages of the loop.
+    # Own rows are queries and others keys, or the reverse. Of sums: own rows, columns, others.
+    wide = values.dtype == torch.float32
+    bm, bn, bs, warps, stages = (64, 64, 32, 8, 2) if wide else (128, 128, 64, 8, 2)
+    own, be, bk, sum_warps, sum_stages = (64, 64, 32, 8, 2) if wide else (128, 256, 64, 8, 3)  # bk divides bm and bn
     # q and k for queries, k and q for keys; the bias with room for the distances of whole tiles.
     own_head, other_head = (heads[0], heads[1]) if of_queries else (heads[1], heads[0])
     w_padded = F.pad(w.float() * scale_len, [max(bm, bn)] * 2)[max(bm, bn) + n_tokens - 1:]
