@@ -16,8 +16,11 @@ from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm, unfold_heads
-from lineartime.ops.dispatch import unsupported_step, use_kernels
+from lineartime.ops.dispatch import HAS_TRITON, unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
+
+if HAS_TRITON:
+    from lineartime.ops import decode_step
 
 Convolve = Callable[[Tensor], Tensor] | None
 """With `key_conv`: z_BTS to what the keys are made from, `[B, T, S]`."""
@@ -205,9 +208,9 @@ class GatedAttentionUnit(ResidualLayer):
         uvz_B1F, heads, gate_B1 = self.op_inputs(uvz_B1F, info, self.convolve_next(inputs, cache))
         # Where in its chunk each row's token is, and what its state is divided by.
         at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
-        out_B1E = ops.chunk_decode_step(
+        out_B1E = decode_step.chunk_decode_step(
             uvz_B1F, heads, cache.bias_M, cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
-            at.first_B, cache.factor(at, gate_B1)[:, 0, 0], impl=self.impl)
+            at.first_B, cache.factor(at, gate_B1)[:, 0, 0])
         if at.full is not None:
             cache.close(at)
         return unfold_heads(out_B1E, self.config.n_heads)

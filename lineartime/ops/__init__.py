@@ -3,7 +3,6 @@
 | op | what | takes -> returns | kernels in |
 |---|---|---|---|
 | gated_chunk_attention | FLASH, in chunks | `[B, T, F]` -> `[B, T, E]` | `mixed_chunk` |
-| chunk_decode_step | one token of it | `[B, 1, F]`, buffers -> `[B, 1, E]` | `decode_step` |
 | gated_quadratic_attention | FLASH-Quad | `[B, T, F]` -> `[B, T, E]` | `quadratic` |
 
 B rows of T tokens; E is `d_inner`, S `query_key_dim`. The first argument is u, v and z side by
@@ -30,9 +29,9 @@ from lineartime.ops import dispatch, reference, windows
 from lineartime.ops.reference import CarriedState, Exchange, Heads, HeadsFromZ
 
 if dispatch.HAS_TRITON:
-    from lineartime.ops import decode_step, mixed_chunk, quadratic
+    from lineartime.ops import mixed_chunk, quadratic
 
-__all__ = ["HeadsFromZ", "chunk_decode_step", "gated_chunk_attention", "gated_quadratic_attention"]
+__all__ = ["HeadsFromZ", "gated_chunk_attention", "gated_quadratic_attention"]
 
 
 def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
@@ -84,28 +83,3 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
     module = quadratic if in_kernels and uvz_BTF.numel() > 0 else reference
     return module.gated_quadratic_attention(uvz_BTF, heads, w, scale_len=scale_len, causal=causal,
                                             segment_ids_BT=segment_ids_BT)
-
-
-def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
-                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor, *,
-                      impl: str | None = None) -> Tensor:
-    """Causal `gated_chunk_attention` of one new token per row: `[B, 1, E]`. Buffers hold the past.
-
-    | argument | shape, dtype | meaning |
-    |---|---|---|
-    | uvz_B1F, heads | | as in `gated_chunk_attention`, T = 1 |
-    | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
-    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk, written at slot `offset_B` |
-    | kv_BSE | `[B, S, E]`, float32 at least | sum of k v over closed chunks |
-    | offset_B | `[B]`, integer | slot of the token in the open chunk |
-    | first_B | `[B]`, integer | its document's first slot; below 0 if in an earlier chunk |
-    | weight_B | `[B]`, floating | factor of the linear half |
-    | impl | | see the table of this module |
-
-    A chunk that the token fills is not added to kv_BSE. Kernels have no gradient: they raise
-    RuntimeError if one is required, ValueError for heads or buffers of another dtype, or gaps in
-    buffers. UsageError: see `use_kernels`."""
-    in_kernels = dispatch.use_kernels(impl, uvz_B1F.device, dispatch.unsupported_step, k_quad_BCS, v_BCE)
-    module = decode_step if in_kernels else reference
-    return module.chunk_decode_step(uvz_B1F, heads, bias_C, k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, offset_B, first_B,
-                                    weight_B)

@@ -1,4 +1,4 @@
-"""FLASH's attention for one token per row in one kernel, see `reference.chunk_decode_step`.
+"""FLASH's attention for one token per row in one kernel, see `decoding.extend.extend_by_one`.
 
 A program computes some columns of a row's output. Every program of a row computes its heads and
 scores, which costs little compared with reading its columns of values and of the state. The token's
@@ -122,10 +122,19 @@ def empty_output(uvz_BF: Tensor, heads_4BS: Tensor | None, gamma_4S: Tensor | No
 
 def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
                       v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """`reference.chunk_decode_step` in one kernel, for S = 128.
+    """Causal `gated_chunk_attention` of one new token per row, for S = 128: `[B, 1, E]`.
 
-    uvz_B1F, made heads and the contiguous buffers k_quad_BCS, k_lin_BCS and v_BCE have one dtype:
-    float32, bfloat16 or float16. kv_BSE is float32. Rounding may depend on the number of rows.
+    | argument | shape, dtype | meaning |
+    |---|---|---|
+    | uvz_B1F, heads | float32, bfloat16 or float16 | as in `ops.gated_chunk_attention`, T = 1 |
+    | bias_C | `[C]`, float32 at least | position bias at key minus query position: 1 - C, ..., 0 |
+    | k_quad_BCS, k_lin_BCS, v_BCE | uvz's dtype | the open chunk, written at slot `offset_B` |
+    | kv_BSE | `[B, S, E]`, float32 | sum of k v over closed chunks |
+    | offset_B | `[B]`, integer | slot of the token in the open chunk |
+    | first_B | `[B]`, integer | its document's first slot; below 0 if in an earlier chunk |
+    | weight_B | `[B]`, floating | factor of the linear half |
+
+    A chunk that the token fills is not added to kv_BSE. Rounding may depend on the number of rows.
     Raises RuntimeError if an input requires a gradient or has a forward-mode tangent, ValueError
     for heads or buffers of another dtype, or gaps in buffers."""
     buffers = k_quad_BCS, k_lin_BCS, v_BCE

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32, autocast_off, float16_as_float32, matmul_dtype, wide_dtype
+from lineartime.ops.dtypes import at_least_float32, autocast_off, float16_as_float32, matmul_dtype
 
 SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
@@ -204,18 +204,6 @@ def last_documents(segment_ids_BGC: Tensor) -> tuple[Tensor, Tensor]:
     return last_BG, (segment_ids_BGC == last_BG[..., None]) & (segment_ids_BGC >= 0)
 
 
-def chunk_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor,
-                 gate_BGC: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of k v over the tokens of each chunk's last document, their number, and that
-    document: kv_BGSE and count_BG, in float32 at least, and last_BG. gate_BGC: what tokens count
-    for, else 1."""
-    # Only the last document of a chunk can go on in the next one.
-    last_BG, tail_BGC = last_documents(segment_ids_BGC)
-    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
-    counted_BGC = tail_BGC if gate_BGC is None else tail_BGC * gate_BGC
-    return kv_BGSE, counted_BGC.sum(-1).to(kv_BGSE.dtype), last_BG
-
-
 States = tuple[Tensor, Tensor, Tensor]
 """At each chunk boundary of a row: the sum of k v over the tokens before it of the document there,
 their number (or the sum of their gates), and the document: kv_BPSE, count_BP, document_BP."""
@@ -251,9 +239,14 @@ def entering_states(k_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, gat
                     leaving: bool = False) -> States:
     """What enters each chunk: the sum of k v over the tokens so far of the last document before it,
     their number, and that document: kv_BGSE and count_BG, in float32 at least, and entering_BG.
-    gate_BGC: see `chunk_states`. leaving: also what leaves the last chunk, kv_BPSE and so on."""
+    gate_BGC: what tokens count for, else 1. leaving: also what leaves the last chunk, kv_BPSE and
+    so on."""
+    # Of each chunk the sum of k v and the count: only its last document can go on in the next one.
+    last_BG, tail_BGC = last_documents(segment_ids_BGC)
+    kv_BGSE = at_least_float32(product("bgcs,bgce->bgse", k_BGCS * tail_BGC[..., None], v_BGCE))
+    counted_BGC = tail_BGC if gate_BGC is None else tail_BGC * gate_BGC
+    count_BG = counted_BGC.sum(-1).to(kv_BGSE.dtype)
     # What enters a chunk is of the document that ended the chunk before, at first document 0.
-    kv_BGSE, count_BG, last_BG = chunk_states(k_BGCS, v_BGCE, segment_ids_BGC, gate_BGC)
     entering_BG = F.pad(last_BG if leaving else last_BG[:, :-1], [1, 0])
     kv_in_BGSE = sum_states(kv_BGSE, last_BG, entering_BG)
     count_in_BG = sum_states(count_BG[..., None, None], last_BG, entering_BG)[..., 0, 0]
@@ -383,15 +376,6 @@ def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, co
     return rope(made_NBTS, sin, cos).to(z_BTS.dtype)
 
 
-def split_uvz(uvz_BTF: Tensor, s: int) -> tuple[Tensor, Tensor, Tensor]:
-    """u_BTE, v_BTE and z_BTS, each after silu (Eqs. 1 and 4). F = 2 E + S.
-
-    The split comes before silu, so each part is contiguous, which saves copies on a CPU."""
-    e = (uvz_BTF.shape[-1] - s) // 2
-    u_BTE, v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF.split([e, e, s], dim=-1))
-    return u_BTE, v_BTE, z_BTS
-
-
 class HeadsFromZ(NamedTuple):
     """What `make_heads` takes beside z, which the op then reads behind u and v."""
 
@@ -406,9 +390,13 @@ Heads = HeadsFromZ | Sequence[Tensor]
 
 
 def split_projection(uvz_BTF: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Iterable[Tensor]]:
-    """u_BTE and v_BTE after silu, and the heads, made from z where they are not given."""
+    """u_BTE and v_BTE after silu (Eqs. 1 and 4), and the heads, made from z where not given.
+
+    The split comes before silu, so each part is contiguous, which saves copies on a CPU."""
     if isinstance(heads, HeadsFromZ):
-        u_BTE, v_BTE, z_BTS = split_uvz(uvz_BTF, heads.gamma_NS.shape[-1])
+        s = heads.gamma_NS.shape[-1]
+        e = (uvz_BTF.shape[-1] - s) // 2
+        u_BTE, v_BTE, z_BTS = (F.silu(part) for part in uvz_BTF.split([e, e, s], dim=-1))
         return u_BTE, v_BTE, make_heads(z_BTS, *heads)
     u_BTE, v_BTE = (F.silu(part) for part in uvz_BTF.chunk(2, dim=-1))
     return u_BTE, v_BTE, heads
@@ -480,26 +468,3 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     else:
         normed = scale_norm(total, weight)
     return total, normed.to(weight.dtype if weight.dtype == torch.float16 else matmul_dtype(total))
-
-
-def chunk_decode_step(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor,
-                      v_BCE: Tensor, kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
-    """Causal attention of FLASH for one new token per row: `[B, 1, E]`. Buffers hold the past.
-
-    Writes the token's keys and value at slot `offset_B` of the open chunk, k_quad_BCS, k_lin_BCS
-    and v_BCE. The token sees the slots `first_B` to `offset_B`, and `weight_B` times kv_BSE."""
-    u_B1E, v_B1E, (q_quad_B1S, k_quad_B1S, q_lin_B1S, k_lin_B1S) = split_projection(uvz_B1F, heads)
-    c, rows = k_quad_BCS.shape[1], torch.arange(len(uvz_B1F), device=uvz_B1F.device)
-    # Write the token into its slot of the open chunk.
-    for buffer_BC, new_B1 in ((k_quad_BCS, k_quad_B1S), (k_lin_BCS, k_lin_B1S), (v_BCE, v_B1E)):
-        buffer_BC[rows, offset_B] = new_B1[:, 0]
-    # Attend to the slots of the token's document, and read the sum over closed chunks.
-    slot_C = torch.arange(c, device=uvz_B1F.device)
-    distance_BC = slot_C - offset_B[:, None]
-    visible_BC = (distance_BC <= 0) & (slot_C >= first_B[:, None])
-    qk_B1C = torch.bmm(float16_as_float32(q_quad_B1S), float16_as_float32(k_quad_BCS).mT)
-    score_B1C = torch.add(bias_C[distance_BC.clamp(max=0) + c - 1][:, None], qk_B1C, alpha=1 / c)
-    a_B1C = attention_weights(score_B1C, visible_BC[:, None])
-    quad_B1E = weigh_values(a_B1C, v_BCE)
-    linear_B1E = torch.bmm(q_lin_B1S * weight_B[:, None, None], kv_BSE)
-    return u_B1E * (linear_B1E + quad_B1E).to(wide_dtype(u_B1E))

@@ -1,6 +1,7 @@
 """The kernel of a decode step, in Triton's interpreter, held to the layer's reference."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from kernel_law import assert_near, error, random
 from lineartime.config import ModelConfig, model_config
+from lineartime.model.decoding.cache import ChunkState
+from lineartime.model.decoding.extend import extend_by_one
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.ops import decode_step, reference
-from lineartime.ops.reference import HeadsFromZ, rotary
+from lineartime.ops.reference import Heads, HeadsFromZ, rotary
 from lineartime.weights.generation import generate
 from lineartime.weights.generation.step import DecodeStep
 from marks import rest
@@ -40,11 +43,25 @@ def test_the_definition_is_the_layers(config: ModelConfig, lengths: tuple[int, .
 
     expected = logits(one_graph=False)
     monkeypatch.setattr(GatedAttentionUnit, "can_step_in_kernel", lambda _, uvz, inputs, cache: inputs.single_token)
-    definition, called = reference.chunk_decode_step, []
-    monkeypatch.setattr(reference, "chunk_decode_step", lambda *given: called.append(1) or definition(*given))
+    called: list[int] = []
+    monkeypatch.setattr(decode_step, "chunk_decode_step", lambda *given: called.append(1) or by_the_layer(*given))
     for one_graph in (False, True):
         assert float((logits(one_graph) - expected).abs().max() / expected.abs().max()) <= 1e-12
     assert len(called) >= 2 * len(tokens_NB) * len(model.layers)
+
+
+def by_the_layer(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tensor, k_lin_BCS: Tensor, v_BCE: Tensor,
+                 kv_BSE: Tensor, offset_B: Tensor, first_B: Tensor, weight_B: Tensor) -> Tensor:
+    """The layer's step in PyTorch, of what the kernel takes."""
+    c, slot_C = len(bias_C), torch.arange(len(bias_C))
+    distance_BC = slot_C - offset_B[:, None]
+    at = SimpleNamespace(place=(torch.arange(len(offset_B)), offset_B), n_open=c, full=None,
+                         bias_index=(distance_BC.clamp(max=0) + c - 1)[:, None], weight_B11=weight_B[:, None, None],
+                         visible_B1M=((distance_BC <= 0) & (slot_C >= first_B[:, None]))[:, None])
+    u_B1E, v_B1E, made = reference.split_projection(uvz_B1F, heads)
+    cache = ChunkState(k_quad_BCS, k_lin_BCS, v_BCE, kv_BSE, bias_M=bias_C)
+    return u_B1E * extend_by_one(made, v_B1E, SimpleNamespace(token_position=lambda *_: at), cache,
+                                 replace(FLASH, chunk_size=c), None)
 
 
 @torch.no_grad()
@@ -92,7 +109,7 @@ def run(op, inputs: dict[str, Tensor], dtype: torch.dtype | None = None) -> tupl
 def assert_held(inputs: dict[str, Tensor]) -> None:
     """The output and what is written have at most twice the reference's error; nothing else is
     written, and nothing is read where a row has nothing to see."""
-    (theirs, their_buffers), (exact, exact_buffers) = (run(reference.chunk_decode_step, inputs, dtype)
+    (theirs, their_buffers), (exact, exact_buffers) = (run(by_the_layer, inputs, dtype)
                                                        for dtype in (None, torch.float64))
     hidden = {name: x.clone() for name, x in inputs.items()}
     for row, (offset, first, weight) in enumerate(zip(inputs["offset_B"], inputs["first_B"], inputs["weight_B"],
@@ -140,7 +157,7 @@ def test_float32_parameters_and_strides() -> None:
     for name in ("gamma_4S", "beta_4S", "sin_B1R", "cos_B1R"):
         inputs[name] = inputs[name].float()
     plain, buffers = run(decode_step.chunk_decode_step, inputs)
-    exact = run(reference.chunk_decode_step, inputs, torch.float64)[0]
+    exact = run(by_the_layer, inputs, torch.float64)[0]
     assert error(plain, exact) <= 1e-2 * float(exact.norm())
     spread = {name: x if name in BUFFERS else torch.stack([x, x], -1)[..., 0] for name, x in inputs.items()}
     assert not any(x.is_contiguous() for name, x in spread.items() if name not in BUFFERS)
