@@ -26,16 +26,13 @@ def mask_tokens(ids_T: np.ndarray, stream: TokenStream, *, seed: int, epoch: int
     assert stream.mask is not None
     # Two numbers of 64 bits for each token: what becomes of it, and which token it may become.
     choice_T, other_T = philox.random_raw(2 * len(ids_T)).reshape(-1, 2).T
-    asked_T = (choice_T < cutoff(CHOSEN)) & ~np.isin(ids_T, stream.special)
-    inputs_T = np.where(asked_T & (choice_T < cutoff(CHOSEN * MASKED)), stream.mask, ids_T)
-    replaced_T = asked_T & (choice_T >= cutoff(CHOSEN * MASKED)) & (choice_T < cutoff(CHOSEN * (MASKED + REPLACED)))
+    # What a uniform number of 64 bits is below with a probability.
+    chosen, masked, replaced = (np.uint64(round(CHOSEN * share * 2**64)) for share in (1, MASKED, MASKED + REPLACED))
+    asked_T = (choice_T < chosen) & ~np.isin(ids_T, stream.special)
+    inputs_T = np.where(asked_T & (choice_T < masked), stream.mask, ids_T)
+    replaced_T = asked_T & (choice_T >= masked) & (choice_T < replaced)
     inputs_T[replaced_T] = stream.ordinary[other_T[replaced_T] % np.uint64(len(stream.ordinary))]
     return inputs_T, np.where(asked_T, ids_T, NO_TARGET)
-
-
-def cutoff(probability: float) -> np.uint64:
-    """What a uniform 64-bit number is below with this probability."""
-    return np.uint64(round(probability * 2**64))
 
 
 def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_per_step: int, context: int,
