@@ -1,7 +1,6 @@
 """A decode step as a function of tensors, one graph for torch.compile, torch.export and ONNX."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +99,10 @@ class DecodeStep(nn.Module):
         new = self.tensors_of(now)
         if any(cache.closing() for cache in now.caches):
             is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
-            new |= if_else(is_full, self.closed, self.not_closed, new)
+            if torch.compiler.is_compiling():
+                new |= torch.cond(is_full, self.closed, self.not_closed, (new,))
+            elif is_full:
+                new |= self.closed(new)
         return x_BD, new
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,10 +118,3 @@ class DecodeStep(nn.Module):
         """What `closed` gives if no chunk is full."""
         return {f"{n}.{name}": state[f"{n}.{name}"].clone() for n, cache in enumerate(self.caches)
                 for name in cache.closing()}
-
-
-def if_else(condition: Tensor, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """yes or no of the operands: in a graph a conditional, elsewhere an `if`."""
-    if torch.compiler.is_compiling():
-        return torch.cond(condition, yes, no, operands)
-    return yes(*operands) if condition else no(*operands)
