@@ -236,10 +236,16 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
             for window in question_windows(tokenizer, question, windows):
                 yield begun[-1], window
 
-    waiting, n_answered = rows(), 0
+    waiting, n_answered, device = rows(), 0, next(model.parameters()).device
     while batch := list(itertools.islice(waiting, batch_rows)):
-        found = score_windows(model, [window for _, window in batch], windows, precision)
-        for (prediction, _), (span, loss) in zip(batch, found, strict=True):
+        ids_BT, roles_BT = (torch.from_numpy(padded_rows(part, fill=0)).to(device) for part in (
+            [window.ids for _, window in batch], [window.roles for _, window in batch]))
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits_BT2 = span_logits(model, ids_BT, roles_BT)
+        losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()  # of the first and the last token
+        found = zip(batch, logits_BT2.double().cpu().numpy(), losses_B, strict=True)
+        for (prediction, window), logits_T2, loss in found:
+            span = best_span(logits_T2, window, windows.max_answer_tokens)
             if span is not None and (prediction.span is None or span.score > prediction.span.score):
                 prediction.span = span
             prediction.loss += loss if prediction.question.answers else 0.0
@@ -250,19 +256,6 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
             n_answered += 1
             yield begun.popleft()
     yield from begun
-
-
-def score_windows(model: nn.Module, rows: Sequence[Window], windows: WindowConfig,
-                  precision: str) -> Iterator[tuple[Span | None, float]]:
-    """The best span of each window, and its loss in nats, the mean of first and last token."""
-    device = next(model.parameters()).device
-    ids_BT = torch.from_numpy(padded_rows([window.ids for window in rows], fill=0)).to(device)
-    roles_BT = torch.from_numpy(padded_rows([window.roles for window in rows], fill=0)).to(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        logits_BT2 = span_logits(model, ids_BT, roles_BT)
-    losses_B = span_losses(logits_BT2, roles_BT).double().mean(1).tolist()
-    for window, logits_T2, loss in zip(rows, logits_BT2.double().cpu().numpy(), losses_B, strict=True):
-        yield best_span(logits_T2, window, windows.max_answer_tokens), loss
 
 
 def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question],
