@@ -22,7 +22,7 @@ from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layout import lay_out
+from lineartime.model.layout import lay_out, renamed
 from lineartime.ops.context import exchange_states
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
@@ -221,15 +221,17 @@ class ResidualLayer(nn.Module):
                 else:
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
-    def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, token_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, token_mask: Tensor | None = None, *,
+                padding_mask: Tensor | None = None) -> Tensor:
         """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
 
         segment_ids, token_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
         document sees another, and a token is computed as if its row had no padding. What comes out
-        for padding is finite and means nothing. Raises UsageError for another shape or dtype, wrong
-        segment ids or masks, and a row longer than a position table."""
+        for padding is finite and means nothing. padding_mask: token_mask by its older name. Raises
+        UsageError for another shape or dtype, wrong segment ids or masks, and a row longer than a
+        position table."""
         self.check_input(x_BTD)
-        laid = lay_out(self.config, x_BTD, segment_ids, token_mask)
+        laid = lay_out(self.config, x_BTD, segment_ids, renamed(token_mask, padding_mask))
         x_BLD = laid.take(x_BTD)
         if laid.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
             x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)
