@@ -14,7 +14,6 @@ from typing import Any, TextIO, cast
 
 from lineartime.base.errors import LineartimeError, Stopped, escaped
 from lineartime.base.ranks import launched, speaks_first
-from lineartime.base.settings import MEANT, OTHER_WORDS
 from lineartime.base.words import part_of
 
 
@@ -188,10 +187,6 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
             return fail(e, 6, debug, "out of memory")
         refused = getattr(e, "format_message", None)  # what typer does not understand, such as an unknown option
         text = str(e).partition("\nException raised from")[0]  # the rest is the stack of PyTorch's C++
-        option = str(getattr(e, "option_name", "")).lstrip("-").replace("-", "_")
-        field = MEANT.get(option, option)
-        if field in OTHER_WORDS and e.ctx.info_name in ("train", "finetune"):  # type: ignore[attr-defined]
-            return fail(e, 2, debug, f"{e.message}; did you mean --set {field}=VALUE?")  # type: ignore[attr-defined]
         what = refused() if refused else f"internal: {type(e).__name__}: {text}; run again with --debug and report it"
         return fail(e, 2 if refused else 1, debug, what)
 

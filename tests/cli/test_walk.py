@@ -90,8 +90,6 @@ def test_a_number_of_more_than_64_bits_is_refused_by_its_option(call: Call) -> N
     ("train a.toml --from a --set from=b", "a setting is given twice: from and --set from"),
     ("info flash --set model=flash", "a setting is given twice: model and --set model"),
     ("info flash --task c4 --set task=pg19", "a setting is given twice: task and --set task"),
-    ("train flash --lr 1", "No such option: --lr; did you mean --set learning_rate=VALUE?"),
-    ("finetune a --n-layers 1", "No such option: --n-layers; did you mean --set n_layers=VALUE?"),
     ("generate small --lr 1", "No such option: --lr")])
 def test_an_option_that_is_given_twice_or_is_none_is_refused(line: str, words: str, call: Call, tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
