@@ -173,7 +173,7 @@ def gradient_error(world, causal, clip_scope):
                  for p, g in zip(model.parameters(), gradients, strict=True)))
 
 
-def run_cases(world, data):
+def run_cases(world, data, folder):
     results = {"errors": {}, "bytes": {}, "steps": {}}
     groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(2, WORLD + 1)}
     ranks_of = {n: Ranks(world.rank, n, group.group_name) for n, group in groups.items() if world.rank < n}
@@ -207,7 +207,7 @@ def run_cases(world, data):
             results["steps"][key] = gradient_error(shared, causal, scope)
     settings = {"model": "flash", "data": data, **SETTINGS, **SHARDED, "steps": 3}
     for n in (2, 4):
-        train({**settings, "context_parallel": n, "out": str(Path(data).parent / f"shared-{n}")}, device="cpu")
+        train({**settings, "context_parallel": n, "out": str(folder / f"shared-{n}")}, device="cpu")
     return results
 
 
@@ -218,7 +218,7 @@ def main(out, data):
         if pid == 0:
             os.environ["RANK"] = str(rank)
             with connected("cpu", timeout_s=TIMEOUT.seconds) as world:
-                results = run_cases(world, data)
+                results = run_cases(world, data, Path(out).parent)
                 if world.is_first:
                     Path(out).write_text(json.dumps(results))
                 dist.barrier()

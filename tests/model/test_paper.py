@@ -155,20 +155,14 @@ def test_padding_does_not_widen_a_chunk() -> None:
 
 @cases("flash")
 def test_flash_layer(name: str) -> None:
+    """The exact mask, which is the default, is the paper's where a row is one document, without ids too."""
     case = Case(name)
     norm_type, x = case.settings.get("norm_type", "layer_norm"), case.leaves["x"]
-    layer = gated_attention_unit(case.var, x.shape[2], case.settings["causal"], norm_type, chunks=True)
-    case.check(call(layer, case.leaves, x.flatten(1, 2), case.inputs["seg"].flatten(1)).view_as(x))
-
-
-@cases("flash_g4_n16_docs1")
-def test_one_document_needs_no_segment_ids(name: str) -> None:
-    """The exact mask, which is the default, is the paper's where a row is one document."""
-    case = Case(name)
-    layer = gated_attention_unit(case.var, case.settings["n"], case.settings["causal"], "layer_norm", chunks=True,
-                                 document_mask="exact")
-    x = case.leaves["x"]
-    case.check(call(layer, case.leaves, x.flatten(1, 2)).view_as(x))
+    ids_BT = case.inputs["seg"].flatten(1)
+    for mask, ids in [("paper", ids_BT), *[("exact", None)] * ("docs1" in name)]:
+        layer = gated_attention_unit(case.var, x.shape[2], case.settings["causal"], norm_type, chunks=True,
+                                     document_mask=mask)
+        case.check(call(layer, case.leaves, x.flatten(1, 2), ids).view_as(x))
 
 
 ABLATIONS_IN_MILLIONS = [

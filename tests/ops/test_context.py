@@ -20,19 +20,12 @@ from lineartime.folders import read_metrics
 from lineartime.training.language import train
 from lineartime.training.ordered import require_fitting
 from tiny_models import BIDIRECTIONAL, CONFIGS, UNPACKED, random_ids, random_model
-from tiny_runs import SETTINGS, prepare_text
-
-EXACT = 1e-12
+from tiny_runs import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shared rows")
-
-
-@pytest.fixture(scope="module")
-def data(folder):
-    return prepare_text(folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +43,10 @@ def results(folder, data):
     return json.loads(out.read_text())
 
 
-def test_losses_and_gradients_are_those_of_one_process(results):
-    errors = results["errors"]
-    assert len(errors) == 2 * (2 * len(OFTEN) + len(ON_PUSH) + 3)
-    assert {name: error for name, error in errors.items() if not error < EXACT} == {}
-
-
-def test_steps_beside_each_other_are_those_of_one_process(results):
-    assert len(results["steps"]) == 4
-    assert {name: error for name, error in results["steps"].items() if not error < EXACT} == {}
+@pytest.mark.parametrize(("kind", "n"), [("errors", 2 * (2 * len(OFTEN) + len(ON_PUSH) + 3)), ("steps", 4)])
+def test_losses_gradients_and_steps_beside_each_other_are_those_of_one_process(results, kind, n):
+    assert len(results[kind]) == n
+    assert {name: error for name, error in results[kind].items() if not error < 1e-12} == {}
 
 
 def test_bytes_do_not_depend_on_the_length_of_a_row(results):
@@ -77,19 +65,13 @@ def test_a_model_learns_the_same_where_ranks_share_its_rows(folder, data, result
         assert found == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_what_ranks_share(name):
-    assert run_of(name, context_parallel=3).train.context_parallel == 3
-
-
-@pytest.mark.parametrize("name", [*REFUSED, *UNPACKED, *BIDIRECTIONAL])
-def test_what_ranks_do_not_share_is_refused_by_name(name):
-    with pytest.raises(UsageError, match=r"context_parallel .*set context_parallel = 1"):
-        run_of(name, context_parallel=2)
-    assert run_of(name, context_parallel=1)
-
-
-def test_a_part_that_is_not_whole_chunks_is_refused():
+def test_what_ranks_share_and_what_is_refused_by_name():
+    for name in SHARED:
+        assert run_of(name, context_parallel=3).train.context_parallel == 3
+    for name in (*REFUSED, *UNPACKED, *BIDIRECTIONAL):
+        with pytest.raises(UsageError, match=r"context_parallel .*set context_parallel = 1"):
+            run_of(name, context_parallel=2)
+        assert run_of(name, context_parallel=1)
     with pytest.raises(UsageError, match="context = 24, 4 parts, chunk_size = 4; make context a multiple"):
         run_of("flash", context_parallel=4)
     with pytest.raises(UsageError, match="shorter than key_conv: 4 tokens, key_conv = 5"):
@@ -97,7 +79,7 @@ def test_a_part_that_is_not_whole_chunks_is_refused():
     check_context_parallel(replace(CONFIGS["performer"], context=26), 13)
 
 
-def test_a_number_of_ranks_that_is_no_multiple_is_refused():
+def test_a_number_of_ranks_that_is_no_multiple_and_a_token_mask_are_refused():
     with pytest.raises(UsageError, match="6 ranks, context_parallel = 4; start 4 with torchrun, or a multiple"):
         in_rows(Ranks(0, 6), 4)
     with pytest.raises(UsageError, match="1 rank, context_parallel = 2"):
@@ -105,9 +87,6 @@ def test_a_number_of_ranks_that_is_no_multiple_is_refused():
     with pytest.raises(UsageError, match="6 ranks, 2 of which share a row, 4 micro-batches in a step; run 2, 4, 8,"):
         require_fitting(4, False, in_rows(Ranks(0, 6), 2))
     require_fitting(4, False, in_rows(Ranks(0, 8), 2))
-
-
-def test_a_token_mask_is_refused_where_ranks_share_a_row():
     model, ids_BT = random_model(CONFIGS["flash"]), random_ids(2, 24)
     with pytest.raises(UsageError, match="no mask of tokens"):
         model(ids_BT, token_mask_BT=ids_BT > 0, ranks=Ranks(0, 2))

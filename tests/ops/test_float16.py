@@ -1,5 +1,8 @@
 """float16 in the reference and in models: neither long sums nor large numbers overflow."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,11 +45,10 @@ def test_linear_attention_over_a_long_row(causal: bool, documents: bool, size: f
                for seed, scale in enumerate((size, size, 1.0 if size < 1 else 8.0)))
     ids = ids_of(LONG // CHUNK, CHUNK) if documents else None
     exact = reference.linear_attention(q, k, v, causal=causal, segment_ids_BGC=ids)
-    half = reference.linear_attention(q.half(), k.half(), v.half(), causal=causal, segment_ids_BGC=ids)
-    assert error(half, exact) < 1e-3
-    with torch.autocast("cpu", torch.float16):
-        assert error(reference.linear_attention(q.half(), k.half(), v.half(), causal=causal, segment_ids_BGC=ids),
-                     exact) < 1e-3
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            half = reference.linear_attention(q.half(), k.half(), v.half(), causal=causal, segment_ids_BGC=ids)
+        assert error(half, exact) < 1e-3
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -62,19 +64,15 @@ def test_other_sums_over_a_long_row(causal: bool) -> None:
         assert error(performer_attention(*(x.half() for x in heads), causal=causal), exact) < 2e-3
 
 
-@pytest.mark.parametrize("kernel", ["relu2", "softmax"])
-def test_scores_whose_square_exceeds_float16(kernel: str) -> None:
+@pytest.mark.parametrize("attention", [reference.quadratic_attention, *(
+    partial(ablations.ablated_quadratic_attention, kernel=kernel) for kernel in ("relu2", "softmax"))])
+def test_scores_whose_square_exceeds_float16(attention: Callable[..., Tensor]) -> None:
     """q k^T / n of about 1,000; the values are small enough for the result to be a float16."""
     q, k, v = (random(1, 2, CHUNK, 16, scale=scale, seed=seed) for seed, scale in enumerate((100.0, 100.0, 1e-5)))
     w = random(2 * CHUNK - 1, scale=1.0, seed=3)
     how = {"scale_len": CHUNK, "causal": True, "segment_ids_BGC": ids_of(2, CHUNK)}
-    exact, half = (ablations.ablated_quadratic_attention(*(x.to(dtype) for x in (q, k, v, w)), kernel=kernel, **how)
-                   for dtype in (torch.float64, torch.float16))
+    exact, half = (attention(*(x.to(dtype) for x in (q, k, v, w)), **how) for dtype in (torch.float64, torch.float16))
     assert error(half, exact) < 1e-3
-    if kernel == "relu2":
-        exact, half = (reference.quadratic_attention(*(x.to(dtype) for x in (q, k, v, w)), **how)
-                       for dtype in (torch.float64, torch.float16))
-        assert error(half, exact) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "flash sum", "flash overlap", "flash learned weights",

@@ -45,8 +45,13 @@ def test_how_often_each_token_is_drawn(how: dict[str, float], expected: list[flo
 
 
 def test_a_row_that_has_ended_does_not_end_the_others() -> None:
-    """The first prompt is near the end of the position table; it stops at once, and the second goes
-    on to the end."""
+    """The first prompt is near the end of the position table; it stops there, and the second goes on to the end."""
+    seen: list[tuple[int, int]] = []
+
+    def stop(row: int, ids: list[int]) -> bool:
+        seen.append((row, ids[-1]))
+        return row == 0 and len(ids) == 3
+
     torch.manual_seed(1)
     model = LanguageModel(model_config("transformer", n_layers=2, d_model=16, n_heads=2, context=32, vocab_size=23,
                                        end_of_document=END)).double().eval()
@@ -54,8 +59,9 @@ def test_a_row_that_has_ended_does_not_end_the_others() -> None:
         model.head_bias[END] = -100.0
     prompts = [[1 + i % 20 for i in range(29)], [3, 4]]
     (alone,) = generate(model, prompts[1:], max_new_tokens=20, temperature=0.0)
-    first, second = generate(model, prompts, max_new_tokens=20, stop=lambda row, new: row == 0)
-    assert len(first) == 1 and second == alone and len(alone) == 20
+    first, second = generate(model, prompts, max_new_tokens=20, stop=stop)
+    assert len(first) == 3 and second == alone and len(alone) == 20
+    assert [token for row, token in seen if row == 1] == second
 
 
 def test_a_seed_gives_the_same_text_and_rows_do_not_touch_each_other(model: LanguageModel) -> None:
@@ -82,18 +88,6 @@ def test_a_row_ends_at_the_end_of_its_document_and_the_others_go_on(model: Langu
     monkeypatch.setattr(model, "logits", end_row_0_at_the_fifth_token)
     first, second = generate(model, [[1], [2]], max_new_tokens=12)
     assert first == free[0][:4] and second == free[1]
-
-
-def test_stop_is_asked_after_each_token(model: LanguageModel) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def stop(row: int, ids: list[int]) -> bool:
-        seen.append((row, ids[-1]))
-        return row == 0 and len(ids) == 3
-
-    new = generate(model, [[1], [2]], max_new_tokens=9, stop=stop)
-    assert [len(ids) for ids in new] == [3, 9]
-    assert [token for row, token in seen if row == 1] == new[1]
 
 
 def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
