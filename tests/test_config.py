@@ -188,6 +188,10 @@ def refused_by(read, *given, **fields):
 def test_a_wrong_setting_is_refused_in_one_line():
     for wrong, message in REFUSED:
         assert refused_by(run_config, MINIMAL | wrong).startswith(message)
+    for missing, message in (("model", "training needs a model: none is named; name one of transformer, "),
+                             ("data", "training needs text: no data is named; give --data a folder made by `line"),
+                             ("out", "training needs a folder for the run: none is named; give --out a new folder")):
+        assert refused_by(run_config, {name: MINIMAL[name] for name in MINIMAL if name != missing}).startswith(message)
     for text, message in (("steps", "a setting is NAME=VALUE: 'steps'"), ("=3", "unknown setting"),
                           ("steps=1e5", "wrong value: steps = '1e5'; it takes a whole number"),
                           ("rel_pos=alibi", "wrong value: rel_pos = 'alibi'; it takes rope or none"),
@@ -213,13 +217,6 @@ OF_WHOLE_NUMBERS = [model_config("flash"), TrainConfig(), WindowConfig(64), Prep
 def test_every_whole_number_has_a_smallest_value(config, name):
     """A new field without one would take -1 in silence."""
     assert name in refused_by(replace, config, **{name: -1})
-
-
-def test_a_run_needs_a_model_data_and_a_folder():
-    for missing, message in (("model", "training needs a model: none is named; name one of transformer, "),
-                             ("data", "training needs text: no data is named; give --data a folder made by `line"),
-                             ("out", "training needs a folder for the run: none is named; give --out a new folder")):
-        assert refused_by(run_config, {name: MINIMAL[name] for name in MINIMAL if name != missing}).startswith(message)
 
 
 # Values of which many are valid and many are nearly so.
@@ -263,19 +260,6 @@ def test_every_field_reads_back_from_text():
         assert parse_setting(text) == (name, value) and type(parse_setting(text)[1]) is type(value)
 
 
-def test_a_wrong_stored_configuration_is_refused(tmp_path):
-    path = tmp_path / "config.json"
-    for text, message in (
-            ("", f"not valid JSON: {path}; "), ("[" * 100_000, f"not valid JSON: {path}; "),
-            ("[]", f"not a lineartime model: {path}"),
-            ('{"model_type": "bert"}', f"not a lineartime model: {path}"),
-            ('{"model_type": "lineartime", "d_model": "wide"}',
-             f"wrong value: d_model = 'wide' in {path}; it takes a whole "),
-            ('{"model_type": "lineartime", "d_model": 0}', f"d_model must be at least 1: d_model = 0 in {path}")):
-        path.write_text(text)
-        assert refused_by(read_config, tmp_path).startswith(message)
-
-
 def test_a_removed_setting_is_dropped_if_it_had_no_effect_and_else_named(monkeypatch):
     stored_config, removed = lineartime.config.stored_config, lineartime.config.REMOVED
     monkeypatch.setitem(removed, "gone", (None, "go back"))
@@ -291,14 +275,23 @@ def test_a_removed_setting_is_dropped_if_it_had_no_effect_and_else_named(monkeyp
         model_config_of(stored | {"gone": 2})
 
 
-def test_a_wrong_toml_file_is_refused(tmp_path):
-    path = tmp_path / "run.toml"
-    for content, message in ((b"[model]\nd_model = 3", f"settings are flat: [model] in {path}; move its fields to"),
-                             (b"steps = 1\nsteps = 2", f"not valid TOML: {path}; "),
-                             (b"\xff\xfe", f"not valid TOML: {path}; "),
-                             (b"steps = " + b"1" * 5000, f"not valid TOML: {path}; "),
-                             (b"steps = " + b"[" * 100_000, f"not valid TOML: {path}; "),
-                             (None, f"cannot read the configuration: {path}; No such file or directory")):
-        path.unlink() if content is None else path.write_bytes(content)
-        assert refused_by(read_toml, path).startswith(message)
-    assert refused_by(read_toml, tmp_path).endswith("; Is a directory")
+def test_a_wrong_file_is_refused(tmp_path):
+    """A model's stored configuration, and a run's settings."""
+    stored, toml = tmp_path / "config.json", tmp_path / "run.toml"
+    for content, message in (
+            (b"", f"not valid JSON: {stored}; "), (b"[" * 100_000, f"not valid JSON: {stored}; "),
+            (b"[]", f"not a lineartime model: {stored}"),
+            (b'{"model_type": "bert"}', f"not a lineartime model: {stored}"),
+            (b'{"model_type": "lineartime", "d_model": "wide"}', f"wrong value: d_model = 'wide' in {stored}; it tak"),
+            (b'{"model_type": "lineartime", "d_model": 0}', f"d_model must be at least 1: d_model = 0 in {stored}")):
+        stored.write_bytes(content)
+        assert refused_by(read_config, tmp_path).startswith(message)
+    for content, message in ((b"[model]\nd_model = 3", f"settings are flat: [model] in {toml}; move its fields to"),
+                             *((wrong, f"not valid TOML: {toml}; ") for wrong in (
+                                 b"steps = 1\nsteps = 2", b"\xff\xfe", b"s = " + b"1" * 5000, b"s=" + b"[" * 99_999))):
+        toml.write_bytes(content)
+        assert refused_by(read_toml, toml).startswith(message)
+    for path, why in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert refused_by(read_toml, path) == f"cannot read the configuration: {path}; {why}"
+    toml.write_text("\ufeffsteps = 1", encoding="utf-8")  # a byte order mark is no part of a setting
+    assert read_toml(toml) == {"steps": 1}

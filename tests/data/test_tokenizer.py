@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 import lineartime.data.tokenizer
 from lineartime.base.errors import DataError, UsageError
-from lineartime.base.files import read_toml
 from lineartime.data.tokenizer import END_OF_DOCUMENT, Tokenizer, byte_tokenizer, named_tokenizer, train_tokenizer
 from lineartime.tasks.pooling import document_ids
 
@@ -84,11 +83,6 @@ def test_a_continuation_keeps_the_space_before_it():
         ids = tokenizer.encode(before + after)[len(tokenizer.encode(before)):]
         step = tokenizer.stream(before)
         assert "".join(step(i) for i in ids) == after
-
-
-def test_a_byte_order_mark_is_no_part_of_a_setting(tmp_path):
-    (tmp_path / "toml").write_text("\ufeffsteps = 1", encoding="utf-8")
-    assert read_toml(tmp_path / "toml") == {"steps": 1}
 
 
 ODD = ["the", " it", "a", "1", "23", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x1f", "\x85", "\xa0", "\u3000",
