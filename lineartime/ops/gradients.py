@@ -188,8 +188,8 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
 
     The gradient of a score is a sum over E and is read twice, for q and for k. So the scores'
     gradients are written to memory, a `Part` at a time."""
-    n_batch, n_tokens, _ = v_BTE.shape
-    bm, bn, *_ = score_tile(v_BTE.dtype)
+    n_batch, n_tokens, e = v_BTE.shape
+    bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
     parts = score_parts(n_batch * triton.cdiv(n_tokens, row_len), row_len, bm, bn)
     w_padded = F.pad(w.float() * scale_len, [bm, bn])[bm + row_len - 1:]
     dw = torch.zeros(2 * row_len - 1, dtype=torch.float32, device=w.device)
@@ -199,8 +199,16 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
         dk_BTS = torch.zeros_like(dk_BTS, dtype=torch.float32)
 
     for part in parts:
-        dscores, dlinear, sums = gradients_of_part(part, heads_NBTS, v_BTE, do_BTE, w_padded, documents_BT, each_BT,
-                                                   row_len, scale_len, causal)
+        # Gradients of the part's scores and of the linear term, and sums of each tile's diagonals.
+        n_key_tiles = part.n_keys // bn
+        dscores = v_BTE.new_empty(part.n_rows, part.n_tiles * bm, part.n_keys)
+        dlinear = None if each_BT is None else torch.empty_like(dscores)
+        sums = v_BTE.new_zeros(part.n_rows, part.n_tiles, n_key_tiles, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32)
+        differentiate_scores[part.n_rows * part.n_tiles * n_key_tiles,](
+            heads_NBTS[0], heads_NBTS[1], v_BTE, do_BTE, w_padded, documents_BT, each_BT, dscores, dlinear, sums,
+            n_tokens, e, row_len, part.first_row, part.first_tile, part.n_tiles, 1 / scale_len, CAUSAL=causal,
+            DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, num_warps=warps,
+            num_stages=stages)
         dw += add_diagonals(sums.sum(0), bm, part.first_tile, row_len)
         how = part, n_tokens, row_len, causal
         add_head_gradient(dscores, heads_NBTS[1], dheads_NBTS[0], 1 / scale_len, *how, of_queries=True, add=False)
@@ -211,24 +219,6 @@ def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor
     if in_parts:
         dheads_NBTS[1] = dk_BTS
     return dw
-
-
-def gradients_of_part(part: Part, heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w_padded: Tensor,
-                      documents_BT: Tensor | None, each_BT: Tensor | None, row_len: int, scale_len: int,
-                      causal: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Run `differentiate_scores`: the gradients of a part's scores, `[rows, queries, keys]`; with
-    each_BT those of the linear term, else None; and the sums of each tile's diagonals."""
-    bm, bn, be, warps, stages = score_tile(v_BTE.dtype)
-    n_key_tiles = part.n_keys // bn
-    dscores = v_BTE.new_empty(part.n_rows, part.n_tiles * bm, part.n_keys)
-    dlinear = None if each_BT is None else torch.empty_like(dscores)
-    sums = v_BTE.new_zeros(part.n_rows, part.n_tiles, n_key_tiles, (bm + 2 * bn - 2) // bn, bn, dtype=torch.float32)
-    differentiate_scores[part.n_rows * part.n_tiles * n_key_tiles,](
-        heads_NBTS[0], heads_NBTS[1], v_BTE, do_BTE, w_padded, documents_BT, each_BT, dscores, dlinear, sums,
-        *v_BTE.shape[1:], row_len, part.first_row, part.first_tile, part.n_tiles, 1 / scale_len, CAUSAL=causal,
-        DOCUMENTS=documents_BT is not None, LINEAR=each_BT is not None, BM=bm, BN=bn, BE=be, num_warps=warps,
-        num_stages=stages)
-    return dscores, dlinear, sums
 
 
 def add_head_gradient(dscores: Tensor, other_head_BTS: Tensor, dhead_BTS: Tensor, scale: float, part: Part,
