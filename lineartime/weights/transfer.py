@@ -1,6 +1,5 @@
 """A pretrained model's weights in another model: for a new head, row length or chunk size."""
 
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,10 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
     biases = {f"{name}.weight": (new, old_modules[name]) for name, new in model.named_modules()
               if name.endswith("rel_pos_bias") and hasattr(new, "weight") and name in old_modules}
     for new_bias, old_bias in biases.values():
-        copy_bias(new_bias, old_bias)
+        offset = torch.arange(1 - new_bias.n, new_bias.n, device=new_bias.weight.device)
+        if hasattr(old_bias, "weight"):  # a table; the form by RoPE has a value for every distance
+            offset = offset.clamp(1 - old_bias.n, old_bias.n - 1)
+        new_bias.weight.copy_(old_bias.at(offset))
     # The head is new, and a position bias has been copied already.
     left = [(name, p) for name, p in model.named_parameters()
             if name not in biases and (name in old or not name.startswith(head))]
@@ -47,14 +49,6 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
                               "keep more of the pretrained configuration")
     for new, before in zip(model.residual_layers(), pretrained.residual_layers(), strict=False):
         new.keep_scores(before.config)
-
-
-def copy_bias(new: Any, old: Any) -> None:
-    """Copy one `RelPosBias` by distance into another, which is a table."""
-    offset = torch.arange(1 - new.n, new.n, device=next(old.parameters()).device)
-    if hasattr(old, "weight"):  # a table; the form by RoPE has a value for every distance
-        offset = offset.clamp(1 - old.n, old.n - 1)
-    new.weight.copy_(old.at(offset))
 
 
 def copy_weight(name: str, new: Tensor, old: Tensor) -> bool:
