@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from lineartime.base.errors import DataError, UsageError
+from lineartime.base.errors import DataError, UsageError, raised_as
 from lineartime.base.files import read_bytes
 from lineartime.base.settings import require
 from lineartime.base.stores import is_address
@@ -319,12 +319,9 @@ def named_tokenizer(name: str, *, mlm: bool = False) -> Tokenizer:
 def load_tokenizer(path: Path, *, mlm: bool = False) -> Tokenizer:
     """The tokenizer of any tokenizer.json, see `Tokenizer`. Raises UsageError for a file that
     cannot be read, DataError for a file that is not a tokenizer."""
-    try:
+    with (raised_as(UsageError, "cannot read the tokenizer", path, OSError),
+          raised_as(DataError, "not a tokenizer.json", path, UnicodeDecodeError, todo="it is not valid UTF-8")):
         json = read_bytes(path).decode()
-    except OSError as e:
-        raise UsageError("cannot read the tokenizer", path, e.strerror) from None
-    except UnicodeDecodeError:
-        raise DataError("not a tokenizer.json", path, "it is not valid UTF-8") from None
     return Tokenizer(as_saved(json, path.parent), str(path), mlm=mlm)
 
 
@@ -347,10 +344,8 @@ def as_saved(json: str, folder: Path) -> str:
 def saved_settings(folder: Path) -> dict[str, Any]:
     """A folder's tokenizer_config.json; empty without one. Raises DataError for damage."""
     path = folder / TOKENIZER_CONFIG_FILE
-    try:
+    with raised_as(DataError, "not a tokenizer_config.json", path, OSError, ValueError, TypeError, RecursionError):
         return dict(json_module.loads(read_bytes(path))) if path.exists() else {}
-    except (OSError, ValueError, TypeError, RecursionError) as e:
-        raise DataError("not a tokenizer_config.json", path, str(e)) from None
 
 
 def is_saved_elsewhere(folder: Path) -> bool:
