@@ -77,12 +77,11 @@ EVERY_PART = torch.tensor(list(PARTS.values()))
 @pytest.mark.parametrize(("of_heads", "how", "ids_BT"), [
     (False, {"causal": True, "carried": False}, EVERY_PART[1::2]),
     (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING[1::2]),
-    *rest((False, {"causal": True, "carried": False}, EVERY_PART),
+    (False, {"causal": True, "carried": True}, None), *rest((False, {"causal": True, "carried": False}, EVERY_PART),
           (False, {"causal": True, "carried": True}, WITHOUT_PADDING),
           (True, {"causal": True, "carried": False, "pooling": "written"}, EVERY_PART[1::2]),
           (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING),
           (False, {"causal": False, "carried": False}, EVERY_PART),
-          (False, {"causal": True, "carried": True}, None),
           (True, {"causal": False, "carried": False, "pooling": "sum"}, EVERY_PART[1::2]),
           (True, {"causal": True, "carried": True, "pooling": "sum"}, None))])
 def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_BT: Tensor | None,
