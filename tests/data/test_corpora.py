@@ -41,9 +41,6 @@ Seldom wet."""
 SPLITS = ("train", "validation", "test")
 
 
-# Wiki-40B
-
-
 def test_an_article_as_text() -> None:
     assert wiki40b_text(ARTICLE) == PLAIN
     assert wiki40b_text("\n_START_ARTICLE_\nTitle\n_START_PARAGRAPH_\n") == "Title"
@@ -75,11 +72,6 @@ def test_a_text_without_markers_is_refused() -> None:
             wiki40b_text(text)
 
 
-
-# PG-19
-
-
-
 def test_a_split_is_the_published_one_by_its_books_and_about_its_words() -> None:
     for books, official in PG19:
         for share in (0.9801, 1, 1.0199):
@@ -109,34 +101,22 @@ def test_evaluate_divides_by_the_published_words(tmp_path: Path, call: Call, mon
         assert scores["word_perplexity"] == pytest.approx(math.exp(scores["loss"] * scores["n_tokens"] / n_words))
 
 
-# What is wrong
-
-
-FAULTS: dict[str, tuple[int, list[str], list[str]]] = {
-    "no markers in parquet": (3, ["--task", "wiki40b", "plain.parquet"],
-                              ["not a Wiki-40B article", "plain.parquet, row 2", "_START_ARTICLE_"]),
-    "packed books": (2, ["--task", "wiki40b", "book.md.gz"], ["Wiki-40B is not .txt or .md", "book.md.gz"]),
-    "unknown task": (2, ["--task", "pg18", "book.txt"], ["unknown task", "did you mean pg19?"]),
-    "no split": (2, ["hub:pg19"], ["no such name on the hub: hub:pg19", "hub:allenai/c4:en/train[:1000]"]),
-    "a slice": (2, ["book.txt", "--test", "hub:emozilla/pg19/train[5:9]"], ["no such name on the hub"]),
-    "no library": (2, ["hub:emozilla/pg19/train"], ["datasets", "pip install datasets"]),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_one_line_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call,
-                                               fault: str) -> None:
+def test_faults_are_one_line_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
     make(Path(), {"plain.parquet": [ARTICLE, "No article."], "book.txt": "A book.", "book.md.gz": "A book."})
     before = sorted(Path().iterdir())
-    expected_code, arguments, words = FAULTS[fault]
-    code, out, err = call("prepare", *arguments, "--out", "new/data", "--tokenizer", "bytes")
-    assert_refused(code, err, expected_code, *words)
-    assert out == "" and sorted(Path().iterdir()) == before
-
-
-# The hub
+    for expected_code, arguments, words in (
+            (3, ["--task", "wiki40b", "plain.parquet"],
+             ["not a Wiki-40B article", "plain.parquet, row 2", "_START_ARTICLE_"]),
+            (2, ["--task", "wiki40b", "book.md.gz"], ["Wiki-40B is not .txt or .md", "book.md.gz"]),
+            (2, ["--task", "pg18", "book.txt"], ["unknown task", "did you mean pg19?"]),
+            (2, ["hub:pg19"], ["no such name on the hub: hub:pg19", "hub:allenai/c4:en/train[:1000]"]),
+            (2, ["book.txt", "--test", "hub:emozilla/pg19/train[5:9]"], ["no such name on the hub"]),
+            (2, ["hub:emozilla/pg19/train"], ["datasets", "pip install datasets"])):
+        code, out, err = call("prepare", *arguments, "--out", "new/data", "--tokenizer", "bytes")
+        assert_refused(code, err, expected_code, *words)
+        assert out == "" and sorted(Path().iterdir()) == before
 
 
 @pytest.fixture
@@ -206,25 +186,18 @@ def test_no_more_is_read_than_asked_for(tmp_path: Path, hub: Hub, call: Call) ->
     assert documents_of(tmp_path / "data") == ["Page 0.", "Page 1.", "Page 2."]
 
 
-HUB_FAULTS = {
-    "no network": ({}, "cannot read from the hub: hub:allenai/c4:en/train; ConnectionError: Couldn't reach "
-                       "'allenai/c4' on the Hub"),
-    "lost": ({"train": (1 / 0 for _ in "x")}, "cannot read from the hub: hub:allenai/c4:en/train; ZeroDivisionError"),
-    "no field": ({"train": [{"text": "Page"}, {"txt": "x", "url": ""}]},
-                 "no field 'text': hub:allenai/c4:en/train, row 2; it has 'txt', 'url'"),
-}
-
-
-@pytest.mark.parametrize("fault", HUB_FAULTS)
-def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call, monkeypatch: pytest.MonkeyPatch,
-                                           fault: str) -> None:
-    splits, message = HUB_FAULTS[fault]
-    hub.data = {"allenai/c4": splits} if splits else {}
+def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     for logger in loggers:
         monkeypatch.setattr(logger, "level", logging.INFO)
-    code, out, err = call("prepare", "hub:allenai/c4:en/train", "--task", "c4", "--out", tmp_path / "new" / "data",
-                          "--tokenizer", "bytes")
-    assert_refused(code, err, 3, message)
-    assert out == "" and not list(tmp_path.iterdir()) and hub.bars
-    assert [logger.level for logger in loggers] == [logging.INFO] * 2
+    name = "hub:allenai/c4:en/train"
+    for data, message in (
+            ({}, f"cannot read from the hub: {name}; ConnectionError: Couldn't reach 'allenai/c4' on the Hub"),
+            ({"train": (1 / 0 for _ in "x")}, f"cannot read from the hub: {name}; ZeroDivisionError"),
+            ({"train": [{"text": "Page"}, {"txt": "x"}]}, f"no field 'text': {name}, row 2; it has 'txt'")):
+        hub.data = {"allenai/c4": data} if data else {}
+        code, out, err = call("prepare", name, "--task", "c4", "--out", tmp_path / "new/data", "--tokenizer", "bytes")
+        assert_refused(code, err, 3, message)
+        assert out == "" and not list(tmp_path.iterdir()) and hub.bars
+        assert [logger.level for logger in loggers] == [logging.INFO] * 2
