@@ -155,7 +155,7 @@ def test_padding_does_not_widen_a_chunk() -> None:
 
 @cases("flash")
 def test_flash_layer(name: str) -> None:
-    """The exact mask, which is the default, is the paper's where a row is one document, without ids too."""
+    """The exact mask, the default, is the paper's for rows of one document, also without ids."""
     case = Case(name)
     norm_type, x = case.settings.get("norm_type", "layer_norm"), case.leaves["x"]
     ids_BT = case.inputs["seg"].flatten(1)
