@@ -13,13 +13,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lineartime.base.ranks import ALONE, Ranks, connected, gather, in_rows, with_groups
+from lineartime.base.ranks import Ranks, connected, gather, in_rows, with_groups
 from lineartime.config import TrainConfig
-from lineartime.model.language_model import masked_token_losses, token_losses
 from lineartime.ops import reference
 from lineartime.training.gradient import Division, compute_gradient
 from lineartime.training.language import train
 from lineartime.training.masking import NO_TARGET
+from lineartime.training.objectives import MaskedTokens, NextToken
 from lineartime.training.ordered import gather_parts, parameter_parts
 from lineartime.training.run_config import RunConfig, run_config
 from tiny_models import BIDIRECTIONAL, BOTH_GRIDS, CONFIGS, UNPACKED, random_ids, random_model
@@ -39,6 +39,7 @@ ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "perfor
 OFTEN = ["flash+"]  # what 2, 3 and 4 ranks share; the others 3
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
            "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "flash, own grid"]
+NEXT_TOKEN, MASKED_TOKENS = (kind(None, None, None) for kind in (NextToken, MaskedTokens))
 SHARDED = {"shard": True, "clip_scope": "global"}
 
 
@@ -139,14 +140,6 @@ def bytes_per_layer(name, causal, length, ranks):
     return [*(sum(sent) / (5 * config.n_layers * 8) for sent in (forward, backward)), numbers_sent(config)]
 
 
-class Tokens:
-    def n_targets(self, *batch):
-        return int((batch[-1] != NO_TARGET).sum()) if len(batch) == 2 else batch[0][:, 1:].numel()
-
-    def losses(self, model, *batch, ranks=ALONE):
-        return (masked_token_losses if len(batch) == 2 else token_losses)(model, *batch, ranks)
-
-
 def gradient_error(world, causal, clip_scope):
     """Clipped gradient, loss and norm of a step of 4 micro-batches against one process."""
     model = model_of("flash+", causal)
@@ -156,13 +149,15 @@ def gradient_error(world, causal, clip_scope):
         asked_BT = torch.rand(8, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2
         asked_BT[:, LENGTH // 2 :] &= torch.arange(8)[:, None] > 3  # in two micro-batches a rank has no target
         batch = [rows_BL[:, :-1], torch.where(asked_BT, rows_BL[:, 1:], NO_TARGET)]
+    objective = NEXT_TOKEN if causal else MASKED_TOKENS
     config = TrainConfig(tokens_per_step=8 * LENGTH, micro_batch_tokens=2 * LENGTH, clip=0.1, clip_scope=clip_scope)
-    wanted = compute_gradient(model, Tokens(), batch, 2, config)
+    wanted = compute_gradient(model, objective, batch, 2, config)
     gradients = [p.grad.clone() for p in model.parameters()]
     parts = parameter_parts(model, world)
     shared = replace(config, context_parallel=world.in_row.size)
     own = world.in_column.share(8)
-    found = compute_gradient(model, Tokens(), [part[own] for part in batch], 2, shared, division=Division(parts, world))
+    found = compute_gradient(model, objective, [part[own] for part in batch], 2, shared,
+                             division=Division(parts, world))
     with torch.no_grad():
         for part in parts:
             part.updated.copy_(part.updated.grad)

@@ -8,6 +8,7 @@ that sees nothing fails too."""
 import itertools
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal, localcontext
 from functools import partial
@@ -183,9 +184,6 @@ def test_one_document_needs_no_ids(pooling: str) -> None:
     ids = torch.zeros(q.shape[:3], dtype=torch.long)
     wanted = reference.linear_attention(q, k, v, causal=True, segment_ids_BGC=ids, pooling=pooling)
     assert same(reference.linear_attention(q, k, v, causal=True, pooling=pooling), wanted)
-    kv = torch.einsum("bgcs,bgce->bgse", k, v).cumsum(1)[:, -2]
-    last = torch.einsum("bcs,bse->bce", q[:, -1], kv) / (4 * (q.shape[1] - 1) if pooling == "mean" else 1)
-    assert same(wanted[:, -1], last)
 
 
 @pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "performer", "combiner", "mc-tfm++",
@@ -347,13 +345,9 @@ def test_longer_than_a_table(name: str, causal: bool) -> None:
     model = random_model(replace(EVERY[name], causal=causal))
     limited = name in ("transformer", "transformer++ relu2", "flash-quad", "flash-quad cls")
     assert model.config.max_len == (CONTEXT if limited else None)
-    ids_BT = random_ids(1, CONTEXT + 1 if limited else 100)
-    if not limited:
-        assert model(ids_BT).isfinite().all()
-        return
-    model(ids_BT[:, :CONTEXT])
-    with pytest.raises(UsageError, match="25 tokens, the table has 24"):
-        model(ids_BT)
+    assert model(random_ids(1, CONTEXT if limited else 100)).isfinite().all()
+    with pytest.raises(UsageError, match="25 tokens, the table has 24") if limited else nullcontext():
+        model(random_ids(1, CONTEXT + 1))
 
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.op import OPS, gated_inputs
-from context_ranks import Tokens
+from context_ranks import NEXT_TOKEN
 from kernel_law import assert_held, documents, flat, run
 from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config
 from lineartime.model.language_model import LanguageModel
@@ -87,7 +87,7 @@ def test_bfloat16_trains(preset: str) -> None:
     """Its first loss and gradient are near float32's, and it learns rows by heart."""
     model = LanguageModel(middle_sized(preset)).to(DEVICE).train()
     rows_BT = random_ids(2, 201, vocab_size=512).to(DEVICE)
-    task, train = Tokens(), TrainConfig(precision="bfloat16", learning_rate=3e-3, clip=1.0)
+    task, train = NEXT_TOKEN, TrainConfig(precision="bfloat16", learning_rate=3e-3, clip=1.0)
     wanted, wanted_norm = compute_gradient(model, task, [rows_BT], 2, replace(train, precision="float32", clip=None))
     first, norm = compute_gradient(model, task, [rows_BT], 2, replace(train, clip=None))
     assert abs(first - wanted) < 0.01 * wanted and abs(norm - wanted_norm) < 0.1 * wanted_norm
@@ -132,7 +132,7 @@ def test_compiled_layers_are_the_eager_ones(preset: str, precision: str) -> None
     rows_BT = random_ids(2, 513, vocab_size=512).to(DEVICE)
 
     def run() -> tuple[float, list[Tensor]]:
-        loss, _ = compute_gradient(model, Tokens(), [rows_BT], 2, TrainConfig(precision=precision, clip=None))
+        loss, _ = compute_gradient(model, NEXT_TOKEN, [rows_BT], 2, TrainConfig(precision=precision, clip=None))
         return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     loss, gradients = run()
@@ -268,7 +268,7 @@ def test_a_model_with_kernels_is_the_model_without(preset: str, precision: str) 
         model.set_impl(impl)
         model.to(dtype)
         model.zero_grad(set_to_none=True)
-        loss, _ = compute_gradient(model, Tokens(), [rows_BT], 3, TrainConfig(precision=precision, clip=None))
+        loss, _ = compute_gradient(model, NEXT_TOKEN, [rows_BT], 3, TrainConfig(precision=precision, clip=None))
         return loss, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
     loss, exact = gradient("reference", torch.float64, "float32")
