@@ -430,7 +430,7 @@ def test_one_loss_padded_packed_and_alone(name, causal):
                for found in gradients for a, b in zip(found, gradients[-1], strict=True))
     hf.model.config = dataclasses.replace(config, document_grid="row")
     by_row = [sum(hf(**each, num_items_in_batch=n_learned).loss for each in batch) for batch in batches]
-    assert abs(by_row[0] - by_row[3]) > 1e-9
+    assert abs(by_row[0] - by_row[3]) > 1e-9 and all(abs(loss - by_row[3]) < 1e-12 for loss in by_row[1:])
 
 
 def test_vectors_instead_of_tokens(hf64):
@@ -774,26 +774,6 @@ def test_the_loss_is_the_mean_over_labels(masked):
     assert torch.equal(trained.loss, output.loss) and trained.logits is None
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_of_a_masked_row_changes_nothing(side, masked):
-    ours, folder = masked
-    hf = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
-    texts = ["Reader, I [MASK] him.", "There was no [MASK] of taking a walk that day; we had been wandering", "[MASK]"]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    assert (batch["attention_mask"] == 0).any()
-    with torch.no_grad():
-        logits_BTV, embeds_BTD = hf(**batch).logits, hf.model.embed(batch["input_ids"])
-        of_vectors = hf(inputs_embeds=embeds_BTD, attention_mask=batch["attention_mask"]).logits
-        assert (of_vectors - logits_BTV)[batch["attention_mask"].bool()].abs().max() < 1e-11
-        for row, text in enumerate(texts):
-            alone = tokenizer(text, return_tensors="pt")["input_ids"]
-            assert alone[0, 0] == MLM.end_of_document and (alone == MLM.mask).sum() == 1
-            found = logits_BTV[row, batch["attention_mask"][row].bool()]
-            assert (found - ours.double()(alone)[0]).abs().max() < 1e-11
-    ours.float()
-
-
 def test_a_mask_in_the_text_is_the_token(masked, tmp_path):
     tokenizer, text = AutoTokenizer.from_pretrained(masked[1]), "Reader, I [MASK] him.[SEP]b"
     assert tokenizer.bos_token == tokenizer.pad_token == END_OF_DOCUMENT and len(tokenizer) == MLM.vocab_size
@@ -802,7 +782,9 @@ def test_a_mask_in_the_text_is_the_token(masked, tmp_path):
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert type(each) is LineartimeTokenizer
         assert (each.mask_token_id, each.sep_token_id) == (MLM.mask, MLM.separator)
-        assert each(text)["input_ids"] == [MLM.end_of_document, *before, MLM.mask, *after, MLM.separator, *last]
+        ids, (padding, (_, short)) = each(text)["input_ids"], each([text, "b"], padding=True).values()
+        assert ids == [MLM.end_of_document, *before, MLM.mask, *after, MLM.separator, *last] == padding[0]
+        assert short == [0] * (len(ids) - len(last) - 1) + [1] * (len(last) + 1)
 
 
 def test_fill_mask_pipeline(masked):
