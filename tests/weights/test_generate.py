@@ -45,7 +45,7 @@ def test_how_often_each_token_is_drawn(how: dict[str, float], expected: list[flo
 
 
 def test_a_row_that_has_ended_does_not_end_the_others() -> None:
-    """The first prompt stops at the end of the position table, and the second goes on to its end."""
+    """The first prompt stops at the end of the position table, and the second goes on to it."""
     seen: list[tuple[int, int]] = []
 
     def stop(row: int, ids: list[int]) -> bool:
