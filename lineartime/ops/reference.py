@@ -215,7 +215,7 @@ Exchange = Callable[[Tensor, Tensor], Tensor]
 """For rows that are parts of longer rows: (leaving_DBF, passes_B) -> entering_DBF. It takes the
 states that leave the part and whether document 0 goes on to its end, and gives those that enter. D:
 directions; F: a flat sum, here with its count. A `CarriedState` where one process reads the parts
-in turn, `distributed.context.exchange_states` on ranks."""
+in turn, `ops.context.exchange_states` on ranks."""
 
 
 class CarriedState:
