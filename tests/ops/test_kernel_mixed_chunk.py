@@ -1,20 +1,23 @@
-"""FLASH's kernels in Triton's interpreter, held to the reference; and layers and models."""
+"""FLASH's kernels in Triton's interpreter, held to the reference, also behind a past; layers and
+models; and on which devices kernels run, with which tiles, and what is too large for them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import kernel_law
-from kernel_law import S, assert_near, documents, flat, head_inputs, make_inputs, random, run_heads, tiny
+from kernel_law import S, assert_near, documents, flat, gated_heads, head_inputs, make_inputs, random, run_heads, tiny
 from lineartime.base.errors import UsageError
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import token_losses
 from lineartime.ops import dispatch, gated_chunk_attention, gated_quadratic_attention, mixed_chunk, reference, windows
-from lineartime.ops.reference import HeadsFromZ
+from lineartime.ops.reference import CarriedState, HeadsFromZ
 from marks import rest
 from tiny_models import LONG_MEMORY, random_ids
 
@@ -114,7 +117,6 @@ def test_heads_that_pytorch_makes_are_attended_in_kernels(fields: dict, monkeypa
 
 
 def test_layers_that_kernels_do_not_have() -> None:
-    """Sizes that they do not have: test_kernel_devices.py."""
     x_BTD = torch.randn(1, 5, 64)
     for what, fields in (("chunk_size 64", {"chunk_size": 64}), ("query_key_dim 64", {"query_key_dim": 64}),
                          *(("ablations", each) for each in (
@@ -165,3 +167,179 @@ def test_an_op_is_its_reference_or_its_kernel(op, n_heads: int, how: dict[str, i
         assert out.shape == (n_rows, n_tokens, 64)
         out.sum().backward()
         assert (heads.grad == 0).all()
+
+
+PARTS = {"one document that goes on": [0] * 256,
+         "a document from before, one that goes on": [0] * 150 + [1] * 106,
+         "a new document": [1] * 256,
+         "documents that begin and end inside": [0] * 130 + [1] * 20 + [2] * 10 + [3] * 96,
+         "a document from before, then padding": [0] * 150 + [-1] * 106,
+         "padding": [-1] * 256}
+"""Documents of two chunks of a part of a row, 0 that of the token before it."""
+
+
+def run_part(op, inputs: dict[str, Tensor], ids_BT: Tensor | None, *, causal: bool, carried: bool,
+             pooling: str = "mean") -> dict[str, Tensor]:
+    """The output of parts of rows, what they hand on, and all gradients, also of what enters: sums
+    of k v of 300 tokens before the part and, when not causal, of as many after it, unless it ends
+    in padding; with pooling "written" of gates whose sum is .4 or 90. carried: a `CarriedState`;
+    otherwise what ranks exchange."""
+    leaves = {name: x.detach().requires_grad_(name not in ("sin", "cos")) for name, x in inputs.items()}
+    how = {"chunk_size": 128, "causal": causal, "segment_ids_BT": ids_BT}
+    if "heads" in inputs:
+        heads, gate_BT = gated_heads(leaves)
+        given = [leaves["uv"], heads, leaves["w"]]
+        how |= {"pooling": pooling, "gate_BT": gate_BT if pooling == "written" else None}
+    else:
+        uvz_BTF, *made_by, w = leaves.values()
+        given = [uvz_BTF, HeadsFromZ(*made_by), w]
+    first_BTF = next(iter(inputs.values()))
+    n_rows, dtype = len(first_BTF), torch.promote_types(first_BTF.dtype, torch.float32)
+    s = heads[0].shape[-1] if "heads" in inputs else S
+    entered_RB = torch.ones(1 if causal else 2, n_rows, dtype=dtype)
+    if not causal:
+        entered_RB[1] = (ids_BT[:, -1] >= 0).to(dtype)
+    leaves["past"] = (100 * random(*entered_RB.shape, s * 64, seed=8).bfloat16()).to(dtype).requires_grad_()
+    count_RB = torch.full_like(entered_RB, 300.0)
+    if pooling == "written":
+        count_RB = torch.full_like(entered_RB, 0.4)
+        if carried:
+            count_RB[:, 1::2] = 90.0
+        leaves["count"] = count_RB.requires_grad_()
+    handed = []
+
+    def exchange(leaving_DBF: Tensor, passes_B: Tensor) -> Tensor:
+        handed.extend([leaving_DBF, passes_B.to(dtype)])
+        return entered_RB[..., None] * torch.cat([leaves["past"], count_RB[..., None]], dim=-1)
+
+    if carried:
+        state = CarriedState(leaves["past"][0].unflatten(1, (s, 64)), count_RB[0])
+        made = {"out": op(*given, exchange=state, **how), "handed on": state.kv_BSE, "number": state.count_B}
+    else:
+        out = op(*given, exchange=exchange, **how)
+        made = {"out": out, "handed on": handed[0], "passes": handed[1]}
+        assert len(handed) == 2  # ranks wait for each other once
+    with_gradient = [x for x in made.values() if x.requires_grad]
+    cotangents = [random(*x.shape, seed=n).bfloat16().to(x.dtype) for n, x in enumerate(with_gradient)]
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients = torch.autograd.grad(with_gradient, list(wanted.values()), cotangents)
+    return {name: x.detach() for name, x in (made | dict(zip(wanted, gradients, strict=True))).items()}
+
+
+WITHOUT_PADDING = torch.tensor([ids for ids in PARTS.values() if min(ids) >= 0])
+EVERY_PART = torch.tensor(list(PARTS.values()))
+
+
+@pytest.mark.parametrize(("of_heads", "how", "ids_BT"), [
+    (False, {"causal": True, "carried": False}, EVERY_PART[1::2]),
+    (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING[1::2]),
+    (False, {"causal": True, "carried": True}, None), *rest((False, {"causal": True, "carried": False}, EVERY_PART),
+          (False, {"causal": True, "carried": True}, WITHOUT_PADDING),
+          (True, {"causal": True, "carried": False, "pooling": "written"}, EVERY_PART[1::2]),
+          (True, {"causal": True, "carried": True, "pooling": "written"}, WITHOUT_PADDING),
+          (False, {"causal": False, "carried": False}, EVERY_PART),
+          (True, {"causal": False, "carried": False, "pooling": "sum"}, EVERY_PART[1::2]),
+          (True, {"causal": True, "carried": True, "pooling": "sum"}, None))])
+def test_a_state_that_enters_is_held_to_float64(of_heads: bool, how: dict, ids_BT: Tensor | None,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of rows of every layout, the chunks' states in one level or two."""
+    monkeypatch.setattr(mixed_chunk, "MANY_CHUNKS", 0 if of_heads else 32)
+    shape = (2, 256) if ids_BT is None else ids_BT.shape
+    inputs = head_inputs(*shape, 64, torch.bfloat16) if of_heads else make_inputs(*shape, torch.bfloat16)
+    exact = run_part(reference.gated_chunk_attention, {key: x.double() for key, x in inputs.items()}, ids_BT, **how)
+    ours, theirs = (run_part(op, inputs, ids_BT, **how)
+                    for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
+    assert_near([*ours.values()], [*theirs.values()], [*exact.values()], 1e-6 if of_heads else 0.0, tuple(exact))
+    if not how["carried"]:  # a past that no token belongs to has no gradient
+        unread = exact["past"].abs().amax(-1) == 0
+        assert unread.any() and (ours["past"][unread] == 0).all()
+
+
+def test_a_past_is_carried_over_whole_chunks() -> None:
+    (uvz, *rest), how = make_inputs(1, 200, torch.float32).values(), {
+        "chunk_size": 128, "exchange": CarriedState(torch.zeros(1, S, 64), torch.zeros(1))}
+    words = "a state is carried over whole chunks of causal rows: "
+    with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
+        flat(gated_chunk_attention)(uvz, *rest, causal=True, **how)
+    with pytest.raises(UsageError, match=f"{words}200 tokens in chunks of 128"):
+        gated_chunk_attention(uvz[..., :-S], [uvz[..., :S]] * 4, rest[-1], causal=True, **how)
+    with pytest.raises(UsageError, match=f"{words}causal = false"):
+        flat(gated_chunk_attention)(uvz, *rest, causal=False, **how)
+    with pytest.raises(UsageError, match="gates are for heads that are made"):
+        flat(gated_chunk_attention)(uvz, *rest, causal=True, chunk_size=128, gate_BT=uvz[..., 0])
+
+
+@pytest.mark.parametrize("fields", [{}, *rest(LONG_MEMORY, {"query_key_dim": 64})], ids=str)
+def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """With documents, in parts that end inside chunks: the rows read at once."""
+    model = tiny("flash", n_layers=1, end_of_document=0, **fields).eval()
+    torch.nn.init.ones_(model.layers[0].scale_offset.gamma)  # so that the state counts
+    lengths, carried = [], mixed_chunk.gated_chunk_attention
+    ids_BT = random_ids(2, 310, vocab_size=63) + 1
+    ids_BT[[0, 1], [20, 150]] = 0
+
+    def spy(uvz_BTF: Tensor, *rest: object, **how: object) -> object:
+        lengths.append(uvz_BTF.shape[1])
+        return carried(uvz_BTF, *rest, **how)
+
+    monkeypatch.setattr(mixed_chunk, "gated_chunk_attention", spy)
+    model.set_impl("triton")
+    state, n_read, made = model.decoding_state(2), [0, 0], torch.empty(2, 310, 64)
+    with torch.no_grad():
+        for n_new in ([37, 37], [263, 20], [0, 243], [10, 10]):
+            parts = [slice(start, start + n) for start, n in zip(n_read, n_new, strict=True)]
+            ids_BN = torch.stack([F.pad(ids_T[part], [0, max(n_new) - n])
+                                  for ids_T, part, n in zip(ids_BT, parts, n_new, strict=True)])
+            x_BND = model.extend(ids_BN, torch.tensor(n_new), state)
+            for row, (part, n) in enumerate(zip(parts, n_new, strict=True)):
+                made[row, part], n_read[row] = x_BND[row, :n], part.stop
+        assert lengths == [128, 128]  # tokens 128 to 255, of the last row in the third part
+        expected = model.set_impl("reference") or model.hidden(ids_BT)
+    assert (made - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(("major", "kib", "kind"), [
+    (8, 163, "small"), (8, 99, "small"), (12, 99, "small"), (9, 227, "hopper"), (10, 227, "large"), (9, 164, "small")])
+def test_tiles_are_those_of_the_shared_memory(major, kib, kind, monkeypatch):
+    """First of all: compute capability 12.0 has 99 KiB, 10.0 has 227."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib * 1024, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert dispatch.tile_class(torch.device("cuda")) == kind
+    assert dispatch.tile_class(torch.device("cpu")) == "large"
+
+
+def test_rocm_runs_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert dispatch.unsupported_device(torch.device("cuda"), torch.float32) == "kernels are for CUDA, not for ROCm"
+
+
+def test_what_is_too_large_for_kernels_or_of_another_width():
+    """Sizes that do not fit a grid or an offset of 32 bits, widths and chunks of no kernel."""
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    def heads(s):
+        return HeadsFromZ(*[empty(4, s)] * 4)
+
+    for shape, words in (
+            ((65_536, 1, 256), "65,536 rows, kernels have 65,535"),
+            ((1, 2**24, 256), "16,777,216 tokens in a row, kernels have 16,777,215"),
+            ((1, 1, 2**22 + 128), "4,194,432 columns, kernels have 4,194,303"),
+            ((65_535, 1, 256), None), ((1, 2**24 - 1, 256), None), ((1, 1, 2**22 - 128), None)):
+        for reason in (dispatch.unsupported_rows(empty(*shape), heads(S)),
+                       dispatch.unsupported_chunks(empty(*shape), heads(S), 256, "mean")):
+            assert reason == words
+    for (n, c, e), width, words in (
+            ((65_535, 256, 64), S, None), ((65_536, 256, 64), S, "65,536 rows, kernels have 65,535"),
+            ((1, 256, 64), 64, "keys of width 64, a decode step in a kernel has 128"),
+            ((1, 256, 96), S, "d_inner 96, kernels have multiples of 64"),
+            ((1, 64, 64), S, "chunk_size 64, kernels have 128, 256, 512")):
+        assert dispatch.unsupported_step(empty(n, c, width), empty(n, c, e)) == words
+    for s, dtype, pooling, words in (
+            (64, torch.bfloat16, "written", None), (128, torch.float16, "mean", None),
+            (256, torch.bfloat16, "mean", "query_key_dim 256, kernels have at most 128"),
+            (64, torch.float16, "written", 'sums of chunk_pooling "written" do not fit float16')):
+        made = [empty(2, 300, s, dtype=dtype)] * 4
+        assert dispatch.unsupported_chunks(empty(2, 300, 2 * 64, dtype=dtype), made, 256, pooling) == words
+    assert dispatch.unsupported_rows(empty(1, 5, 256), heads(64)) == "query_key_dim 64, kernels have 128"
