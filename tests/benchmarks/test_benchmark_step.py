@@ -1,18 +1,27 @@
-"""Whole training steps: who, the same step, in which order, and the rows."""
+"""Whole training steps: who, the same step, in which order, and the rows; decoding, with models
+that take no time; and the verbs that measure, as a person calls them."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 
-from benchmarks import measure, peers, step
-from benchmarks.cells import SHAPES, shaped_config
+import benchmarks.cells
+from benchmarks import decode, measure, peers, step, verbs
+from benchmarks.__main__ import app
+from benchmarks.cells import LISTS, SHAPES, named_calls, shaped_config
 from benchmarks.measure import Setup
+from benchmarks.op import OPS
 from benchmarks.peers import parse_label
-from lineartime.base.errors import UsageError
-from lineartime.config import ModelConfig, to_dict
+from benchmarks.provenance import append_json_lines, rows_in
+from command_line import Call, assert_refused
+from lineartime.base.errors import ResourceError, UsageError
+from lineartime.config import PRESETS, ModelConfig, model_config, to_dict
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.info import describe
+from lineartime.weights.generation.generate import prefill
 from workers_here import work_here
 
 TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},
@@ -157,3 +166,125 @@ def test_processes_measure_a_step():
     (row,) = benchmark_step(cells("flash"), Setup(repeats=2))
     assert row["settings"]["float32_matmul"] == "highest" and row["check"]["error"] <= row["check"]["limit"]
     assert 0 < row["above_import_mib"] < row["peak_mib"] and row["cpu_ms"]["n"] == 2
+
+
+SIZES = {"d_model": 32, "n_layers": 2, "vocab_size": 64, "context": 512}
+FLASH = model_config("flash", query_key_dim=16, chunk_size=16, **SIZES)
+QUAD = model_config("flash-quad", query_key_dim=16, **SIZES)
+
+
+@pytest.fixture
+def short_blocks(here, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK_TOKENS", 24)
+    monkeypatch.setattr(decode, "FEW", 3)
+    yield
+    torch.set_num_threads(1)
+
+
+def benchmark_decode(configs=None, contexts=(32, 64, 128), repeats=2, **options):
+    return decode.benchmark_decode(configs or {"flash": FLASH, "flash-quad": QUAD}, contexts, Setup(repeats),
+                                   **{"quadratic_up_to": 64, "precisions": ["float32"]} | options)
+
+
+def test_a_row_per_model_and_context(short_blocks):
+    rows = benchmark_decode()
+    assert [(row["label"], row["context_tokens"], row["context"]) for row in rows] == [
+        ("flash", 32, "filled"), ("flash", 64, "filled"), ("flash", 128, "filled"),
+        ("flash-quad", 32, "filled"), ("flash-quad", 64, "filled")]
+    for row in rows:
+        for clock in ("wall_ms", "cpu_ms"):
+            assert 0 < row[clock]["min"] <= row[clock]["median"] <= row[clock]["max"] and row[clock]["n"] == 2
+        assert row["slowest_token_ms"]["max"] > row["cpu_ms"]["max"]
+        assert (row["device"], row["dtype"], row["threads"], row["clock"], row["unit"]) == (
+            "cpu", "float32", 1, "cpu", "token")
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["cpu_ms"]["median"])
+        assert row["peak_mib"] > 10
+        config = FLASH if row["label"] == "flash" else QUAD
+        assert row["state_bytes"] == describe(config).decoding.at(row["context_tokens"])
+
+
+def test_a_compiled_step_is_the_eager_one(short_blocks, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, mode: step)
+    (row,) = benchmark_decode({"flash": FLASH}, [32], compiled=True)
+    assert row["variant"] == "compiled" and row["label"] == "flash:compiled" and row["cpu_ms"]["n"] == 2
+    for config in (FLASH, QUAD):
+        model, ids_B = LanguageModel(config), torch.tensor([1, 2])
+        torch.manual_seed(0)
+        state = decode.filled_state(model, 30, 2, 64)
+        step = decode.compiled_step(model, state, 64)
+        for _ in range(3):  # over the end of a chunk
+            torch.testing.assert_close(step(ids_B), decode.decode_step(model, ids_B, state))
+
+
+@pytest.mark.parametrize("name", ["flash", "flash-quad", "transformer++", "mc-tfm++", "performer", "combiner"])
+def test_a_filled_state_is_like_one_that_was_read(short_blocks, name):
+    heads = {} if name.startswith("flash") else {"n_heads": 2}
+    chunks = {"chunk_size": 16} if name in ("flash", "mc-tfm++", "combiner") else {}
+    model, n_tokens = LanguageModel(model_config(name, **heads, **chunks, **SIZES)).bfloat16(), 55
+    _, read = prefill(model, torch.randint(SIZES["vocab_size"], (2, n_tokens)).tolist())
+    read.reserve(64)
+    filled = decode.filled_state(model, n_tokens, 2, 64)
+    assert filled.seq_lens_B.tolist() == read.seq_lens_B.tolist() == [n_tokens] * 2
+    for ours, theirs in zip(filled.caches, read.caches, strict=True):
+        for (part, mine), (other, yours) in zip(ours.tensors().items(), theirs.tensors().items(), strict=True):
+            assert part == other and mine.dtype == yours.dtype and mine.shape == yours.shape
+            if not mine.is_floating_point():
+                assert torch.equal(mine, yours)
+    for _ in range(2):
+        assert decode.decode_step(model, torch.tensor([1, 2]), filled).isfinite().all()
+
+
+def test_a_peer_decodes_beside_ours(short_blocks):
+    config = shaped_config("flash", shape=SHAPES["small"])
+    ours, theirs = benchmark_decode({"flash": config, "llama": config}, [32], batch_size=3)
+    assert theirs["block_tokens"] == decode.PEER_TOKENS and theirs["peer"]["model_type"] == "llama"
+    assert theirs["state_bytes"] == 3 * 32 * 2 * 2 * 64 * 4  # rows, tokens, layers, keys and values, width, bytes
+    assert ours["state_bytes"] == 3 * describe(config).decoding.at(32)
+    assert theirs["cpu_ms"]["n"] == ours["cpu_ms"]["n"] == 2
+
+
+def test_every_named_call_can_be_made() -> None:
+    commands, labels, names = typer.main.get_command(app).commands, set(), []
+    for name, (verb, *rest) in named_calls([*LISTS]).items():
+        names.append(name)
+        given = commands[verb].make_context(verb, [*rest, "--device", "cpu", "--json", "rows.jsonl"]).params
+        for label in given.get("labels") or given.get("models") or []:
+            labels.add(parse_label(label).model)
+        assert verb != "op" or given["name"] in OPS
+        assert given.get("shape") in (None, *SHAPES)
+    assert len(names) == sum(map(len, LISTS.values())) and labels >= set(PRESETS)
+    small = [describe(shaped_config(name, shape=SHAPES["small"])).n_parameters for name in ("flash", "transformer++")]
+    assert small[0] == pytest.approx(small[1], rel=0.01)
+    assert list(named_calls(["paper-latency"])) == [f"paper-latency/{n}-bfloat16" for n in (512, 1024, 2048, 4096)]
+
+
+def test_named_calls_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    """The rows of one get its name, all of them or none; another one's failure does not stop it."""
+    rows, told = tmp_path / "rows.jsonl", list[str]()
+    monkeypatch.setitem(LISTS, "short", {"a/wrong": "step flash --contexts many", "b/16": "decode flash"})
+
+    def run(command: list[str]) -> int:
+        append_json_lines(Path(command[-1]), [{"model": model} for model in "xy"])
+        return 2 * ("many" in command)
+
+    monkeypatch.setattr(benchmarks.cells, "run", run)
+    monkeypatch.setattr(verbs, "note", told.append)
+    for made in (["a/wrong", "b/16"], ["a/wrong"]):
+        told.clear()
+        with pytest.raises(ResourceError, match="calls failed: a/wrong"):
+            verbs.benchmark_run(("short",), rows, 1, "cpu")
+        assert [line.partition(" (")[0] for line in told] == made
+    assert [(row["cell"], row["model"]) for row in rows_in(rows)] == [("b/16", "x"), ("b/16", "y")]
+    assert [*tmp_path.iterdir()] == [rows]
+    assert_refused(*call("run", "shrt", app=app)[::2], 2, "unknown name of cells: shrt; did you mean short?")
+
+
+def test_a_measurement_is_printed_and_kept(here, tmp_path: Path, call: Call) -> None:
+    sizes = ("n_layers=1", "d_model=16", "query_key_dim=8", "n_heads=2", "chunk_size=8")
+    code, out, err = call("step", "flash", "transformer++", "--contexts", 16, "--tokens", 32, "--repeats", 2,
+                          *(f"--set={size}" for size in sizes), "--json", tmp_path / "rows.jsonl", app=app)
+    assert code == 0 and "step: time of a step" in out and "round 2 of 2" in err, err
+    assert [row["label"] for row in rows_in(tmp_path / "rows.jsonl")] == ["flash", "transformer++"]
+    assert_refused(*call("step", "flash", "--contexts", "16,many", app=app)[::2], 2, "16,many")
+    for wrong, words in (("--repeats", "repeats = 0"), ("--precision", "precision: 0"), ("--threads", "threads = 0")):
+        assert_refused(*call("step", "flash", wrong, "0", app=app)[::2], 2, words)
