@@ -85,8 +85,11 @@ def main(app: typer.Typer = app, program: str = "lineartime") -> None:
 
 def run_verb(app: typer.Typer, program: str, arguments: list[str]) -> int | None:
     """The exit code of a command line that ended well."""
-    code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
-    sys.stdout.flush()
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
+    except SystemExit:  # click makes it of a BrokenPipeError: the reader of stdout has what it wants
+        return 0
     if code == 130:
         raise KeyboardInterrupt
     return code

@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 80
 """A score has at most so many characters of its line."""
 READ_TOKENS = 2048
 """The model reads about so many tokens at once, in whole chunks."""
-LONG_LINE = 1 << 13  # characters; parts of a longer line are scored before its end comes
+LONG_LINE = 1 << 12  # characters; parts of a longer line are scored before its end comes
 
 
 class Score(NamedTuple):

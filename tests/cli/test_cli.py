@@ -14,8 +14,9 @@ import pytest
 import lineartime
 from command_line import Call, assert_refused
 from lineartime.base.errors import UsageError
-from lineartime.cli.terminal import exit_code
+from lineartime.cli.terminal import Screen, exit_code
 from lineartime.cli.use import before_stop
+from lineartime.cli.verbs import main
 from tiny_runs import SETTINGS
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -212,6 +213,16 @@ def test_what_others_raise_has_a_code_and_a_line(error: BaseException, code: int
         raise error
 
     assert exit_code(end) == code and capsys.readouterr().err == said + "\n"
+
+
+def test_a_reader_of_stdout_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: Screen, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(Screen, "write", gone)
+    monkeypatch.setattr(sys, "argv", ["lineartime", "config"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

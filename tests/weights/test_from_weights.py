@@ -277,7 +277,7 @@ def test_a_mixture_is_trained_resumed_and_scored_by_text(root: Path, tmp_path: P
     assert begun(root, tmp_path / "twice", **twice).scores["held_out"]["loss"] > 1
     code, said, err = call(*command(given["data"], tmp_path / "short", steps=1, warmup_steps=0, eval_tokens=32))
     assert code == 0 and f"; all of {root}/a/prepared: lineartime evaluate" in said, err
-    code, _, err = call("export", tmp_path / "whole", "--out", tmp_path / "export")
+    code, _, err = call("export", tmp_path / "whole", "--out", tmp_path / "export", "--data", given["data"])
     card = (tmp_path / "export/README.md").read_text()
     assert code == 0, err
     assert "75 % of the rows: " in card
