@@ -22,7 +22,7 @@ import numpy as np
 from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_LINES_BYTES, write_atomically
 from lineartime.base.settings import require
-from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, joined, read_all
+from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, joined, read_all, size_of
 from lineartime.data.corpora import published_words
 from lineartime.data.mixture import orders, places_of_step, read_mixture
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -93,7 +93,9 @@ def read_manifest(folder: Name) -> Manifest:
         raise DataError("no manifest of prepared text", path, todo)
     with raised_as(DataError, "damaged manifest", path, ValueError, RecursionError, KeyError, TypeError, AttributeError,
                    todo="prepare it again"):
-        fields = json.loads(read_all(path, MAX_LINES_BYTES))
+        if size_of(path) > MAX_LINES_BYTES:
+            raise ValueError
+        fields = json.loads(read_all(path))
         digest, version = fields.pop("manifest_sha256"), fields["version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise DataError("prepared by a newer lineartime", path,

@@ -1,6 +1,7 @@
 """Prepared tokens read back: every target once, rows from seed and step alone, and damage never."""
 
 import json
+import os
 import random
 
 import numpy as np
@@ -26,14 +27,16 @@ def prepared(tmp_path):
 
 
 def test_words_and_bytes_of_the_first_tokens(tmp_path):
-    """Here a byte is a token, and a character that is cut does not count."""
+    """Here a byte is a token, and a character that is cut does not count. Rows have what all have."""
     make(tmp_path, {"a.jsonl": ["One book,\n naïve.\n", "Another\u3000東京\xa0book", "Short"]})
     prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="bytes")
     stream = open_split(tmp_path / "out", "train")
     for n in range(1, stream.n_tokens + 1):
         first = bytes(0 if i == EOD else i for i in stream.read(1, n + 1).tolist()).decode(errors="ignore")
         expected = len(first.replace("\0", " ").split()), len(first.replace("\0", "").encode())
-        assert tokens.words_and_bytes(stream, n) == expected, n
+        assert tokens.words_and_bytes(stream, n, (0,)) == expected, n
+        whole = tokens.words_and_bytes(stream, n, tuple(range(0, stream.n_tokens, n)))
+        assert whole == tokens.words_and_bytes(stream, stream.n_tokens, (0,)), n
     assert tokens.words_and_bytes(stream, stream.n_tokens) == (stream.n_words, stream.n_bytes)
 
 
@@ -100,8 +103,9 @@ def test_what_is_missing_or_of_a_newer_format_is_refused(prepared):
         open_split(prepared, "train")
 
 
-def test_a_forged_manifest_is_refused(prepared):
-    """Signed anew, without a field or with another kind of value, or with an odd size of a file."""
+def test_a_forged_manifest_is_refused(prepared, monkeypatch):
+    """Signed anew, without a field or with another kind of value, or with an odd size of a file;
+    and one of 100 GiB."""
     path = prepared / "manifest.json"
     whole = {name: value for name, value in json.loads(path.read_text()).items() if name != "manifest_sha256"}
     tokenizer, files = whole["tokenizer"], whole["files"]
@@ -114,6 +118,10 @@ def test_a_forged_manifest_is_refused(prepared):
         path.write_text(json.dumps(content | {"manifest_sha256": tokens._digest(content)}))
         with pytest.raises(DataError, match=r"damaged manifest: .*manifest\.json"):
             open_split(prepared, "train")
+    os.truncate(path, 100 << 30)
+    monkeypatch.setattr(tokens, "read_all", None)  # it is not read
+    with pytest.raises(DataError, match=r"damaged manifest: .*manifest\.json"):
+        open_split(prepared, "train")
 
 
 def damage(rng, folder):
