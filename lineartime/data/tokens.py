@@ -227,9 +227,11 @@ def words_and_bytes(stream: TokenStream, context: int, starts: tuple[int, ...]) 
     row in which it begins, a character in the row in which it ends."""
     tokenizer, ends = load_tokenizer(stream.folder / TOKENIZER_FILE), stream.document_positions
 
-    def counts(start: int, stop: int, end: int) -> np.ndarray:
+    def counts(start: int, stop: int, begin: int, end: int) -> np.ndarray:
+        # Tokens of a document [begin, end), without characters that are cut off.
         text = tokenizer.decode(stream.read(start, stop).tolist())
-        text = text if stop == end else text.rstrip("\ufffd")  # without a character cut off
+        text = text if start == begin else text.lstrip("\ufffd")
+        text = text if stop == end else text.rstrip("\ufffd")
         return np.array([len(text.split()), len(text.encode())])
 
     total = np.zeros(2, np.int64)
@@ -238,8 +240,8 @@ def words_and_bytes(stream: TokenStream, context: int, starts: tuple[int, ...]) 
         for i in range(int(np.searchsorted(ends, row, "right")) - 1, int(np.searchsorted(ends, last))):
             begin, end = int(ends[i]) + 1, int(ends[i + 1])
             first, stop = max(begin, row + 1), min(end, last + 1)
-            before = max(begin, first - 4)  # a character has at most four tokens
-            total += counts(before, stop, end) - counts(before, first, end)
+            before = max(begin, first - 16)  # enough for whole characters, which have at most four tokens
+            total += counts(before, stop, begin, end) - counts(before, first, begin, end)
     return int(total[0]), int(total[1])
 
 
