@@ -22,7 +22,7 @@ from lineartime.training import minutes
 from lineartime.training.language import TrainResult
 from lineartime.training.run_config import config_for_data, run_config
 from lineartime.training.runtime import StopSignal
-from tiny_runs import SETTINGS, assert_same, command, prepare_text, what_is_left
+from tiny_runs import SETTINGS, assert_same, command, what_is_left
 
 PLACE = {"data": "D", "out": "R"}
 
@@ -77,10 +77,9 @@ def test_what_is_set_stands_and_the_rest_fits_it() -> None:
     for width, n_heads in ((64, 1), (100, 1), (256, 4), (300, 3), (320, 5)):
         model = run_config({"model": "transformer++", "size": "tiny", "d_model": width, **PLACE}).model
         assert (model.d_model, model.n_heads) == (width, n_heads)
-    with pytest.raises(UsageError, match="did you mean small"):
-        made(size="smal")
-    with pytest.raises(UsageError, match="wrong value: context"):
-        made(context="long")
+    for wrong, words in (({"size": "smal"}, "did you mean small"), ({"context": "long"}, "wrong value: context")):
+        with pytest.raises(UsageError, match=words):
+            made(**wrong)
 
 
 @pytest.mark.parametrize("model", ["flash", "transformer++"])
@@ -211,18 +210,16 @@ def test_a_line_comes_off_a_terminal_now_and_then(capsys: pytest.CaptureFixture[
         assert re.fullmatch(r"step 27/500  6:\d\d:\d\d left", capsys.readouterr().err.splitlines()[-1])
 
 
-def test_a_library_that_is_not_there_is_refused(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = ["train", "flash", "--data", tmp_path, "--out", tmp_path / "run", "--log", "tensorboard"]
-    assert_refused(*call(*line)[::2], 2, "the library is not installed: tensorboard; pip install tensorboard, or leave")
-
-
-def test_tensorboard_has_every_line_once(call: Call, tmp_path: Path) -> None:
+def test_tensorboard_has_every_line_once(data: Path, call: Call, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a run that went on and wrote lines again. A run that is complete adds nothing."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, wanted = tmp_path / "run", {}
-    arguments = [*command(prepare_text(tmp_path), run, steps=4), "--log", "tensorboard"]
+    arguments = [*command(data, run, steps=4), "--log", "tensorboard"]
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert_refused(*call(*arguments)[::2], 2, "library is not installed: tensorboard; pip install tensorboard, or")
     with train.tensorboard(str(run / "tensorboard")) as on_step:
         for step in (1, 2):
             on_step({"step": step, "steps": 2, "loss": 5.0, "clock": {"time": 1.7e9, "tokens_per_s": 100.0}})

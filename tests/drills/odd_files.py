@@ -31,9 +31,7 @@ def make(made: Path) -> None:
         "types.json": b'{"data": {"title": 3}}', "null.json": b"null", "list.json": b"[1, 2]",
         "cut.json": b'{"data": [{"par', "number.json": b"1" + b"0" * 5000, "twice.json": b'{"data": [], "data": 3}',
         "surrogate.json": b'{"a": "\\ud800"}',
-        "questions.json": json.dumps({"data": [{"paragraphs": [{"context": 7, "qas": [{"id": None}]}]}]}).encode(),
-        "escape.json": json.dumps({"data": [{"paragraphs": [{"context": f"{ESCAPE} is here.", "qas": [{
-            "id": ESCAPE, "question": f"{ESCAPE}?", "answers": [{"text": "is", "answer_start": 13}]}]}]}]}).encode(),
+        "questions.json": json.dumps({"Data": [{"QuestionId": ESCAPE, "Question": 7}]}).encode(),
         "answers.json": b'{"0-0": 3, "x": null}',
         "escape.jsonl": (json.dumps({"text": ESCAPE, "kind": ESCAPE}) + "\n").encode() * 3,
         "fields.jsonl": b'{"text": 3}\n{"txt": "a"}\n', "halves.jsonl": b'{"text": "\\ud800 \\udc00"}\n' * 9,

@@ -56,9 +56,6 @@ def asked_of(*counts):
     return targets
 
 
-# The masks
-
-
 def a_stream(vocab_size=50, special=(0, 1, 2), mask=1):
     """What `mask_tokens` reads of a stream."""
     ordinary = np.setdiff1d(np.arange(vocab_size), special)
@@ -103,6 +100,8 @@ def test_special_tokens_are_neither_chosen_nor_put_in(special, length, seed, epo
 
 
 def test_masks_are_a_function_of_seed_epoch_and_row(stream):
+    assert (stream.mask, stream.special) == (1, [0, 1, 2])
+    assert sorted([*stream.ordinary, *stream.special]) == list(range(stream.vocab_size))
     ids = stream.read(0, 200)
     places = [(seed, epoch, row) for seed in (0, 1) for epoch in (0, 1) for row in (0, 1, 2**40)]
     first = {place: mask_tokens(ids, stream, seed=place[0], epoch=place[1], row=place[2]) for place in places}
@@ -138,11 +137,6 @@ def test_a_step_is_rows_of_the_stream_under_their_masks(stream):
     assert seen[:n_rows] != seen[n_rows : 2 * n_rows]
 
 
-def test_a_stream_knows_its_special_tokens(stream):
-    assert (stream.mask, stream.special) == (1, [0, 1, 2])
-    assert sorted([*stream.ordinary, *stream.special]) == list(range(stream.vocab_size))
-
-
 @pytest.mark.parametrize("token", ["[MASK]", "[SEP]"])
 def test_a_tokenizer_that_reads_a_mask_out_of_text_is_refused(token, tmp_path):
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, token: 2}, unk_token="[UNK]"))
@@ -151,9 +145,6 @@ def test_a_tokenizer_that_reads_a_mask_out_of_text_is_refused(token, tmp_path):
     (tmp_path / "a.txt").write_text(f"a {token} a")
     with pytest.raises(DataError, match=r"reads \[MASK\] or \[SEP\] out of text"):
         prepare([tmp_path / "a.txt"], tmp_path / "data", tokenizer=tmp_path / "tokenizer.json", mlm=True)
-
-
-# The loss
 
 
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
@@ -193,9 +184,6 @@ def test_nothing_asked_is_a_loss_of_zero_and_no_gradient(scope):
     model = random_model(BIDIRECTIONAL["flash"])
     loss, norm, gradient = gradient_of(model, asked_of(0, 0, 0, 0), 2, clip_scope=scope)
     assert (loss, norm) == (0, 0) and all((g == 0).all() for g in gradient)
-
-
-# A run and its scores
 
 
 def test_a_run_leaves_what_masked_language_modelling_has(whole, stream):
