@@ -20,7 +20,7 @@ LINK = re.compile(r"\[(?P<label>`[^`]+`|[^\]\[]+)\](?:\((?P<target>[^)\s]+)\)|\[
 NAME = re.compile(r"`([\w/]+\.py):{1,2}([\w.]+)`")
 FILE = re.compile(r"`?([\w/.-]+\.(?:py|toml|sh|md|jsonl))(?::{1,2}([\w.]+))?`?")
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+every_page = pytest.mark.parametrize("page", [*PAGES, CARD], ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 @cache
@@ -35,12 +35,6 @@ def defined(path: Path) -> set[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
-
-
-def ends_in(path: Path, name: str) -> bool:
-    """Whether `name`, a file's name with as many of its folders as are given, is that of this
-    file."""
-    return f"/{path.as_posix()}".endswith(f"/{name}")
 
 
 def links(text: str) -> list[tuple[str, str]]:
@@ -59,10 +53,10 @@ def wrong_names(text: str, folder: Path) -> list[str]:
         if named is None or "://" in target:
             continue
         path = (folder / target.split("#")[0]).resolve()
-        if not ends_in(path, named[1].lstrip("./")) or (named[2] and named[2] not in defined(path)):
+        if not path.match(named[1].lstrip("./")) or (named[2] and named[2] not in defined(path)):
             wrong.append(f"{label} -> {target}")
     for file, name in NAME.findall(LINK.sub("", text)):
-        found = [path for path in SOURCES if ends_in(path, file)]
+        found = [path for path in SOURCES if path.match(file)]
         if len(found) != 1 or name not in defined(found[0]):
             wrong.append(f"{file}:{name}, in {len(found)} files of this name")
     return wrong
@@ -73,7 +67,7 @@ def test_names_are_defined(page: Path) -> None:
     assert wrong_names(page.read_text(encoding="utf-8"), page.parent) == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, CARD], ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page, from top to bottom."""
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,7 @@ from lineartime.cli.options import options_of, spelled
 from lineartime.config import MODEL_FIELDS, TRAIN_FIELDS, ModelConfig, TrainConfig
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.training.run_config import SIZES
+from text_files import make
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [line for line in commands_of(ROOT / "docs" / "guides" / "own-text.md") if "small" not in line]
@@ -122,13 +123,9 @@ def test_the_walk(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIZES, "tiny", {**SIZES["tiny"], "steps": 2, "n_layers": 1, "eval_tokens": 512})
     text = SAMPLE.read_text(encoding="utf-8")
-    Path("books").mkdir()
-    Path("more").mkdir()
-    for i in range(12):
-        Path(f"books/{i}.{'md' if i % 2 else 'txt'}").write_text(text[i * 9_000 : (i + 1) * 9_000], encoding="utf-8")
-    for i in range(3):
-        Path(f"more/{i}.txt").write_text(text[200_000 + i * 9_000 : 209_000 + i * 9_000], encoding="utf-8")
-    Path("books/cover.png").write_bytes(b"\x89PNG")
+    make(Path(), {f"books/{i}.{'md' if i % 2 else 'txt'}": text[i * 9_000 : (i + 1) * 9_000] for i in range(12)})
+    make(Path(), {f"more/{i}.txt": text[200_000 + i * 9_000 : 209_000 + i * 9_000] for i in range(3)})
+    make(Path(), {"books/cover.png": b"\x89PNG"})
     said = []
     for line in COMMANDS:
         program, *words = shlex.split(line)

@@ -15,9 +15,9 @@ def random_model(config):
     return drawn(LanguageModel(config), 1, of_layers=0.8, of_others=0.2)
 
 
-def write_checkpoint(folder, model, tokenizer):
+def write_checkpoint(folder, model, tokenizer, *architecture):
     """What `transformers` sees of a checkpoint that training writes."""
-    (folder / "config.json").write_text(model_config_json(model.config))
+    (folder / "config.json").write_text(model_config_json(model.config, *architecture))
     (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
     save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
     return folder

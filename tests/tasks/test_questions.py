@@ -16,6 +16,7 @@ from fake_hub import Hub
 from lineartime.base.errors import DataError
 from lineartime.tasks.qa import questions
 from lineartime.tasks.qa.questions import Document, Question, read_questions
+from text_files import make
 
 CASES = json.loads((Path(__file__).parent / "qa_cases.json").read_text(encoding="utf-8"))
 TEXT = "Ada Lovelace wrote the first program in 1843. It was for the Analytical Engine."
@@ -60,19 +61,14 @@ def test_a_question_without_prediction_counts_as_zero_and_one_without_answer_doe
 
 def triviaqa(folder, **changes):
     """A TriviaQA file and its evidence."""
-    for kind, name, text in (("wikipedia", "Ada.txt", TEXT), ("web", "0/0_1.txt", "Byron's daughter, Ada.")):
-        path = folder / "evidence" / kind / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     record = {"QuestionId": "q1", "Question": "Who wrote the first program?",
               "EntityPages": [{"Filename": "Ada.txt"}], "SearchResults": [{"Filename": "0/0_1.txt"}],
               "Answer": {"Value": "Ada Lovelace", "Aliases": ["Ada Lovelace", "Countess of Lovelace"],
                          "NormalizedAliases": ["ada lovelace", "countess of lovelace"]}, **changes}
     record = {name: value for name, value in record.items() if value is not None}
-    path = folder / "qa" / "wikipedia-dev.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"Domain": "Wikipedia", "VerifiedEval": False, "Data": [record]}), encoding="utf-8")
-    return path
+    make(folder, {"evidence/wikipedia/Ada.txt": TEXT, "evidence/web/0/0_1.txt": "Byron's daughter, Ada.",
+                  "qa/dev.json": json.dumps({"Domain": "Wikipedia", "VerifiedEval": False, "Data": [record]})})
+    return folder / "qa/dev.json"
 
 
 def parquet(folder, **changes):
@@ -159,10 +155,9 @@ def test_a_record_with_a_fault(tmp_path, made, changes, words):
     assert refused.value.exit_code == 3 and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (b"{", "not valid JSON: .*x.json, column 2"),
-    (b'{"data": []}', "not TriviaQA's JSON: .*'Data' is missing"), (b'{"Data": []}', "no questions")])
-def test_a_file_that_is_none(tmp_path, content, words):
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(DataError, match=words):
-        list(read_questions([tmp_path / "x.json"]))
+def test_a_file_that_is_none(tmp_path):
+    for content, words in (("{", "not valid JSON: .*x.json, column 2"), ('{"Data": []}', "no questions"),
+                           ('{"data": []}', "not TriviaQA's JSON: .*'Data' is missing")):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(DataError, match=words):
+            list(read_questions([tmp_path / "x.json"]))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers.normalizers import Replace
 from transformers import AutoModelForQuestionAnswering
@@ -18,12 +17,13 @@ import lineartime.hf
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.config import ModelConfig, model_config
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
-from lineartime.folders import QUESTION_ANSWERING, model_config_json
+from lineartime.folders import QUESTION_ANSWERING
 from lineartime.model.language_model import LanguageModel, SpanModel
 from lineartime.tasks.qa import spans
 from lineartime.tasks.qa.finetune import span_config, span_model
 from lineartime.tasks.qa.questions import Document, Question
 from lineartime.tasks.qa.spans import CANDIDATE, END, START, TOKEN, WindowConfig
+from tiny_checkpoints import write_checkpoint
 from tiny_models import drawn
 
 WORDS = "Ada wrote the first program in 1843. Émile likes naïve cafés, 東京 and 😀 faces; the end. "
@@ -309,8 +309,7 @@ def test_first_to_all_adds_heads_and_a_shorter_context_cuts_the_table():
 
 def transformers_model(model, folder, *more):
     """The model in `transformers`, and what was missing in its weights."""
-    (folder / "config.json").write_text(model_config_json(model.config, *more))
-    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
+    write_checkpoint(folder, model, BPE, *more)
     theirs, info = AutoModelForQuestionAnswering.from_pretrained(folder, output_loading_info=True)
     assert not info["unexpected_keys"]
     return theirs, {name.removeprefix("model.") for name in info["missing_keys"]}

@@ -17,14 +17,14 @@ from lineartime.data.prepare import prepare
 from lineartime.data.tokens import Mixture, TokenStream, eval_rows, open_split
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import Evaluation, by_position, evaluate, evaluate_data, mixed
+from text_files import make
 from tiny_models import tiny_flash
 
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
     root = tmp_path_factory.mktemp("evaluate")
-    for i, text in enumerate(["It was a dark night. " * 18, "The rain fell in torrents, " * 24, "Short."]):
-        (root / f"{i}.txt").write_text(text)
+    make(root, {"0.txt": "It was a dark night. " * 18, "1.txt": "The rain fell in torrents, " * 24, "2.txt": "Short."})
     prepare([root], root / "data", tokenizer="bytes", held_out=0.5)
     return open_split(root / "data", "validation")
 
@@ -54,21 +54,18 @@ def test_a_part_has_the_words_and_bytes_of_its_tokens(tmp_path: Path, max_tokens
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     inner.decoder = tokenizers.decoders.Fuse()
     inner.save(str(tmp_path / "characters.json"))
-    text = {"train": english + russian, "validation": 40 * english + 40 * russian}
-    for split in text:
-        (tmp_path / "text" / split).mkdir(parents=True)
-        (tmp_path / "text" / split / "a.txt").write_text(text[split])
+    text = 40 * english + 40 * russian
+    make(tmp_path / "text", {"train.txt": english + russian, "validation.txt": text})
     prepare([tmp_path / "text"], tmp_path / "data", tokenizer=tmp_path / "characters.json")
     stream = open_split(tmp_path / "data", "validation")
-    result = evaluate(tiny_flash(stream), stream, context=32, batch_rows=1, max_tokens=max_tokens,
-                      spread=spread)
+    result = evaluate(tiny_flash(stream), stream, context=32, batch_rows=1, max_tokens=max_tokens, spread=spread)
     n_rows, n_read = -(-stream.n_tokens // 32), min(max_tokens // 32, -(-stream.n_tokens // 32))
     assert result.n_tokens == pytest.approx(min(max_tokens, stream.n_tokens), abs=31)  # the last row is shorter
-    begins = {found.start() for found in re.finditer(r"\S+", text["validation"])}
+    begins = {found.start() for found in re.finditer(r"\S+", text)}
     n_words = n_bytes = 0
     for place in range(n_read):
         first = 32 * (int((place + 0.5) * n_rows / n_read) if spread else place)
-        n_bytes += len(text["validation"][first : first + 32].encode())
+        n_bytes += len(text[first : first + 32].encode())
         n_words += len(begins & {*range(first, first + 32)})
     assert (result.n_words, result.n_bytes) == (n_words, n_bytes)
     assert n_read < n_rows or (n_words, n_bytes) == (stream.n_words, stream.n_bytes)
