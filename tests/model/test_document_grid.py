@@ -60,18 +60,22 @@ def assert_same(model: torch.nn.Module, found_ND: Tensor, alone_ND: Tensor) -> N
 
 @pytest.mark.parametrize(("name", "causal"), CASES)
 def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
-    """Documents by their first tokens, and by numbers with gaps; by vectors, and block by block."""
+    """Documents by their first tokens, and by numbers with gaps; by vectors, block by block, and
+    layer by layer, where padding may hold NaN."""
     documents, ids_BT, segment_ids_BT, valid_BT = packed_rows()
     longest = ids_BT.shape[1] if EVERY[name].max_len else CONTEXT  # a table is for the row with its padding
     config = config_of(name, causal, context=longest)
     model, by_number = random_model(config), random_model(replace(config, end_of_document=None))
     alone_ND = torch.cat([model.hidden(ids_T[None])[0] for ids_T in documents])
-    x_BTD = model.hidden(ids_BT, token_mask_BT=valid_BT)
-    assert x_BTD.isfinite().all()
-    assert_same(model, x_BTD[valid_BT], alone_ND)
     collected: list[Tensor] = []
-    numbered_BTD = by_number.hidden(ids_BT, segment_ids_BT, valid_BT, collected=collected,
-                                    embeds_BTD=by_number.embed(ids_BT))
+    x_BTD = model.hidden(ids_BT, token_mask_BT=valid_BT, collected=collected)
+    layered_BTD = collected[0].masked_fill(~valid_BT[..., None], torch.nan)
+    for layer in model.layers:
+        layered_BTD = layer(layered_BTD, segment_ids_BT, valid_BT)
+        assert layered_BTD.isfinite().all()
+    assert x_BTD.isfinite().all()
+    assert_same(model, torch.cat([x_BTD[valid_BT], model.norm(layered_BTD[valid_BT])]), alone_ND.repeat(2, 1))
+    numbered_BTD = by_number.hidden(ids_BT, segment_ids_BT, valid_BT, embeds_BTD=by_number.embed(ids_BT))
     assert same(numbered_BTD[valid_BT].detach(), alone_ND.detach())
     blocks: list[Tensor] = []
     by_number.hidden(documents[2][None], collected=blocks)
@@ -81,21 +85,6 @@ def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
     if not (config.by_document or config.max_len):
         by_row = random_model(replace(config, document_grid="row")).hidden(ids_BT, token_mask_BT=valid_BT)
         assert not same(by_row[valid_BT].detach(), alone_ND.detach())
-
-
-@pytest.mark.parametrize(("name", "causal"), [("flash", True), ("mc-tfm++", False), *rest(
-    ("flash", False), ("flash+", True), ("flash-quad", True), ("transformer++", True), ("performer", False))])
-def test_a_layer_by_itself_does_the_same(name: str, causal: bool) -> None:
-    """Padding may hold NaN."""
-    _, ids_BT, segment_ids_BT, valid_BT = packed_rows()
-    model = random_model(config_of(name, causal, context=ids_BT.shape[1]))
-    x_BTD = model.embed(ids_BT).detach().masked_fill(~valid_BT[..., None], torch.nan)
-    for layer in model.layers:
-        found_BTD = layer(x_BTD, segment_ids_BT, valid_BT)
-        alone = [layer(x_BTD[row : row + 1, valid_BT[row] & (segment_ids_BT[row] == number)])[0]
-                 for row in range(len(ROWS)) for number in segment_ids_BT[row, valid_BT[row]].unique()]
-        assert found_BTD.isfinite().all()
-        assert_same(layer, found_BTD[valid_BT], torch.cat(alone))
 
 
 def test_a_document_begins_a_chunk_or_lies_in_one() -> None:
