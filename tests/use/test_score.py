@@ -1,5 +1,7 @@
-"""The bits of a stream are those of the whole text, whatever its blocks and stops."""
+"""The bits of a stream are those of the whole text, whatever its blocks and stops; and a state that
+was saved goes on as if it had never been."""
 
+import copy
 import itertools
 import json
 import math
@@ -15,16 +17,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import lineartime
 from benchmarks.measure import rss_bytes
 from command_line import Call, assert_refused
 from lineartime.base.errors import DataError, UsageError
 from lineartime.cli.use import block_bytes
 from lineartime.data.tokenizer import Tokenizer, byte_tokenizer, train_tokenizer
+from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.scoring import ScoringState, open_state, score
+from lineartime.weights.generation.generate import generate, prefill
 from lineartime.weights.load import load_model
+from text_files import make
 from tiny_checkpoints import write_model
-from tiny_models import CONFIGS, random_model
+from tiny_models import CONFIGS, random_ids, random_model, with_end
 
 WORDS = ["the", "Reader,", "I'll", "x=1;", "naïve", "世界", "\u00a0", "\u3000", "!\x1c", "...", "\u0085", "a\u200b"]
 NEW = {"crc32", "precision"}  # what the state of version 0.2.0 has not
@@ -179,23 +185,115 @@ def test_what_is_said_follows_from_the_bits(call: Call, tmp_path: Path) -> None:
     assert all(row["bits_per_byte"] == pytest.approx(row["bits"] / row["bytes"], abs=1e-3) for row in rows)
 
 
-def test_what_cannot_be_scored_is_one_line(call: Call, tmp_path: Path) -> None:
+STORY = "It was the 3rd, of May;\n\n  and naïve 世界 Reader's  x=1; " * 20
+
+
+@pytest.mark.parametrize("n_before", [10, 12])
+@pytest.mark.parametrize("name", ["flash", "flash+", "flash-quad", "transformer++", "combiner", "performer"])
+def test_prompts_go_on_from_a_saved_state_as_from_the_whole(name: str, n_before: int, tmp_path: Path) -> None:
+    """From one row for three prompts; the state stays as it is, and so does a copy."""
+    model = random_model(with_end(CONFIGS[name]))
+    before, prompts = random_ids(n_before).tolist(), [[3, 4, 5, 6, 7], [8], [9, 0, 2]]
+    whole, _ = prefill(model, [before + prompt for prompt in prompts])
+    expected = generate(model, [before + prompt for prompt in prompts], max_new_tokens=7)
+    _, made = prefill(model, [before])
+    copy.deepcopy(made).save(tmp_path / "state")
+    for room in range(6):  # which is no part of it
+        made.reserve(4 * room * (name != "combiner"))
+        made.save(tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "state").read_bytes()
+    with pytest.raises(UsageError, match="does not know its model"):
+        replace(made, model=None).save(tmp_path / "other")
+    state = DecodingState.load(tmp_path / "state", model)
+    kept = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    assert not any(tensor.data_ptr() % 64 for tensor in state.tensors().values())  # else matmuls round otherwise
+    for _ in range(2):
+        logits_BV, _ = prefill(model, prompts, state=state.repeated(3))
+        torch.testing.assert_close(logits_BV, whole, rtol=0, atol=1e-12)
+        assert generate(model, prompts, max_new_tokens=7, state=state) == expected
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in state.tensors().items())
+    for call in (lambda state: generate(model, prompts[:2], max_new_tokens=1, state=state),
+                 lambda state: prefill(model, prompts[:2], state=state)):
+        with pytest.raises(UsageError, match="another number of rows: 3 rows for 2 prompts"):
+            call(state.repeated(3))
+    with pytest.raises(UsageError, match="the state of another model"):
+        generate(random_model(with_end(CONFIGS[name]), seed=1), prompts, max_new_tokens=1, state=state)
+
+
+def test_the_state_of_a_text_is_that_of_the_whole_text_with_what_follows() -> None:
+    """A word may go on behind it. The state has one size."""
+    for tokenizer in (byte_tokenizer(), train_tokenizer([STORY], 300)):
+        model = model_for(tokenizer)
+        for text in (STORY * 80, STORY + "Rea", "I", " \n "):
+            told: list[tuple[int, ...]] = []
+            state = lineartime.read(model, tokenizer, [text[:7], text[7:]],
+                                    progress=lambda *now, told=told: told.append(now))
+            whole = [[tokenizer.end_of_document, *tokenizer.encode(text + more)] for more in ("der", " and", "", "\n")]
+            ids = [tokenizer.encode(state.text + more) for more in ("der", " and", "", "\n")]
+            assert [int(state.seq_lens_B) + len(row) for row in ids] == [len(row) for row in whole]
+            torch.testing.assert_close(prefill(model, ids, state=state.repeated(4))[0], prefill(model, whole)[0],
+                                       rtol=0, atol=1e-10)
+            assert told[-1] == (len(text.encode()) - len(state.text.encode()), int(state.seq_lens_B))
+            assert state.n_bytes == model.decoding_state(1).n_bytes and len(state.text) < 20
+        with pytest.raises(UsageError, match="goes on with texts and its own tokenizer"):
+            generate(model, [[1]], max_new_tokens=1, state=state)
+        with pytest.raises(DataError, match="no text"):
+            lineartime.read(model, tokenizer, [])
+
+
+def test_generate_goes_on_from_what_read_has_read(call: Call, tmp_path: Path) -> None:
     write_model(model := tmp_path / "model")
-    write_model(masked := tmp_path / "masked", causal=False)
-    bad, short, state = tmp_path / "bad", tmp_path / "short", tmp_path / "state"
-    bad.write_bytes(b"good\n\xff\n")
-    short.write_bytes(b"good\n")
-    assert call("score", model, short, "--state", state, "--per", "document")[0] == 0
+    (book := tmp_path / "book.txt").write_text(STORY)
+    how = ["--temperature", "0", "--max-new-tokens", "12"]
+    code, _, err = call("read", book, "--model", model, "--out", state := tmp_path / "state")
+    assert code == 0 and "written" in err
+    code, out, _ = call("generate", model, "--state", state, "Who", " is", *how)
+    assert code == 0
+    for number, (prompt, found) in enumerate(zip(("Who", " is"), out.split("== ")[1:], strict=True), 1):
+        whole = call("generate", model, STORY + prompt, *how)[1]
+        assert f"{number}\n{whole.removeprefix(STORY)}" == found
+    assert call("read", "-", "--model", model, "--out", piped := tmp_path / "piped", stdin=STORY)[0] == 0
+    assert piped.read_bytes() == state.read_bytes()
+    code, out, err = call("generate", write_model(tmp_path / "t", abs_pos="learned"), "I", "--max-new-tokens", 9999)
+    assert (code, out[0], out[-1]) == (2, "I", "\n") and "position table" in err  # the error has a line of its own
+
+
+def test_what_cannot_be_read_scored_or_gone_on_from_is_one_line(call: Call, tmp_path: Path) -> None:
+    model, masked, other = (write_model(tmp_path / name, **fields) for name, fields in (
+        ("model", {}), ("masked", {"causal": False}), ("other", {"attn_scale_len": 99})))
+    make(tmp_path, {"bad": b"good\n\xff\n", "binary": b"good\n\0\n", "short": "good\n", "rows.csv": "text\na\n",
+                    "book": STORY})
+    bad, binary, short, rows, book, state, scored, new = (
+        tmp_path / name for name in ("bad", "binary", "short", "rows.csv", "book", "state", "scored", "new"))
+    assert call("read", book, "--model", model, "--out", state)[0] == 0
+    assert call("score", model, short, "--state", scored, "--per", "document")[0] == 0
     short.write_bytes(b"good")
-    content = state.read_bytes()
-    (binary := tmp_path / "binary").write_bytes(b"good\n\0\n")
-    (rotten := tmp_path / "rotten").write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    content, of_score = state.read_bytes(), scored.read_bytes()
+    for name, wrong in (("cut", content[:-100]), ("none", b""), ("name", content.replace(b"0.kv_BSE", b"0.kv_BSX")),
+                        ("bit", content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]),
+                        ("rotten", of_score[:-3] + bytes([of_score[-3] ^ 1]) + of_score[-2:])):
+        (tmp_path / name).write_bytes(wrong)
+        assert_refused(*call("generate", model, "I", "--state", tmp_path / name)[::2], 4, "damaged", tmp_path / name)
     for arguments, code, words in (
-            ([model, bad], 3, "bad, byte 5"), ([model, model], 3, "Is a directory"), ([masked, bad], 2, "only a"),
-            ([model, binary], 3, "binary, byte 5"),
-            ([model, short, "--state", state], 3, "or more of it"), ([model, bad, "--per", "word"], 2, "--per"),
-            (["small", bad, "--state", state], 4, "another model"), ([model, bad, "--state", rotten], 4, "hash"),
-            ([model, bad, "--state", short], 4, "damaged"), ([model, bad, "--state", bad / "x"], 2, "no such")):
-        code_said, out, err = call("score", *arguments)
-        assert_refused(code_said, err[err.find("error: "):], code, words)
+            (["score", model, bad], 3, "bad, byte 5"), (["score", model, binary], 3, "binary, byte 5"),
+            (["score", model, model], 3, "Is a directory"), (["score", masked, bad], 2, "only a"),
+            (["score", model, bad, "--per", "word"], 2, "--per"),
+            (["score", model, short, "--state", scored], 3, "or more of it"),
+            (["score", "small", bad, "--state", scored], 4, "another model"),
+            (["score", other, bad, "--state", scored], 4, "another model"),
+            (["score", model, book, "--state", state], 4, "another command"),
+            (["score", model, bad, "--state", tmp_path / "rotten"], 4, "hash"),
+            (["score", model, bad, "--state", short], 4, "damaged"),
+            (["score", model, bad, "--state", bad / "x"], 2, "no such"),
+            (["generate", other, "--state", state], 4, "another model"),
+            (["generate", model, "--state", state, "--precision", "bfloat16"], 4, "model or precision"),
+            (["generate", model, "--state", scored], 4, "another command"),
+            (["generate", model, "--state", tmp_path / "missing"], 4, "No such file"),
+            (["read", rows, "--model", model, "--out", new], 2, "many documents"),
+            (["read", book, "--model", model, "--out", book], 2, "exists already"),
+            (["read", rows / "none", "--model", model, "--out", rows / "new"], 2, "no such folder"),
+            (["read", "-", "--model", model, "--out", new], 3, "no text")):
+        found, out, err = call(*arguments)
+        assert_refused(found, err[err.find("error: "):], code, words)
         assert out.count("good") == words.endswith(", byte 5")  # what is before it is scored
+    assert not new.exists() and book.read_text() == STORY
