@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from command_line import call as call  # a fixture
+from tiny_runs import prepare_text
 
 torch.set_num_threads(1)
 with torch.device("meta"):
@@ -82,16 +83,12 @@ def warm_command(processes):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Prepared text for tests that only read it."""
-    from tiny_runs import prepare_text
-
     return prepare_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
 def masked_data(tmp_path_factory):
     """The same for masked language modelling."""
-    from tiny_runs import prepare_text
-
     return prepare_text(tmp_path_factory.mktemp("masked"), tokenizer="train", vocab_size=300, mlm=True)
 
 

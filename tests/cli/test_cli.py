@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -147,11 +148,9 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
 def test_generate_in_another_type(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     from lineartime.weights.generation import generate
 
-    seen, prefill = [], generate.prefill
-    monkeypatch.setattr(generate, "prefill",
-                        lambda model, *args: seen.append(str(model.embed.weight.dtype)) or prefill(model, *args))
+    monkeypatch.setattr(generate, "prefill", spy := Mock(wraps=generate.prefill))
     assert call("generate", run, "The quick", "--max-new-tokens", 12, "--precision", "bfloat16")[0] == 0
-    assert seen == ["torch.bfloat16"]
+    assert str(spy.call_args.args[0].embed.weight.dtype) == "torch.bfloat16"
 
 
 def test_plot_draws_runs_into_a_file(run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +208,7 @@ def test_debug_shows_the_traceback(call: Call) -> None:
 def test_what_others_raise_has_a_code_and_a_line(error: BaseException, code: int, said: str,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """Without the stack of PyTorch's C++, whose allocator raises a plain RuntimeError."""
-    def end() -> None:
-        raise error
-
-    assert exit_code(end) == code and capsys.readouterr().err == said + "\n"
+    assert exit_code(Mock(side_effect=error)) == code and capsys.readouterr().err == said + "\n"
 
 
 def test_a_reader_of_stdout_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +228,6 @@ def test_a_full_stderr_changes_no_exit_code(
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def end() -> None:
-        raise UsageError("it is wrong")
-
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lineartime.cli.terminal.speaks_first", lambda ranks, error: True)
@@ -242,4 +235,4 @@ def test_a_full_stderr_changes_no_exit_code(
     assert f"(rank {rank} on " in str(capfd.readouterr())  # such an error need not be that of other ranks
     monkeypatch.setattr(sys, "stderr", Full())
     monkeypatch.setattr(sys, "__stderr__", Full())  # where ranks above 0 write
-    assert exit_code(end) == 2
+    assert exit_code(Mock(side_effect=UsageError("it is wrong"))) == 2

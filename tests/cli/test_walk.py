@@ -70,14 +70,12 @@ def test_info_takes_its_task_by_set_too(call: Call) -> None:
         assert_refused(*call(*line.split())[::2], 2, words)
 
 
-WHOLE = [(verb.__name__, spelled(option)) for verb in verbs.VERBS
-         for parameter in inspect.signature(verb, eval_str=True).parameters.values()
-         for option in options_of(parameter) if int in choices_of(option.annotation.__origin__)]
-
-
 def test_a_number_of_more_than_64_bits_is_refused_by_its_option(call: Call) -> None:
-    assert {verb for verb, _ in WHOLE} == {"prepare", "train", "finetune", "evaluate", "generate"}
-    for verb, option in WHOLE:
+    whole = [(verb.__name__, spelled(option)) for verb in verbs.VERBS
+             for parameter in inspect.signature(verb, eval_str=True).parameters.values()
+             for option in options_of(parameter) if int in choices_of(option.annotation.__origin__)]
+    assert {verb for verb, _ in whole} == {"prepare", "train", "finetune", "evaluate", "generate"}
+    for verb, option in whole:
         needed = [word for each in APP.commands[verb].params if each.required  # type: ignore[attr-defined]
                   for word in ([each.opts[0], "x"] if each.opts[0].startswith("-") else ["x"])]
         for value in (2**63, -(2**63) - 1):

@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections import defaultdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -346,13 +347,10 @@ def test_another_run_is_refused_with_the_difference(data, unfinished, tmp_path, 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_without_a_checkpoint_gives_way_to_another(steps, data, tmp_path, whole):
-    def on_step(record):
-        raise Died
-
     stop = StopSignal()
     stop.number = None if steps else signal.SIGINT
     with pytest.raises(Died if steps else Stopped, match=None if steps else "before step 1"):
-        run_fit(data, tmp_path / "run", stop=stop, on_step=on_step)
+        run_fit(data, tmp_path / "run", stop=stop, on_step=Mock(side_effect=Died))
     run_fit(data, tmp_path / "run", steps=8)
     assert_same(tmp_path / "run", whole)
 
@@ -418,11 +416,8 @@ class CompilerError(RuntimeError):
     (RuntimeError("shapes cannot be multiplied"), RuntimeError, "^shapes")])
 def test_without_memory_or_compiler_the_settings_that_ask_for_it_are_named(error, kind, words, data, tmp_path,
                                                                           monkeypatch):
-    def losses(model, rows, ranks):
-        raise error
-
     monkeypatch.setattr(LanguageModel, "compile_layers", lambda self: None)
-    monkeypatch.setattr(objectives, "token_losses", losses)
+    monkeypatch.setattr(objectives, "token_losses", Mock(side_effect=error))
     with pytest.raises(kind, match=words):
         run_fit(data, tmp_path / "run", steps=3, compile=True)
 
