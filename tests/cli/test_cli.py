@@ -17,6 +17,7 @@ from command_line import Call, assert_refused
 from lineartime.base.errors import UsageError
 from lineartime.cli.terminal import Screen, exit_code
 from lineartime.cli.use import before_stop
+from lineartime.weights.generation import generate
 from tiny_runs import SETTINGS
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -145,8 +146,6 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
 
 
 def test_generate_in_another_type(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lineartime.weights.generation import generate
-
     monkeypatch.setattr(generate, "prefill", spy := Mock(wraps=generate.prefill))
     assert call("generate", run, "The quick", "--max-new-tokens", 12, "--precision", "bfloat16")[0] == 0
     assert str(spy.call_args.args[0].embed.weight.dtype) == "torch.bfloat16"

@@ -76,6 +76,7 @@ SUBJECTS = [
     Subject("unfinished", "run2", {"train, resumed": verb(*folders.train("{made}/data", "{it}")), **LOAD, **PLOT}),
     Subject("data", "data2", {
         "train": verb(*folders.train("{it}", "{out}/run")),
+        "train --from": verb(*folders.train_from("{made}/run", "{it}", "{out}/run")),
         "evaluate": verb("evaluate", "{made}/run", "--data", "{it}", "--json"),
         "export": verb("export", "{made}/run", "--data", "{it}", "--out", "{out}/exported"),
         "prepare over": verb(*folders.prepare("{made}/text.txt", "{it}"))}),
@@ -86,7 +87,6 @@ SUBJECTS = [
         "evaluate --questions": verb("evaluate", "{it}", "--questions", "{made}/dev.json", *ASK),
         "finetune, complete": verb(*folders.finetune(MADE, "{it}")), **LOAD}),
     Subject("old", "run2", LOAD | GENERATE | PLOT),
-    Subject("data", "data2", {"train --from": verb(*folders.train_from("{made}/run", "{it}", "{out}/run"))}),
 ]
 PAIRS = [(subject, name) for subject in SUBJECTS for name in subject.readers]
 OFTEN = [pair for pair in PAIRS if pair[0].source in ("run", "unfinished", "data", "exported")]
@@ -244,13 +244,11 @@ def trial(made: Path, folder: Path, random: Random,
 
 def plausible(path: Path, how: str) -> bool:
     """Whether a damaged file cannot be told from a whole one: it is well-formed, without a hash."""
-    folder = path.parent
-    if folder.name.startswith("step-") or (folder / "manifest.json").exists() or path.suffix in (".ids", ".rows"):
+    hashed = path.parent.name.startswith("step-") or (path.parent / "manifest.json").exists()
+    if hashed or path.suffix == ".ids" or how.startswith("not_finite"):
         return False
     if how.startswith("delete"):
         return path.name == "result.json"  # the run has not ended yet
-    if how.startswith("not_finite"):
-        return False
     try:
         if not path.stat().st_size:
             return False
