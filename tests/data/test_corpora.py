@@ -191,7 +191,7 @@ def test_what_fails_on_the_hub_is_one_line(tmp_path: Path, hub: Hub, call: Call,
     for data, message in (
             ({}, f"cannot read from the hub: {name}; ConnectionError: Couldn't reach 'allenai/c4' on the Hub"),
             ({"train": (1 / 0 for _ in "x")}, f"cannot read from the hub: {name}; ZeroDivisionError"),
-            ({"train": [{"text": "x"}, {"txt": "x", "url": ""}]}, f"no field 'text': {name}, row 2; it has 'txt', 'url'")):
+            ({"train": [{"text": "x"}, {"txt": "x", "u": ""}]}, f"no field 'text': {name}, row 2; it has 'txt', 'u'")):
         hub.data = {"allenai/c4": data} if data else {}
         code, out, err = call("prepare", name, "--task", "c4", "--out", tmp_path / "new/data", "--tokenizer", "bytes")
         assert_refused(code, err, 3, message)
