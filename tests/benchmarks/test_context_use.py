@@ -11,12 +11,12 @@ import torch
 import text_files
 from benchmarks.context_use import losses_and_gains, measure_context_use
 from lineartime.base.errors import DataError, NumericsError, UsageError
-from lineartime.config import ModelConfig, model_config
+from lineartime.config import ModelConfig
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import TokenStream, open_split
 from lineartime.model.language_model import LanguageModel
 from marks import rest
-from tiny_models import drawn
+from tiny_models import drawn, tiny_flash
 
 LENGTHS = [150, 40, 9, 70, 41]  # bytes of the documents
 
@@ -32,9 +32,8 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
 
 
 def tiny(stream: TokenStream, **fields: object) -> LanguageModel:
-    config = model_config("flash", n_layers=2, d_model=16, query_key_dim=8, chunk_size=8, context=32,
-                          vocab_size=stream.vocab_size, end_of_document=stream.end_of_document)
-    return drawn(LanguageModel(replace(config, **fields)).double(), of_layers=0.3, of_others=0.3)
+    model = LanguageModel(replace(tiny_flash(stream).config, **fields))
+    return drawn(model.double(), of_layers=0.3, of_others=0.3)
 
 
 @pytest.mark.parametrize(("contexts", "whole"), [([16, 32, 64], False), *rest(([5, 7, 33], True), ([2, 3], False))])
