@@ -24,11 +24,11 @@ from lineartime.base.settings import require
 from lineartime.base.stores import exists, hash_of, is_address, joined, uploaded
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import DEFAULT_VOCAB_SIZE, PrepareSettings
-from lineartime.data.read_text import ReadSlice, read_pieces
+from lineartime.data.read_text import Read, read_pieces
 from lineartime.data.sources import Source, copies_named, find_text
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer, train_tokenizer
 from lineartime.data.tokens import DATA_MANIFEST, Manifest, Split, read_manifest, shard_name, verify_data
-from lineartime.data.units import Encoded, Unit, cut_document, documents_of, encode_unit, rows_of, units_of
+from lineartime.data.units import ROW, Encoded, Unit, cut_document, documents_of, encode_unit, row_of, units_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
     if held_out and [each.kind for each in sources if each.split == "train"] == [".txt"]:
         sources = [*cut_document(sources[0].path, held_out, folder.parent, read), *sources[1:]]
         held_out, first_files["validation"] = None, first_files["train"]
-    units = units_of(sources, settings.unit_bytes, tokenizer)
-    tokenizer = tokenizer or trained(settings, units, held_out, read, progress)
+    tokenizer = tokenizer or trained(settings, sources, held_out, read, progress)
     manifest.dtype = tokenizer.dtype
     manifest.tokenizer = {name: getattr(tokenizer, name) for name in ("sha256", "vocab_size", "end_of_document")}
     if tokenizer.mask is not None:
@@ -122,20 +121,22 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
     with hashed_stream(folder / TOKENIZER_FILE, manifest.files) as write:
         write(bytes(tokenizer.json, "utf-8"))
 
-    n_bytes = sum(unit.n_bytes for unit in units)
+    n_bytes = sum(source.n_bytes for source in sources)
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    n_workers = 1 if n_bytes < settings.unit_bytes else min(settings.jobs or n_cores, len(units))
-    pairs = zip(units, encode_all(units, read, tokenizer, held_out is not None, n_workers), strict=True)
-    done = counted(progress, "tokenising", pairs, n_bytes, lambda pair: pair[0].n_bytes)
+    n_workers = min(settings.jobs or n_cores, n_bytes // (4 * settings.unit_bytes))  # a new process takes a while
+    units = units_of(sources, settings.unit_bytes, read, tokenizer)
+    done = counted(progress, "tokenising", encode_all(units, tokenizer, held_out is not None, n_workers), n_bytes,
+                   lambda encoded: encoded.n_bytes)
     found: list[Encoded] = []
-    for split, of_split in itertools.groupby(done, key=lambda pair: pair[0].split):
+    for split, of_split in itertools.groupby(done, key=lambda encoded: encoded.split):
         with tempfile.TemporaryFile(dir=folder.parent) as file:
             own = []
-            for _, encoded in of_split:
+            for encoded in of_split:
                 file.write(encoded.ids.tobytes())
                 own.append(dataclasses.replace(encoded, ids=np.empty(0)))
             found += own
-            write_documents(folder, split, file, documents_of(own), held_out, first_files[split], manifest, progress)
+            rows_D4 = documents_of([encoded.rows_P5 for encoded in own])
+            write_documents(folder, split, file, rows_D4, held_out, first_files[split], manifest, progress)
     manifest.notes = notes_of(manifest, found, len(sources))
     if settings.held_out:
         train, held = (manifest.splits[name] for name in ("train", "validation"))
@@ -144,22 +145,23 @@ def write_prepared(folder: Path, settings: PrepareSettings, sources: list[Source
         logger.info(f"held out    {what}: {held.tokens / (held.tokens + train.tokens):.1%} of the tokens")
 
 
-def trained(settings: PrepareSettings, units: list[Unit], held_out: float | None, read: ReadSlice,
+def trained(settings: PrepareSettings, sources: list[Source], held_out: float | None, read: Read,
             progress: Progress | None) -> Tokenizer:
     """A tokenizer that is trained on pieces of the train split at equal distances."""
-    slices = [one for unit in units if unit.split == "train" for one in unit.slices]
-    n_bytes = sum(one.n_bytes for one in slices)
-    checked = counted(progress, "checking", slices, n_bytes, lambda one: one.n_bytes)
-    pieces = ((text, 0, last) for one in checked for text, last in read(one.path, start=one.start, stop=one.stop))
-    is_chosen_D = divided("train", rows_of(pieces, held_out is not None), held_out, slices[0].path)["train"]
+    sources = [source for source in sources if source.split == "train"]
+    n_bytes = sum(source.n_bytes for source in sources)
+    units = units_of(sources, settings.unit_bytes, read, None)
+    checked = counted(progress, "checking", units, n_bytes, lambda unit: unit.n_bytes)
+    rows = [np.fromiter((row_of(part, str(part.content), 0, held_out is not None) for part in unit), ROW)
+            for unit in checked]
+    is_chosen_D = divided("train", documents_of(rows), held_out, sources[0].path)["train"]
 
     def chosen() -> Iterator[str]:
         document = 0
-        for one in slices:
-            for text, last in read(one.path, start=one.start, stop=one.stop):
-                if is_chosen_D[document]:
-                    yield text
-                document += last
+        for text, last in itertools.chain.from_iterable(read(source.path) for source in sources):
+            if is_chosen_D[document]:
+                yield text
+            document += last
 
     every, vocab_size = -(-n_bytes // settings.train_characters), settings.vocab_size or DEFAULT_VOCAB_SIZE
     spread = itertools.islice(chosen(), 0, None, every)
@@ -168,14 +170,13 @@ def trained(settings: PrepareSettings, units: list[Unit], held_out: float | None
     return train_tokenizer(itertools.chain(texts, learning), vocab_size, mlm=settings.is_masked)
 
 
-def encode_all(units: list[Unit], read: ReadSlice, tokenizer: Tokenizer, with_hashes: bool, n_workers: int
-               ) -> Iterator[Encoded]:
+def encode_all(units: Iterable[Unit], tokenizer: Tokenizer, with_hashes: bool, n_workers: int) -> Iterator[Encoded]:
     """All units in order, tokenised in so many processes. Raises ResourceError if one dies."""
     if n_workers <= 1:
-        yield from (encode_unit(unit, read, tokenizer, with_hashes) for unit in units)
+        yield from (encode_unit(unit, tokenizer, with_hashes) for unit in units)
         return
     pool = ProcessPoolExecutor(n_workers, multiprocessing.get_context("spawn"), end_with_parent)
-    calls = (pool.submit(encode_unit, unit, read, tokenizer, with_hashes) for unit in units)
+    calls = (pool.submit(encode_unit, unit, tokenizer, with_hashes) for unit in units)
     try:
         waiting = [*itertools.islice(calls, 2 * n_workers)]  # not all: what is done lies in memory
         while waiting:
@@ -272,7 +273,7 @@ def write_shards(folder: Path, name: str, arrays: Iterable[np.ndarray], manifest
 def notes_of(manifest: Manifest, units: list[Encoded], n_files: int) -> list[str]:
     """What was left out of so many files of text, and what the tokenizer does not keep."""
     n_empty = n_files - len(set().union(*(unit.paths for unit in units)))
-    n_ids = sum(int(unit.rows_N4[:, 0].sum()) for unit in units)
+    n_ids = sum(int(unit.rows_P5[:, 0].sum()) for unit in units)
     n_lost, n_unknown = sum(unit.n_lost for unit in units), sum(unit.n_unknown for unit in units)
     notes = []
     if manifest.vocab_size < (asked := manifest.settings.get("vocab_size", 0)):

@@ -39,8 +39,8 @@ class PrepareSettings:
     train_characters: int = 1 << 28
     """Most characters that the tokenizer is trained on, from pieces at equal distances."""
     shard_tokens: int = 1 << 27
-    unit_bytes: int = 1 << 23
-    """What a process takes at once. It matters only inside words of more than 4,096 characters."""
+    unit_bytes: int = 1 << 21
+    """How much text a process takes at once, about. The result does not depend on it."""
 
     def __post_init__(self) -> None:
         require(self.held_out is None or 0 < self.held_out < 1, "wrong value", f"held_out = {self.held_out}",

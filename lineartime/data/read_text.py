@@ -7,19 +7,16 @@
     .parquet        one in each row
 
 All but `.parquet` may be packed: `.gz`, `.bz2`, `.xz`, `.zst`. Text is UTF-8; a byte order mark at
-its beginning and blank rows are left out. What is wrong is a DataError with the line, row or byte.
-
-Several processes read one file by ranges of its bytes. Each reads what begins in its own range:
-lines, groups of rows of parquet, or the words of a text."""
+its beginning and blank rows are left out. What is wrong is a DataError with line, row or byte."""
 
 import codecs
 import csv
 import io
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from shlex import quote
 from typing import IO, Any, NamedTuple
 
@@ -37,8 +34,6 @@ MAX_LINE_BYTES = 64 << 20
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 16 << 20
 """A file may have so many times its size of text, or so many characters, whichever is more."""
 BYTE_ORDER_MARK = "\ufeff"
-BEFORE_WORD = re.compile(rb"[ \n](?=[!-~\xc3-\xdf\xe4-\xf4])")
-"""In UTF-8, a space or line feed before what is no white space, see `cut_pieces`."""
 LAST_WORD = re.compile(r"(?s:.*)[\S\x1c-\x1f](?=[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000])")
 """All up to the last character that white space follows. Byte-level tokenizers cut between the two.
 Unlike Python they do not count \\x1c to \\x1f as white space."""
@@ -51,8 +46,8 @@ class Piece(NamedTuple):
     last: bool
 
 
-ReadSlice = Callable[..., Iterator[Piece]]
-"""`read_pieces` with the settings of this text; it takes a path and `start` and `stop`."""
+Read = Callable[[Name], Iterator[Piece]]
+"""`read_pieces` with the settings of this text."""
 
 
 class Record(NamedTuple):
@@ -96,61 +91,28 @@ def text_counter(name: Name) -> Callable[[int], None]:
     return count
 
 
-def read_pieces(name: Name, *, field: str = "text", task: str | None = None, start: int = 0, stop: int | None = None
-                ) -> Iterator[Piece]:
+def read_pieces(name: Name, *, field: str = "text", task: str | None = None) -> Iterator[Piece]:
     """The documents of a file, in order, each as pieces of at most `PIECE` characters. A blank
     document is one empty piece, or in a file that is one document pieces of white space; an empty
     file has no piece.
 
-    field: the field or column that holds the text. task: "wiki40b" takes its markers out. start,
-    stop: a range of the file's bytes, None for its end; if its document goes on in the next range,
-    no piece is the last. Raises DataError."""
-    if kind_of(name) in ("", ".txt"):
-        yield from _pieces_of_text(name, start, stop)
-        return
+    field: the field or column that holds the text. task: "wiki40b" takes its markers out. Raises
+    DataError."""
     count = text_counter(name)
-    for where, fields in read_rows(name, [field], start=start, stop=stop):
+    if kind_of(name) in ("", ".txt"):
+        with unpacked(name) as file:
+            if file.peek(1):
+                for piece in cut_pieces(text_blocks(iter(partial(file.read, 1 << 20), b""), name)):
+                    count(len(piece.text))
+                    yield piece
+        return
+    for where, fields in read_rows(name, [field]):
         text = text_field(fields, field, where)
         count(len(text))
-        with raised_as(DataError, "not a Wiki-40B article", where, ValueError):
-            text = wiki40b_text(text) if task == "wiki40b" else text
+        if task == "wiki40b":
+            with raised_as(DataError, "not a Wiki-40B article", where, ValueError):
+                text = wiki40b_text(text)
         yield from pieces_of("" if text.isspace() else text)
-
-
-# One document
-
-
-def _pieces_of_text(name: Name, start: int, stop: int | None) -> Iterator[Piece]:
-    with unpacked(name) as file:
-        begin = _before_word(file, start, stop) if start else 0 if file.peek(1) else None
-        if begin is None:  # no word begins here, so the range before has all of it; or the file is empty
-            return
-        end = None if stop is None else _before_word(file, stop, None)
-        if start or stop is not None:
-            file.seek(begin)
-        count = text_counter(name)
-        for text, last in cut_pieces(text_blocks(_blocks_of(file, None if end is None else end - begin), name, begin)):
-            count(len(text))
-            yield Piece(text, last and end is None)
-
-
-def _before_word(file: IO[bytes], start: int, stop: int | None) -> int | None:
-    """The first place of `BEFORE_WORD` in [start, stop), or in all that follows; or None."""
-    file.seek(start)
-    at, block = start, b""
-    while (stop is None or at < stop) and (more := file.read(PIECE if stop is None else min(PIECE, stop + 1 - at))):
-        if found := BEFORE_WORD.search(block + more):
-            begin = at - len(block) + found.start()
-            return begin if stop is None or begin < stop else None
-        at, block = at + len(more), more[-1:]
-    return None
-
-
-def _blocks_of(file: IO[bytes], n_bytes: int | None) -> Iterator[bytes]:
-    """The next bytes of an open file in blocks; None: to its end."""
-    while block := file.read(1 << 20 if n_bytes is None else min(1 << 20, n_bytes)):
-        n_bytes = None if n_bytes is None else n_bytes - len(block)
-        yield block
 
 
 def cut_pieces(blocks: Iterable[str], size: int = PIECE) -> Iterator[Piece]:
@@ -174,10 +136,10 @@ def pieces_of(text: str) -> Iterator[Piece]:
     return cut_pieces(text[i:i + PIECE] for i in range(0, len(text), PIECE))
 
 
-def text_blocks(blocks: Iterable[bytes], name: object, position: int = 0) -> Iterator[str]:
-    """The text of blocks of bytes from byte `position` of a file on, without a byte order mark at
-    its beginning. Raises DataError, with the byte, for what is not text."""
-    decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
+def text_blocks(blocks: Iterable[bytes], name: object) -> Iterator[str]:
+    """The text of blocks of bytes, without a byte order mark at its beginning. Raises DataError,
+    with the byte, for what is not text."""
+    decoder, position = codecs.getincrementaldecoder("utf-8-sig")(), 0
     for block in itertools.chain(blocks, [b""]):
         if b"\0" in block:
             raise DataError("a NUL byte: this is no text", f"{name}, byte {position + block.index(0)}")
@@ -207,50 +169,44 @@ def read_small(name: Name, most: int = MAX_BYTES) -> str:
 # Rows
 
 
-def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = (), start: int = 0,
-              stop: int | None = None) -> Iterator[Record]:
+def read_rows(name: Name, names: Sequence[str], *, optional: Sequence[str] = ()) -> Iterator[Record]:
     """The rows of a file that are not blank. Of parquet only the columns `names`, which it must
-    have, and those of `optional` that it has, are read. start, stop: as of `read_pieces`."""
+    have, and those of `optional` that it has, are read."""
     kind = ending_of(name)
     if kind == ".parquet":
         with reading(name):
-            yield from _parquet_rows(name, names, optional, start, stop)
+            yield from _parquet_rows(name, names, optional)
         return
     with unpacked(name) as file:
         if kind.startswith((".csv", ".tsv")):
             yield from _table_rows(file, name, "\t" if kind.startswith(".tsv") else ",")
         else:
-            yield from _json_lines(file, name, start, stop)
+            yield from _json_lines(file, name)
 
 
-def _json_lines(file: Any, name: Name, start: int, stop: int | None) -> Iterator[Record]:
-    number, after, count = 0, f" after byte {start}" if start else "", text_counter(name)
-    if start:
-        file.seek(start - 1)
-        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):  # of a line of the range before
-            pass
-    at = file.tell() if start else 0
-    while (stop is None or at < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
-        number, at = number + 1, at + len(line)
-        where = f":{number}{after}"
+def _json_lines(file: Any, name: Name) -> Iterator[Record]:
+    number, count = 0, text_counter(name)
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        where = f"{name}:{number}"
         if line == b"\n":  # a small packed file may have a thousand million of them
             blank = file.peek(1)
             n_more = len(file.read(len(blank) - len(blank.lstrip(b"\n"))))
-            number, at = number + n_more, at + n_more
+            number += n_more
             count(n_more)
         count(len(line))
         if len(line) > MAX_LINE_BYTES:
-            raise DataError("line is too long", f"{name}{where}", f"the limit is {MAX_LINE_BYTES} bytes")
+            raise DataError("line is too long", where, f"the limit is {MAX_LINE_BYTES} bytes")
         line = line.removeprefix(codecs.BOM_UTF8).strip()
         if line == b"[":
-            raise DataError("an array of JSON", f"{name}{where}",
+            raise DataError("an array of JSON", where,
                             f"write each item on a line of its own: jq -c .[] {name}")
         try:
             text = line.decode()
         except UnicodeDecodeError as e:
-            raise not_utf8(name, f"{where}, byte {e.start}") from None
+            raise not_utf8(name, f":{number}, byte {e.start}") from None
         if text:
-            yield Record(f"{name}{where}", parse_json(text, f"{name}{where}"))
+            yield Record(where, parse_json(text, where))
 
 
 def parse_json(text: str, where: object) -> Any:
@@ -303,9 +259,7 @@ def _checked_lines(file: Iterable[str], name: Name) -> Iterator[str]:
         yield line
 
 
-def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], start: int, stop: int | None
-                  ) -> Iterator[Record]:
-    """The rows of the groups of a parquet file that begin in a range of bytes."""
+def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str]) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
@@ -321,13 +275,7 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str], sta
                     raise _missing("column", column, name, there)
             columns = [*dict.fromkeys(names), *(column for column in optional if column in there)]
             for number in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(number)
-                first = group.column(0)
-                begin = max(first.dictionary_page_offset or first.data_page_offset, 0)
-                if not start <= begin < (math.inf if stop is None else stop):
-                    row += group.num_rows
-                    continue
-                count(group.total_byte_size)  # unpacked: a page may be as large as its group
+                count(file.metadata.row_group(number).total_byte_size)  # unpacked: a page may be as large
                 for batch in file.iter_batches(16, row_groups=[number], columns=columns, use_threads=False):
                     for i in range(batch.num_rows):
                         row += 1

@@ -16,7 +16,7 @@ from lineartime.base.settings import require
 from lineartime.base.stores import Name, found_at, is_address, packing_of, size_of
 from lineartime.base.words import Progress
 from lineartime.data.prepare_config import SAMPLE, PrepareSettings
-from lineartime.data.read_text import ENDING, READS, Record, ending_of, is_token_file, kind_of, text_field, text_of
+from lineartime.data.read_text import ENDING, READS, Record, is_token_file, kind_of, text_field, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d
 """Names of a split's files, such as `train.txt` and `c4-train.00000-of-01024.json.gz`."""
 ABOUT = re.compile(r"(^|/)(readme|license|notice|contributing|changelog)\.md$", re.IGNORECASE)
 """Pages about a folder, which are no text of it."""
+EXPANSION = 4
+"""How many times larger than its file a packed text, or one in parquet, is taken to be."""
 ON_HUB = "hub:"
 HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
 
@@ -46,12 +48,9 @@ class Source(NamedTuple):
         return ".txt" if self.is_text else kind_of(self.path)
 
     @property
-    def ending(self) -> str:
-        return f".txt{packing_of(self.path)}" if self.is_text else ending_of(self.path)
-
-    @property
     def n_bytes(self) -> int:
-        return size_of(self.path)
+        """Of its text; where that is packed, a guess."""
+        return size_of(self.path) * (EXPANSION if packing_of(self.path) or self.kind == ".parquet" else 1)
 
 
 def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) -> list[Source]:

@@ -4,7 +4,6 @@
                  FILE.ds.metadata: its first line ends with "|" and the bytes per id, 2 or 4
     Megatron-LM  FILE.bin: ids. FILE.idx: their type; the length of each document, int32"""
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,25 +17,18 @@ MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def read_token_file(name: Name, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """The ids of each document that begins in bytes [start, stop) of a token file and has any.
-    Raises DataError for a file without its index, or with one that does not fit it."""
-    index_name = f"{str(name).removesuffix('.bin')}.idx" if str(name).endswith(".bin") else f"{name}.index"
-    dtype, lengths_D = _described(str(name), size_of(name), index_name, size_of(index_name))
-    ends_D = lengths_D.cumsum() * dtype.itemsize
-    begins_D = ends_D - lengths_D * dtype.itemsize
+def read_token_file(name: Name) -> Iterator[np.ndarray]:
+    """The ids of each document of a token file that has any. Raises DataError for a file without
+    its index, or with one that does not fit it."""
+    dtype, lengths_D = _described(str(name))
     with reading(name), opened(name) as file:
-        for i in np.flatnonzero((begins_D >= start) & (begins_D < (np.inf if stop is None else stop))):
-            file.seek(begins_D[i])
-            content = file.read(ends_D[i] - begins_D[i])
-            if content:
-                yield np.frombuffer(content, dtype)
+        for n_ids in lengths_D[lengths_D > 0].tolist():
+            yield np.frombuffer(file.read(n_ids * dtype.itemsize), dtype)
 
 
-@functools.lru_cache(1)  # a process reads many ranges of one file
-def _described(name: str, size: int, index_name: str, index_size: int) -> tuple[Any, np.ndarray]:
-    """The type of a file's ids, and the length of each document in ids, int64. The sizes of both
-    files are there to tell when they have changed."""
+def _described(name: str) -> tuple[Any, np.ndarray]:
+    """The type of a file's ids, and the length of each document in ids, int64."""
+    index_name = f"{name.removesuffix('.bin')}.idx" if name.endswith(".bin") else f"{name}.index"
     index = read_all(index_name)
     try:
         if name.endswith(".bin"):
@@ -47,7 +39,7 @@ def _described(name: str, size: int, index_name: str, index_size: int) -> tuple[
             dtype = np.dtype("<u4" if re.match(rb"[^\n]*\|4\s*$", metadata, re.MULTILINE) else "<u2")
             ends_D = np.frombuffer(index, "<u8").astype(np.int64)
             lengths_D = ends_D - np.concatenate([[0], ends_D[:-1]])
-        fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size
+        fits = (lengths_D >= 0).all() and lengths_D.sum() * dtype.itemsize == size_of(name)
     except (IndexError, KeyError, OverflowError, ValueError):
         fits = False
     if not fits:

@@ -148,8 +148,6 @@ class Tokenizer:
             if last:
                 yield text, True
                 text = ""
-        if text:  # of a range that ends before its document
-            yield text, False
 
     def parts(self, text: str) -> Iterator[str]:
         """The parts in which a text is encoded."""

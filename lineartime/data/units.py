@@ -2,55 +2,63 @@
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from lineartime.base.errors import DataError
-from lineartime.data.read_text import ReadSlice, is_token_file
+from lineartime.base.errors import DataError, LineartimeError
+from lineartime.data.read_text import Read, is_token_file, pieces_of
 from lineartime.data.sources import Source
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 
-ROW = np.dtype(("<u8", 4))
-"""A document, or its part in a unit: ids, words, bytes, hash."""
+ROW = np.dtype(("<u8", 5))
+"""Ids, words, bytes and hash of a part, which add up, and whether its document ends."""
 LINE_SEARCH = 1 << 16
 """A single document is cut at a line that begins within this many characters."""
-EXPANSION = 4
-"""How many times larger than its file a packed text, or one in parquet, is taken to be."""
+PART_BYTES = 64
+"""What a part takes in memory beside its text, at least."""
 
 
-class Slice(NamedTuple):
-    """A range of a file's bytes, see `read_pieces`, with about `n_bytes` of text."""
+class Part(NamedTuple):
+    """What is tokenised in one call: a piece of a document, or all of it, or its ids from a token
+    file. `before` is the document's last character before it."""
 
     path: str
-    start: int
-    stop: int | None
-    n_bytes: int
+    content: str | np.ndarray
+    last: bool
+    before: str = ""
 
 
-class Unit(NamedTuple):
-    """What one process tokenises at once. Small files share a unit."""
+@dataclasses.dataclass
+class Unit:
+    """What one process tokenises at once. A document may go on in the next unit."""
 
     split: str
-    slices: list[Slice]
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    n_bytes: int = 0
+    """Bytes of the files, for progress."""
+    error: LineartimeError | None = None
+    """Why the text after these parts cannot be read. It is raised after any error of theirs, as if
+    they had been tokenised before more was read."""
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(one.n_bytes for one in self.slices)
+    def __iter__(self) -> Iterator[Part]:
+        yield from self.parts
+        if self.error is not None:
+            raise self.error
 
 
 @dataclasses.dataclass
 class Encoded:
     """A unit that is tokenised."""
 
+    split: str
+    n_bytes: int
     ids: np.ndarray
-    rows_N4: np.ndarray
-    is_open: bool = False
-    """Its last document goes on in the next unit, and has a row in both."""
+    rows_P5: np.ndarray
+    """The `ROW` of each part."""
     n_lost: int = 0
     """Documents, or parts of one, that the tokenizer does not give back."""
     n_unknown: int = 0
@@ -59,103 +67,88 @@ class Encoded:
     """The files of which it has text."""
 
 
-def units_of(sources: Iterable[Source], unit_bytes: int, tokenizer: Tokenizer | None) -> list[Unit]:
-    """The units of all text. A document is in one slice if the tokenizer has to see it whole.
+def units_of(sources: list[Source], unit_bytes: int, read: Read, tokenizer: Tokenizer | None) -> Iterator[Unit]:
+    """Read all text, in order, as units of about so many bytes. Each split has one at least.
     tokenizer: None for one that is to be trained."""
-    units: list[Unit] = []
-    n_left = 0
-    for source in sources:
-        is_whole = source.kind == ".txt" and tokenizer is not None and not tokenizer.reads_pieces
-        for one in slices_of(source, None if is_whole else unit_bytes):
-            if n_left <= 0 or units[-1].split != source.split:
-                units.append(Unit(source.split, []))
-                n_left = unit_bytes
-            units[-1].slices.append(one)
-            n_left -= one.n_bytes
-    return units
+    unit, size = Unit(sources[0].split), 0
+    try:
+        for source in sources:
+            if source.split != unit.split:
+                yield unit
+                unit, size = Unit(source.split), 0
+            n_left = source.n_bytes
+            for part in parts_of(source.path, read, tokenizer):
+                if size >= unit_bytes:
+                    yield unit
+                    unit, size = Unit(source.split), 0
+                n = len(part.content.encode()) if isinstance(part.content, str) else part.content.nbytes
+                unit.parts.append(part)
+                size += n + PART_BYTES
+                unit.n_bytes += min(n, n_left)
+                n_left -= min(n, n_left)
+            unit.n_bytes += n_left
+    except LineartimeError as e:
+        unit.error = e
+    yield unit
 
 
-def slices_of(source: Source, slice_bytes: int | None) -> list[Slice]:
-    """The slices of a file, each with so many bytes of text; one slice for None, and for a file
-    that cannot be read apart. They depend on nothing else. A document is read to its end, however
-    far the file has grown by then: its last slice has no end."""
-    size, ending = source.n_bytes, source.ending  # a token file has no ending, a packed file has two
-    expansion = EXPANSION if ending == ".parquet" or ending.count(".") == 2 else 1
-    if not size or slice_bytes is None or ending not in ("", ".txt", ".md", ".jsonl", ".parquet"):
-        return [Slice(source.path, 0, None, size * expansion)]
-    ends = [*range(0, size, max(slice_bytes // expansion, 1)), size]
-    slices = [Slice(source.path, start, stop, (stop - start) * expansion) for start, stop in itertools.pairwise(ends)]
-    return [*slices[:-1], slices[-1]._replace(stop=None)] if source.kind == ".txt" else slices
+def parts_of(path: str, read: Read, tokenizer: Tokenizer | None) -> Iterator[Part]:
+    """The parts of a file in which a tokenizer takes it; None takes the pieces as they are."""
+    if is_token_file(path):
+        yield from (Part(path, ids, True) for ids in read_token_file(path))
+        return
+    before = ""
+    for text, last in read(path) if tokenizer is None else tokenizer.parts_of(read(path)):
+        yield Part(path, text, last, before)
+        before = "" if last else text[-1:]
 
 
-def rows_of(pieces: Iterable[tuple[str, int, bool]], with_hashes: bool) -> np.ndarray:
-    """The `ROW` of each document. pieces: text, number of ids, and whether its document ends."""
-    def rows() -> Iterator[tuple[int, int, int, int]]:
-        ids = words = n_bytes = 0
-        last, in_word, digest = True, False, hashlib.blake2b(digest_size=8)
-        for text, n_ids, last in pieces:
-            content = text.encode()
-            ids, n_bytes = ids + n_ids, n_bytes + len(content)
-            words += len(text.split()) - (in_word and text[:1].strip() != "")
-            in_word = text[-1:].strip() != ""
-            digest.update(content if with_hashes else b"")
-            if last:
-                yield ids, words, n_bytes, int.from_bytes(digest.digest())
-                ids, words, n_bytes, in_word, digest = 0, 0, 0, False, hashlib.blake2b(digest_size=8)
-        if not last:  # it goes on in the next unit
-            yield ids, words, n_bytes, int.from_bytes(digest.digest())
-
-    return np.fromiter(rows(), ROW)
+def row_of(part: Part, text: str, n_ids: int, with_hash: bool) -> tuple[int, int, int, int, bool]:
+    """The `ROW` of a part. The hash is summed over pieces: it is the same for all of a document."""
+    n_words = len((part.before + text).split()) - len(part.before.split())  # a word of the part before may go on
+    hashes = [hashlib.blake2b(piece.encode(), digest_size=8).digest() for piece, _ in pieces_of(text)] * with_hash
+    return n_ids, n_words, len(text.encode()), sum(map(int.from_bytes, hashes)) % 2**64, part.last
 
 
-def documents_of(units: list[Encoded]) -> np.ndarray:
-    """The `ROW` of each document of some units."""
-    rows_D4 = np.zeros((sum(len(unit.rows_N4) for unit in units), 4), "<u8")
-    document = 0
-    for unit in units:
-        rows_D4[document:document + len(unit.rows_N4)] += unit.rows_N4
-        document += len(unit.rows_N4) - unit.is_open
-    return rows_D4[:document]
+def documents_of(rows: list[np.ndarray]) -> np.ndarray:
+    """The ids, words, bytes and hash of each document, uint64 `[D, 4]`, from the rows of parts."""
+    rows_P5 = np.concatenate(rows)
+    firsts_D = np.flatnonzero(np.roll(rows_P5[:, 4], 1))  # after the end of a document, as the last part is one
+    return np.add.reduceat(rows_P5[:, :4], firsts_D)
 
 
-def encode_unit(unit: Unit, read: ReadSlice, tokenizer: Tokenizer, with_hashes: bool) -> Encoded:
+def encode_unit(unit: Unit, tokenizer: Tokenizer, with_hashes: bool) -> Encoded:
     """Tokenise a unit. Raises DataError for text that cannot be read or tokenised."""
-    encoded, parts = Encoded(np.empty(0), np.empty(0)), [np.empty(0, tokenizer.dtype)]
-    end = np.array([tokenizer.end_of_document], tokenizer.dtype)
-
-    def pieces() -> Iterator[tuple[str, int, bool]]:  # whose ids are kept in `parts`
-        for one in unit.slices:
-            for text, ids, last in _tokenised(one, read, tokenizer):
-                tokenizer.require_ordinary(ids, f"{one.path}: {text[:40]!r}")
-                if not tokenizer.is_lossless:
-                    encoded.n_lost += tokenizer.decode(ids.tolist()) != text
-                    encoded.n_unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
-                encoded.paths.add(one.path)
-                encoded.is_open = not last
-                parts.extend([ids, end] if last else [ids])
-                yield text, len(ids) + last, last
-
-    encoded.rows_N4 = rows_of(pieces(), with_hashes)
-    encoded.ids = np.concatenate(parts)
+    end, arrays, rows = np.array([tokenizer.end_of_document], tokenizer.dtype), [np.empty(0, tokenizer.dtype)], []
+    encoded = Encoded(unit.split, unit.n_bytes, end, end)
+    for part in unit:
+        text, ids = _tokenised(part, tokenizer)
+        tokenizer.require_ordinary(ids, f"{part.path}: {text[:40]!r}")
+        if not tokenizer.is_lossless:
+            encoded.n_lost += tokenizer.decode(ids.tolist()) != text
+            encoded.n_unknown += 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
+        encoded.paths.add(part.path)
+        arrays += [ids, end] if part.last else [ids]
+        rows.append(row_of(part, text, len(ids) + part.last, with_hashes))
+    encoded.ids, encoded.rows_P5 = np.concatenate(arrays), np.fromiter(rows, ROW)
     return encoded
 
 
-def _tokenised(one: Slice, read: ReadSlice, tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray, bool]]:
-    """The parts of a slice with their ids, and whether a document ends. Ids of a token file are
-    decoded, without special tokens at the ends of a document."""
-    if not is_token_file(one.path):
-        for text, last in tokenizer.parts_of(read(one.path, start=one.start, stop=one.stop)):
-            yield text, np.frombuffer(tokenizer.pack(text) if text else b"", tokenizer.dtype), last
-        return
-    for ids in read_token_file(one.path, one.start, one.stop):
-        if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-            raise DataError("a token outside the vocabulary", one.path, "name the tokenizer that made it")
-        own = np.flatnonzero(~np.isin(ids, tokenizer.special))
-        ids = ids[own[0]:own[-1] + 1] if len(own) else ids[:0]
-        yield tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype), True
+def _tokenised(part: Part, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
+    """The text of a part and its ids. Ids of a token file are decoded, without special tokens at
+    the ends of a document."""
+    if isinstance(part.content, str):
+        packed = tokenizer.pack(part.content) if part.content else b""
+        return part.content, np.frombuffer(packed, tokenizer.dtype)
+    ids = part.content
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        raise DataError("a token outside the vocabulary", part.path, "name the tokenizer that made it")
+    own = np.flatnonzero(~np.isin(ids, tokenizer.special))
+    ids = ids[own[0]:own[-1] + 1] if len(own) else ids[:0]
+    return tokenizer.decode(ids.tolist()), ids.astype(tokenizer.dtype)
 
 
-def cut_document(path: str, share: float, folder: Path, read: ReadSlice) -> list[Source]:
+def cut_document(path: str, share: float, folder: Path, read: Read) -> list[Source]:
     """Copy the only document into two files of a folder, for train and validation, cut before a
     line if one begins soon. Raises DataError for too little text."""
     n = sum(len(text) for text, _ in read(path))

@@ -76,7 +76,7 @@ def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, 
     text = "\ufeff" + SAMPLE.read_text(encoding="utf-8")[:20_000] + "é" * 6000 + " end"
     make(tmp_path, {"a.txt": text, "b.txt": " \n", "c.jsonl": ["", "second", " ", "third " * 900, ""],
                     "d.parquet": [f"row {i} " * (i % 7) for i in range(60)],
-                    "e.json.gz": ["fifth " * 500, "", "sixth"]})
+                    "e.json.gz": ["fifth " * 500, "", "sixth", "third " * 900]})
     paths = [tmp_path / "a.txt"] if name == "one" else sorted(tmp_path.glob("[a-e].*"))
     made = []
     for unit_bytes, block in ((1 << 23, 1 << 21), (700, 10)):
@@ -90,7 +90,7 @@ def test_the_result_does_not_depend_on_what_one_process_takes_at_once(tmp_path, 
         assert "".join(kept) == text[1:]
         return
     rows = [f"row {i} " * (i % 7) for i in range(60) if i % 7]
-    assert sorted(kept) == sorted([text[1:], "second", "third " * 900, *rows, "fifth " * 500, "sixth"])
+    assert sorted(kept) == sorted([text[1:], "second", "third " * 900, *rows, "fifth " * 500, "sixth", "third " * 900])
     assert sum(split.words for split in manifest.splits.values()) == sum(len(one.split()) for one in kept)
 
 
@@ -101,6 +101,12 @@ def test_an_error_of_a_process_is_that_of_one_process(tmp_path):
             prepare([tmp_path / name for name in ("a.txt", "b.jsonl", "c.txt")], tmp_path / "new" / "out",
                     tokenizer="bytes", jobs=jobs, unit_bytes=1000)
         assert not (tmp_path / "new").exists()
+    (tmp_path / "d.ds").write_bytes(b"\1\2" * 99)  # ids of no byte, which is seen after more is read
+    (tmp_path / "d.ds.index").write_bytes((99).to_bytes(8, "little"))
+    for jobs in (1, 2):
+        with pytest.raises(DataError, match=r"a token outside the vocabulary: .*d\.ds"):
+            prepare([tmp_path / "d.ds", tmp_path / "b.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=jobs,
+                    unit_bytes=20)
 
 
 def test_a_process_that_dies_is_a_resource_error(tmp_path, monkeypatch):
@@ -235,14 +241,14 @@ def test_prepared_again_is_left_alone_and_otherwise_is_refused(tmp_path):
 def test_a_file_may_grow_while_it_is_read(tmp_path, monkeypatch):
     """Such as a log: its document has an end, and the next one begins."""
     make(tmp_path, {"in/a.txt": "one two ", "in/b.txt": "three"})
-    plan = lineartime.data.prepare.units_of
+    hashed = lineartime.data.prepare.listed
 
     def grown(*given):
-        units = plan(*given)
+        files = hashed(*given)
         (tmp_path / "in/a.txt").write_text("one two more and more")
-        return units
+        return files
 
-    monkeypatch.setattr(lineartime.data.prepare, "units_of", grown)
+    monkeypatch.setattr(lineartime.data.prepare, "listed", grown)
     prepare([tmp_path / "in"], tmp_path / "out", tokenizer="bytes")
     assert documents_of(tmp_path / "out") == ["one two more and more", "three"]
 

@@ -19,9 +19,8 @@ from pyarrow import parquet
 
 from lineartime.base.errors import DataError, UsageError
 from lineartime.data.read_text import cut_pieces, read_pieces, read_small
-from lineartime.data.sources import Source, find_sources
+from lineartime.data.sources import find_sources
 from lineartime.data.tokenizer import train_tokenizer
-from lineartime.data.units import slices_of
 from text_files import make
 
 DOCUMENTS = ["One line.\r\nAnother\u2028line, naïve.\n", " ", "東京 \U0001f600 <|endoftext|>\n\n", "x" * 10]
@@ -73,29 +72,6 @@ def test_a_text_file_of_every_kind_is_one_document(tmp_path, name):
         assert documents(tmp_path / name) == [text]
     (tmp_path / name).write_bytes(b"")
     assert documents(tmp_path / name) == []
-
-
-@pytest.mark.parametrize("name", ["a.txt", "one word.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
-def test_the_ranges_of_a_file_hold_each_document_once(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("lineartime.data.read_text.cut_pieces.__defaults__", (40,))
-    if name == "a.parquet":
-        texts = [f"row {i} é " * (i % 9) for i in range(90)]
-        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name, row_group_size=7)
-    else:
-        lines = ["é 東京\n" * 9, " ", "x" * 90] * 9
-        book = "\ufeff" + ("One naïve 東京. \n" * 9 + "é" * 300) * 9
-        make(tmp_path, {name: {"a.txt": book, "one word.txt": "हि" * 300}.get(name, lines)})
-    path = tmp_path / name
-    source, whole, n_bytes = Source("train", name, str(path)), documents(path), path.stat().st_size
-    for size in (1, 7, 100, 1000):
-        slices = slices_of(source, size)
-        assert (len(slices) == 1) == (name.endswith(".gz") or size >= n_bytes * (4 if name == "a.parquet" else 1))
-        pieces = [piece for one in slices for piece in read_pieces(path, start=one.start, stop=one.stop)]
-        assert "".join(text + "\0" * last for text, last in pieces) == "".join(text + "\0" for text in whole)
-    if name == "a.txt":  # a range begins with the white space before a word
-        for one in slices_of(source, 100)[1:]:
-            first = itertools.islice(read_pieces(path, start=one.start, stop=one.stop), 1)
-            assert all(text[0].isspace() for text, _ in first)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.gz", "memory://small/a.zst", "-"])
@@ -257,7 +233,6 @@ def test_text_of_another_name_is_read_where_it_is_named(tmp_path):
     for name in ("a.py", "a.log.gz"):
         source, = find_sources([tmp_path / name])
         assert documents(tmp_path / name) == documents(tmp_path / "a.txt") and source.kind == ".txt"
-    assert len(slices_of(source, 10)) == 1  # a packed file is not read in parts
     for name in ("a.doc", "a.pdf"):
         with pytest.raises(UsageError, match="unknown kind of file"):
             find_sources([tmp_path / name])
