@@ -1,25 +1,29 @@
 """A run of language modelling, from its settings to its scores, its sample and its plot."""
 
+import logging
+import statistics
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from lineartime.base.errors import ResourceError
 from lineartime.base.files import read_bytes, write_atomically
-from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, launched
+from lineartime.base.ranks import TIMEOUT_S, Ranks, gather, gather_json, launched
+from lineartime.base.settings import require
 from lineartime.base.words import Progress
 from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from lineartime.data.tokens import Mixture, open_data, read_manifests, sha256_of, tokenizer_of
 from lineartime.folders import WEIGHTS, saved_run
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.evaluation import evaluate_data
-from lineartime.training.loop import SAVED, Callbacks, First, Setup, fit_once
-from lineartime.training.minutes import planned
+from lineartime.training.loop import SAVED, Callbacks, First, Loop, Setup, fit_once
 from lineartime.training.objectives import MaskedTokens, NextToken
 from lineartime.training.plot import PLOT_FILE, plot_run
 from lineartime.training.run import Run
@@ -32,6 +36,12 @@ from lineartime.weights.transfer import check_shapes
 from lineartime.weights.transformers_files import tokenizer_files
 
 SAMPLE_FILE = "sample.txt"
+PLANNED = ("steps", "warmup_steps", "eval_every", "save_every")
+MOST_LOOKS, MEASURED, LOOKED, LAST_S = 10, 0.05, 0.1, 5.0
+"""Of a run of so many minutes: most held-out scores, and checkpoints; the shares of its time in
+which its speed is measured and it is scored; and seconds for the sample and the picture."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,10 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     config: a run, or a flat table of settings, see `config_for_data`; with "minutes" in place of
     "steps" it makes as many steps as that time has room for. on_plan gets the run, with its steps,
-    before the first of them. device: by default cuda if
-    available. stop: requests a save and an end, see `StopSignal.listening`. on_step and
-    on_micro_batch: see `Callbacks`. progress counts the tokens of the final evaluation. Under
-    `torchrun` every rank calls `train` with the same arguments; one that is silent for
-    `rank_timeout` seconds is lost.
+    before the first of them. device: by default cuda if available. stop: requests a save and an
+    end, see `StopSignal.listening`. on_step and on_micro_batch: see `Callbacks`. progress counts
+    the tokens of the final evaluation. Under `torchrun` every rank calls `train` with the same
+    arguments; one that is silent for `rank_timeout` seconds is lost.
 
     Raises UsageError for wrong settings or another run in the folder, DataError for the data,
     CheckpointError for damage, NumericsError for a loss or gradient that is not finite,
@@ -76,27 +85,63 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     of_weights, first = weights_to_begin(settings)
     facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
              **of_weights}
+    if not isinstance(config, RunConfig) and "minutes" in config:
+        facts["minutes"] = config["minutes"]
 
     def begin(ranks: Ranks) -> Setup:
         kind = NextToken if settings.model.causal else MaskedTokens
         objective = kind(settings, open_data(data, "train"), open_data(data, "validation"), ranks)
         return Setup(new_model(settings), objective, tokenizer_files(tokenizer), first)
 
+    def plan(device: torch.device, ranks: Ranks) -> RunConfig:
+        nonlocal settings
+        if not isinstance(config, RunConfig) and "minutes" in config:
+            settings = planned(config, settings, begin, device, stop, ranks)
+        on_plan(settings)
+        return settings
+
     # The run itself. If it was complete before, nothing is trained or scored.
     score = partial(score_and_sample, stop=stop, progress=progress)
     callbacks = Callbacks(stop, on_step, on_micro_batch)
-    plan: AbstractContextManager[RunConfig] = nullcontext(settings)
-    if not isinstance(config, RunConfig) and "minutes" in config:
-        facts["minutes"] = config["minutes"]
-        plan = planned(config, begin, device, callbacks, rank_timeout)
-    with plan as settings:
-        on_plan(settings)
-        result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout)
+    result, already = fit_once(settings, facts, device, begin, score, callbacks, rank_timeout, plan)
     if launched().is_first and not (already and (out / PLOT_FILE).exists()):  # a kill may have come before the picture
         plot_run(out)
     path = out / SAMPLE_FILE
     sample = read_bytes(path).decode(errors="replace") if path.exists() else ""
     return TrainResult(out, settings, result, sample, already)
+
+
+def planned(settings: Mapping[str, Any], run: RunConfig, begin: Callable[[Ranks], Setup], device: torch.device,
+            stop: StopSignal, ranks: Ranks) -> RunConfig:
+    """The run of `settings`, which has "minutes", with its steps: those of the run that is saved in
+    its folder, or as many as there is time for by the speed of the first steps, of which rank 0
+    decides. Raises UsageError if the folder has another run, and as `fit` does."""
+    last, minutes, tokens = time.monotonic(), settings["minutes"], run.train.tokens_per_step
+    end, given = last + 60 * minutes, {name: value for name, value in settings.items() if name != "minutes"}
+    if there := saved_run(Path(run.out)):
+        require(there.get("minutes") == minutes, "another run is here", run.out,
+                f"minutes: {there.get('minutes')} -> {minutes}. Give another --out, or the same settings")
+        return config_for_data({name: there["train"][name] for name in PLANNED} | given)
+    logger.info(f"{minutes:g} minutes: the speed of the first steps is measured")
+    watch = stop.watch("before step 1", None, "", None, ranks)
+    no_trace: Any = SimpleNamespace(config=run, ranks=ranks, resume=lambda *_: 0, log=lambda record: None)
+    loop = Loop(no_trace, begin(ranks), device, Callbacks(on_micro_batch=lambda step, number: watch(step)))
+    seconds, last = list[float](), time.monotonic()
+    enough = last + MEASURED * (end - last)
+    while len(seconds) < 3 or (len(seconds) < 20 and gather_json(last < enough, ranks)[0]):
+        loop.step(len(seconds))
+        seconds.append(time.monotonic() - last)
+        last = time.monotonic()
+    scores = loop.setup.objective.evaluate(loop.model, watch)
+    look, step = time.monotonic() - last, statistics.median(seconds[1:])
+    looks = min(max(int(LOOKED * (end - last) / look), 1), MOST_LOOKS)
+    # The last score has all held-out tokens, or three times those of training: what is less.
+    left, per_token = end - time.monotonic() - looks * look - LAST_S, look / scores["n_tokens"]
+    n = max((left - scores["of_tokens"] * per_token) / step, left / (step + 3 * tokens * per_token), 1)
+    n, looks, step = gather_json([int(n), looks, step], ranks)[0]
+    logger.info(f"{minutes:g} minutes: {n:,} steps of {tokens:,} tokens at {1 / step:.3g} steps/s")
+    every = {"eval_every": max(n // looks, 1), "save_every": max(n // MOST_LOOKS, 1)}
+    return config_for_data({**every, **given, "steps": n})
 
 
 def weights_to_begin(config: RunConfig) -> tuple[dict[str, Any], First | None]:

@@ -185,28 +185,27 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def require_fitting_ranks(config: RunConfig) -> None:
-    ranks = in_rows(launched(), config.train.context_parallel)
-    require_fitting(config.rows_per_step // config.micro_batch_rows, config.train.shard, ranks)
-
-
 def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | str | None,
              begin: Callable[[Ranks], Setup], score: Callable[[Run, LanguageModel, Ranks], dict[str, Any]],
-             callbacks: Callbacks, rank_timeout: float) -> tuple[dict[str, Any], bool]:
+             callbacks: Callbacks, rank_timeout: float,
+             plan: Callable[[torch.device, Ranks], RunConfig] | None = None) -> tuple[dict[str, Any], bool]:
     """Run or resume `fit` in the run's folder, then write the result file. Returns its content, and
     whether it was complete before; if so, nothing is trained.
 
     All ranks of `torchrun` call it; rank 0 holds the lock and writes. facts: see `Run`. begin
-    returns what is trained; score the content of the result file but for "run". Raises as
-    `pick_device`, `connected`, `require_same`, `require_fitting`, `Run`, `lock` and `fit` do."""
+    returns what is trained; score the content of the result file but for "run"; plan the run to
+    train, by default `config`. Raises as `pick_device`, `connected`, `require_same`,
+    `require_fitting`, `Run`, `lock` and `fit` do."""
     out, stop = Path(config.out), callbacks.stop
     picked = pick_device(device, give_back=config.train.shard)
-    require_fitting_ranks(config)
+    n_micro_batches = config.rows_per_step // config.micro_batch_rows
+    require_fitting(n_micro_batches, config.train.shard, in_rows(launched(), config.train.context_parallel))
     met = partial(stop.check, "before the ranks met")
     with (connected(picked.type, rank_timeout, config.train.context_parallel, met) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         require_same({**to_dict(config.model), **to_dict(config.train), "out": config.out, **facts,
                       "torch": torch.__version__}, ranks)
+        config = config if plan is None else plan(picked, ranks)
         run = Run(out, config, facts, ranks)
         found = read_result(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
         complete = gather_json(found, ranks)[0]

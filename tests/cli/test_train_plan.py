@@ -18,7 +18,7 @@ from lineartime.cli.terminal import Terminal
 from lineartime.config import PRESETS, TASKS, TrainConfig, model_config, to_dict
 from lineartime.data.tokens import read_manifest
 from lineartime.folders import model_folder, read_metrics
-from lineartime.training import minutes
+from lineartime.training import language
 from lineartime.training.language import TrainResult
 from lineartime.training.run_config import config_for_data, run_config
 from lineartime.training.runtime import StopSignal
@@ -170,7 +170,7 @@ def test_the_plan_comes_first_and_changes_nothing(data: Path, tmp_path: Path, ca
 def test_minutes_become_steps_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                    caplog: pytest.LogCaptureFixture) -> None:
     """Stopped and begun again, the run ends as one that was given its steps by hand."""
-    monkeypatch.setattr(minutes, "LAST_S", 0.0)
+    monkeypatch.setattr(language, "LAST_S", 0.0)
     given = {name: value for name, value in SETTINGS.items() if name not in ("steps", "eval_every", "save_every")}
     given |= {"model": "flash", "data": data, "out": tmp_path / "run", "minutes": 0.02}
     stop, plans = StopSignal(), []
