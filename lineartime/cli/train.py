@@ -21,15 +21,8 @@ from lineartime.cli.terminal import Terminal, results_are_files, say, say_stoppi
 from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, model_config, source_of
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.tasks.qa.finetune_config import FineTuning
-from lineartime.training.run_config import (
-    DEFAULT_SIZE,
-    SIZES,
-    RunConfig,
-    config_for_data,
-    parse_setting,
-    read_source,
-    run_config,
-)
+from lineartime.training import run_config
+from lineartime.training.run_config import DEFAULT_SIZE, SIZES, RunConfig, config_for_data, parse_setting
 
 if TYPE_CHECKING:
     from lineartime.data.tokens import Manifest
@@ -69,7 +62,7 @@ def say_prepared(manifest: "Manifest", settings: PrepareSettings) -> None:
     named = task or ("c4" if mlm else None)
     how = (f"--task {named} " if named else "") + ("--set causal=false " if mlm and named != "c4" else "")
     with suppress(LineartimeError):  # a tokenizer that is not a model's
-        if settings.tokenizer not in ("train", "bytes") and read_source(settings.tokenizer):
+        if settings.tokenizer not in ("train", "bytes") and run_config.read_source(settings.tokenizer):
             begun, how = f"--from {quote(settings.tokenizer)} ", ""
     say(f"next        lineartime train {begun}{how}--data {quote(out)} --out RUN")
 
@@ -257,7 +250,7 @@ def numbers_of(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b") -> None:
     """List every field that --set takes. Of each: its value for a model, what values it takes, what
     it is, and the paper's table that has it."""
-    run = run_config({"model": model, "size": size, "task": task, "data": "-", "out": "-"})
+    run = run_config.run_config({"model": model, "size": size, "task": task, "data": "-", "out": "-"})
     for title, made in (("The model", run.model), ("Training", run.train)):
         say(f"{title}: {model}, {task}, size {size}\n")
         hints = typing.get_type_hints(type(made), include_extras=True)

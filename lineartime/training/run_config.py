@@ -191,11 +191,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name = name.strip()
     require(name not in config.REMOVED, "a setting that is gone", name, config.REMOVED.get(name, ("", ""))[1])
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-    if name in RUN_FIELDS and name != "minutes":
-        return name, value.strip()
-    hints = typing.get_type_hints(ModelConfig if name in MODEL_FIELDS else TrainConfig)
-    kind = float if name == "minutes" else hints[name]
-    return name, parse_field(name, value.strip(), kind)
+    kinds = {"minutes": float, **typing.get_type_hints(ModelConfig), **typing.get_type_hints(TrainConfig)}
+    return name, parse_field(name, value.strip(), kinds[name]) if name in kinds else value.strip()
 
 
 # What data, weights and the run in the folder give to a run
@@ -210,7 +207,8 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
     Raises UsageError for a vocabulary smaller than the data's, for data of several tokenizers or
     not the weights', and for data without [MASK] if the model is not causal; and as `run_config`,
     `read_source` and `read_manifest` do."""
-    from lineartime.data.tokens import read_manifests, require_mask  # the command line starts without numpy
+    from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
+    from lineartime.data.tokens import read_manifests, require_mask, tokenizer_of  # the command starts without numpy
 
     paths_as_text = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     given = {"size": DEFAULT_SIZE, **paths_as_text}
@@ -227,7 +225,11 @@ def config_for_data(settings: Mapping[str, Any]) -> RunConfig:
         given = {"vocab_size": manifest.vocab_size, "end_of_document": manifest.end_of_document, **given}
     else:
         if not has_begun:
-            require_same_tokens(given["from"], given["data"])
+            weights, data = given["from"], given["data"]
+            old, new = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE), tokenizer_of(data)
+            require(same_tokens(old, new), "the weights and the data have different tokenizers",
+                    f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
+                    f"prepare the data with --tokenizer {weights}")
         vocab_size = max(source.vocab_size, manifest.vocab_size)
         require(given.get("vocab_size", vocab_size) == vocab_size, "the vocabulary is that of the weights and the data",
                 f"vocab_size = {given.get('vocab_size')}, not {vocab_size}", "leave it out")
@@ -246,13 +248,3 @@ def read_source(name: str) -> ModelConfig:
     model, kind = read_config(weights_folder(name))
     require(kind != QUESTION_ANSWERING, "this model answers questions", name, "begin with a language model")
     return model
-
-
-def require_same_tokens(weights: str, data: str) -> None:
-    from lineartime.data.tokenizer import TOKENIZER_FILE, load_tokenizer, same_tokens
-    from lineartime.data.tokens import tokenizer_of
-
-    old, new = load_tokenizer(weights_folder(weights) / TOKENIZER_FILE), tokenizer_of(data)
-    require(same_tokens(old, new), "the weights and the data have different tokenizers",
-            f"{old.sha256[:12]} of {weights} and {new.sha256[:12]} of {data}",
-            f"prepare the data with --tokenizer {weights}")
