@@ -3,6 +3,7 @@
     python -m benchmarks.context_use RUN --data DATA --contexts 512,1024,2048 --out FILE.json"""
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -20,7 +21,7 @@ from lineartime.cli.terminal import exit_code
 from lineartime.data.tokens import TokenStream
 from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
-from lineartime.training.evaluation import batches, load_with_split, scored
+from lineartime.training.evaluation import load_with_split, losses_of
 from lineartime.training.runtime import pick_device
 
 TOKENS_AT_ONCE = 1 << 15  # rows are scored together up to this many tokens
@@ -83,12 +84,12 @@ def score_document(model: LanguageModel, ids: np.ndarray, context: int, first: i
     # A row reads from `start`; its targets [begin, stop), at most half of the context, are scored.
     half, n_tokens = context // 2, len(ids) - 1
     rows = [(begin + half - context, begin, min(begin + half, n_tokens)) for begin in range(first, n_tokens, half)]
-    batches_of_rows = list(batches(rows, lambda row: row[2] - row[0], lambda length: max(TOKENS_AT_ONCE // length, 1)))
-    stacked = ([np.stack([ids[start : stop + 1] for start, _, stop in batch])] for batch in batches_of_rows)
-    nll = 0.0
-    for batch, (_, losses_BT) in zip(batches_of_rows, scored(model, stacked, precision), strict=True):
-        for (start, begin, _), losses_T in zip(batch, losses_BT, strict=True):
-            nll += float(losses_T[begin - start :].sum())
+    nll, most = 0.0, max(TOKENS_AT_ONCE // context, 1)
+    for _, alike in itertools.groupby(rows, key=lambda row: row[2] - row[0]):  # the last row may be shorter
+        while batch := list(itertools.islice(alike, most)):
+            stacked = np.stack([ids[start : stop + 1] for start, _, stop in batch])
+            for (start, begin, _), losses_T in zip(batch, losses_of(model, [stacked], precision), strict=True):
+                nll += float(losses_T[begin - start :].sum())
     return nll
 
 

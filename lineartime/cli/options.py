@@ -82,7 +82,8 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
         for parameter in parameters:
             values = {option.name: given[option.name] for option in options[parameter.name]}
             for option in options[parameter.name]:
-                require_whole(option, given[option.name])
+                require(not isinstance(value := given[option.name], int) or -2**63 <= value < 2**63, "wrong value",
+                        f"{spelled(option)} = {value}", "the number is too large")  # many libraries take 64 bits
                 if (kind := option.annotation.__origin__) in FORMS:
                     values[option.name] = FORMS[kind][1](values[option.name])
             takes_many = dataclasses.is_dataclass(parameter.annotation)
@@ -93,12 +94,6 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [typer_parameter(option) for name in options for option in options[name]])
     return call
-
-
-def require_whole(option: Parameter, value: Any) -> None:
-    """Raise UsageError for a whole number of more than 64 bits: many libraries take none."""
-    require(not isinstance(value, int) or -2**63 <= value < 2**63, "wrong value", f"{spelled(option)} = {value}",
-            "the number is too large")
 
 
 def options_of(parameter: Parameter) -> list[Parameter]:

@@ -118,14 +118,13 @@ class Terminal(AbstractContextManager["Terminal"]):
                             get_time=time.time, speed_estimate_period=600)
         self.what, self.words, self.held_out, self.last_line = "", "", "", time.time()
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         self.bar.stop()
         for number in self.bar.task_ids:
             self.bar.remove_task(number)
         self.what = ""
+
+    __exit__ = close
 
     def count(self, what: str, done: float, total: int | None, words: str = "") -> None:
         """Show how much of some work is done, of `total` if known, in place of other work."""

@@ -36,18 +36,6 @@ def prepare(settings: PrepareSettings) -> None:
 
     with Terminal() as terminal:
         manifest = prepare_text(settings, progress=terminal.count)
-    say_prepared(manifest, settings)
-
-
-def say_counts(manifest: "Manifest") -> None:
-    """Print a line of counts for each split of prepared text."""
-    for name, split in manifest.splits.items():
-        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  "
-            f"{split.words:>12,} words  {split.bytes:>13,} bytes")
-
-
-def say_prepared(manifest: "Manifest", settings: PrepareSettings) -> None:
-    """Print the counts and notes of prepared text, and what comes next."""
     out, begun = settings.out, "flash "
     if manifest.already_prepared:
         say(f"already prepared: {out} holds this text with these settings; nothing to do.")
@@ -65,6 +53,13 @@ def say_prepared(manifest: "Manifest", settings: PrepareSettings) -> None:
         if settings.tokenizer not in ("train", "bytes") and run_config.read_source(settings.tokenizer):
             begun, how = f"--from {quote(settings.tokenizer)} ", ""
     say(f"next        lineartime train {begun}{how}--data {quote(out)} --out RUN")
+
+
+def say_counts(manifest: "Manifest") -> None:
+    """Print a line of counts for each split of prepared text."""
+    for name, split in manifest.splits.items():
+        say(f"{name:<11} {split.documents:>7,} documents  {split.tokens:>12,} tokens  "
+            f"{split.words:>12,} words  {split.bytes:>13,} bytes")
 
 
 @dataclass(frozen=True)
@@ -281,7 +276,14 @@ def info(
         raise UsageError("a setting is given twice", f"{name} and --set {name}", "give it once")
     require(task == "wiki40b" or not is_folder, "--task takes the name of a model", model, "leave out --task")
     if is_data:
-        say_data(model, verify)
+        from lineartime.data.tokens import read_manifest, verify_data
+
+        manifest = verify_data(model) if verify else read_manifest(model)
+        say_counts(manifest)
+        size = sum(file["bytes"] for file in manifest.files.values())
+        say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
+        say(f"manifest    SHA-256 {manifest.sha256}")
+        say(f"files       {len(manifest.files):,}, {size:,} bytes, {'verified by SHA-256' if verify else 'not read'}")
         return
     if is_folder:
         made, title = replace_fields(folders.read_config(folders.weights_folder(model))[0], settings), model
@@ -292,15 +294,3 @@ def info(
     from lineartime.use.info import print_description
 
     print_description(made, title)
-
-
-def say_data(folder: str, verify: bool) -> None:
-    """Print what prepared data hold. verify: read all files and compare their SHA-256."""
-    from lineartime.data.tokens import read_manifest, verify_data
-
-    manifest = verify_data(folder) if verify else read_manifest(folder)
-    say_counts(manifest)
-    size = sum(file["bytes"] for file in manifest.files.values())
-    say(f"tokenizer   {manifest.vocab_size:,} tokens, SHA-256 {manifest.tokenizer['sha256']}")
-    say(f"manifest    SHA-256 {manifest.sha256}")
-    say(f"files       {len(manifest.files):,}, {size:,} bytes, " + ("verified by SHA-256" if verify else "not read"))

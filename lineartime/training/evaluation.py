@@ -102,7 +102,14 @@ def evaluate(model: LanguageModel, stream: TokenStream, *, context: int | None =
     is too long, another precision, and data with more tokens than the model or without its [MASK];
     NumericsError for a loss that is not finite."""
     require_name("precision", precision, PRECISIONS)
-    context, batch_rows = rows_at_once(model, stream, context, batch_rows)
+    context = model.config.context if context is None else context
+    require(1 <= context <= MOST_CONTEXT and (batch_rows is None or batch_rows >= 1), "wrong value",
+            f"batch_rows = {batch_rows}, context = {context}",
+            f"they take whole numbers from 1, a context up to {MOST_CONTEXT:,}")
+    model.check_length(context)
+    require(stream.vocab_size <= model.config.vocab_size, "the data have more tokens than the model",
+            f"{stream.vocab_size:,} and {model.config.vocab_size:,}", "prepare them with the model's --tokenizer")
+    batch_rows = min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
     causal, n_read = model.config.causal, 0
     starts = row_starts(stream.n_tokens if causal else len(stream), context, max_tokens, spread)
     nll_T, count_T = np.zeros(context), np.zeros(context, dtype=np.int64)
@@ -169,41 +176,23 @@ def mixed(evaluations: Sequence[Evaluation], weights: Sequence[int]) -> Evaluati
                       n_read, ", ".join(sorted({each.word_count for each in evaluations})))
 
 
-def rows_at_once(model: LanguageModel, stream: TokenStream, context: int | None,
-                 batch_rows: int | None) -> tuple[int, int]:
-    """`evaluate`'s tokens in a row and rows scored at once. Raises UsageError as it does."""
-    context = model.config.context if context is None else context
-    require(1 <= context <= MOST_CONTEXT and (batch_rows is None or batch_rows >= 1), "wrong value",
-            f"batch_rows = {batch_rows}, context = {context}",
-            f"they take whole numbers from 1, a context up to {MOST_CONTEXT:,}")
-    model.check_length(context)
-    require(stream.vocab_size <= model.config.vocab_size, "the data have more tokens than the model",
-            f"{stream.vocab_size:,} and {model.config.vocab_size:,}", "prepare them with the model's --tokenizer")
-    return context, min(batch_rows or min(8, max(1, 65_536 // context)), len(stream))  # a row has a token at least
-
-
 def stacked_rows(model: LanguageModel, stream: TokenStream, context: int, batch_rows: int,
                  starts: Iterable[int]) -> Iterator[list[np.ndarray]]:
     """`batch_rows` rows at once, or their inputs and targets; a shorter last row is alone."""
     rows: Iterable[tuple[np.ndarray, ...]] = masked_rows(stream, context, starts)
     if model.config.causal:
         rows = ((row,) for row in eval_rows(stream, context, starts))
-    for batch in batches(rows, lambda row: len(row[0]), lambda _: batch_rows):
-        yield [np.stack(part) for part in zip(*batch, strict=True)]
-
-
-def batches(rows: Iterable[Any], length: Callable[[Any], int], n_most: Callable[[int], int]) -> Iterator[list[Any]]:
-    """Consecutive rows of equal `length`, at most `n_most(length)` together; the order is kept."""
-    for n, group in itertools.groupby(rows, key=length):
-        while batch := list(itertools.islice(group, n_most(n))):
-            yield batch
+    for _, alike in itertools.groupby(rows, key=lambda row: len(row[0])):
+        while batch := list(itertools.islice(alike, batch_rows)):
+            yield [np.stack(part) for part in zip(*batch, strict=True)]
 
 
 def scored(model: LanguageModel, stacked: Iterable[list[np.ndarray]], precision: str,
            ranks: Ranks = ALONE) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Each batch with its losses (see `losses_of`), in order, on every rank. Rank r of W computes
     every W-th batch, or at the end another's: the ranks of a sharded model compute together."""
-    for group in batches(stacked, lambda _: 0, lambda _: ranks.size):
+    left = iter(stacked)
+    while group := list(itertools.islice(left, ranks.size)):
         own = losses_of(model, group[ranks.rank % len(group)], precision)
         for batch, flat in zip(group, gather_rows(torch.from_numpy(own).view(-1), ranks), strict=False):
             shape = batch[0][:, 1:].shape if model.config.causal else (-1,)

@@ -49,8 +49,10 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         if division.reduce_scatter is not None:
             division.reduce_scatter.share = share
         clear_gradients(parameters)
-        loss = add_gradient(model, objective, micro_batch, count, config.precision, division.ranks.in_row)
-        losses.append(share * loss)
+        with torch.autocast(micro_batch[0].device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = objective.losses(model, *micro_batch, ranks=division.ranks.in_row).sum() / max(count, 1)
+        loss.backward()
+        losses.append(share * loss.detach())
         gradient = division.row_gradient()
         # By its own norm and before it is averaged: one bad micro-batch takes no other's share.
         if clips_each:
@@ -73,15 +75,6 @@ def compute_gradient(model: nn.Module, objective: Objective, batch: Sequence[Ten
         if not math.isfinite(value):
             raise NumericsError(f"the {name} is not finite", f"{name} = {value}")
     return found["loss"], found["gradient norm"]
-
-
-def add_gradient(model: nn.Module, objective: Objective, micro_batch: Sequence[Tensor], count: int, precision: str,
-                 ranks: Ranks) -> Tensor:
-    """Add the gradient of a micro-batch's mean loss to `.grad`; returns this rank's loss."""
-    with torch.autocast(micro_batch[0].device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        loss = objective.losses(model, *micro_batch, ranks=ranks).sum() / max(count, 1)
-    loss.backward()
-    return loss.detach()
 
 
 def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,12 +111,22 @@ class Loop:
             group["lr"] = rate
         for group in self.muon.param_groups:
             group["lr"] = rate * (config.muon_learning_rate or config.learning_rate) / config.learning_rate
-        with self.errors_explained(step):
+        try:
             loss, norm = compute_gradient(self.model, self.setup.objective, batch, self.run.config.micro_batch_rows,
                                           config, division=self.division, between=partial(self.begin_micro_batch, step))
             self.optimizer.step()
             self.muon.update()
             self.division.share_updates()
+        except NumericsError as e:
+            raise NumericsError(e.what, f"step {step + 1}", self.advice()) from None
+        except (RuntimeError, MemoryError) as e:
+            if config.compile and type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise ResourceError("torch.compile failed", str(e).split("\n\n")[0], "set compile = false") from e
+            if not out_of_memory(e):
+                raise
+            where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {self.run.config.model.context}"
+            todo = "lower micro_batch_tokens or context, or switch activation_checkpointing on"
+            raise ResourceError("out of memory", where, todo) from e
         clock = {"time": time.time(), "tokens_per_s": config.tokens_per_step / (time.perf_counter() - started),
                  "cpu_s": sum(gather(torch.tensor(time.process_time() - cpu_started), self.ranks).tolist())}
         self.log({"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm,
@@ -160,23 +170,6 @@ class Loop:
         """What to do about wrong numbers."""
         kept = f"the checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
         return f"{kept}; try a lower learning_rate (now {self.config.learning_rate:g})"
-
-    @contextmanager
-    def errors_explained(self, step: int) -> Iterator[None]:
-        """Say what a user can do about an error of an update."""
-        config = self.config
-        try:
-            yield
-        except NumericsError as e:
-            raise NumericsError(e.what, f"step {step + 1}", self.advice()) from None
-        except (RuntimeError, MemoryError) as e:
-            if config.compile and type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise ResourceError("torch.compile failed", str(e).split("\n\n")[0], "set compile = false") from e
-            if not out_of_memory(e):
-                raise
-            where = f"micro_batch_tokens = {config.micro_batch_tokens}, context = {self.run.config.model.context}"
-            todo = "lower micro_batch_tokens or context, or switch activation_checkpointing on"
-            raise ResourceError("out of memory", where, todo) from e
 
 
 def out_of_memory(error: Exception) -> bool:
