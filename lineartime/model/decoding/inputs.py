@@ -140,10 +140,9 @@ class Cut:
         # Where each token is when the second part follows the first.
         joined_BN = torch.where(index_N < first_B1, index_N, index_N + n_first - first_B1)
         self.joined_BN = joined_BN.clamp(max=n_first + n_others - 1)
-        # The second part begins in the document of the first part's last token.
+        # The second part begins in the document of the first part's last token, if it has one.
         first_B, (begins_BN, others_begin_BN) = first_B1[:, 0], self.split(inputs.begins_BN)
-        last_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]
-        start_B = torch.where(first_B > 0, last_B, inputs.start_B)
+        start_B = inputs.start_BN.gather(1, (first_B1 - 1).clamp(min=0))[:, 0]
         self.inputs = (DecodeInputs(inputs.seq_lens_B, inputs.start_B, first_B, begins_BN),
                        DecodeInputs(inputs.seq_lens_B + first_B, start_B, inputs.n_new_B - first_B, others_begin_BN))
 

@@ -74,8 +74,7 @@ class DecodingState:
 
     def starts_B(self, inputs: DecodeInputs) -> Tensor:
         """`start_B` after the tokens of `inputs`."""
-        start_B = inputs.start_BN.amax(1) + self.seq_lens_B - inputs.seq_lens_B
-        return torch.where(inputs.n_new_B > 0, start_B, self.start_B)
+        return inputs.start_BN.amax(1) + self.seq_lens_B - inputs.seq_lens_B
 
     @property
     def n_bytes(self) -> int:
