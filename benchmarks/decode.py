@@ -14,7 +14,7 @@ from benchmarks.peers import PACKAGES, Peer
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig, to_dict
 from lineartime.model.attention.combiner import RowCache
-from lineartime.model.decoding.cache import ChunkState, KeyValueCache, larger
+from lineartime.model.decoding.cache import ChunkState, KeyValueCache
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.runtime import peak_bytes
@@ -147,8 +147,6 @@ def filled_state(model: LanguageModel, n_tokens: int, batch_size: int, room: int
             cache.n_open_B.fill_(n_tokens % c)
         for name, tensor in cache.tensors().items():
             if name in cache.growing:
-                tensor = larger(tensor, kept)
-                setattr(cache, name, tensor)
                 tensor = tensor[:, :kept]
             if tensor.is_floating_point():
                 tensor.uniform_(1 / 16, 3 / 16)

@@ -39,7 +39,12 @@ class Cache:
     def reserve(self, length: int) -> None:
         """Make the tensors that grow at least so long."""
         for name in self.growing:
-            setattr(self, name, larger(getattr(self, name), length))
+            x_BL = getattr(self, name)
+            if length > x_BL.shape[1]:
+                with torch.inference_mode(False):  # what is made in that mode can be written only in it
+                    made_BL = x_BL.new_zeros(x_BL.shape[0], length, *x_BL.shape[2:])
+                made_BL[:, : x_BL.shape[1]] = x_BL
+                setattr(self, name, made_BL)
 
     def closing(self) -> list[str]:
         """Names of the tensors that change when a chunk is full."""
@@ -162,13 +167,3 @@ class KeyValueCache(Cache):
             at, k_BN, v_BN = (valid[0], inputs.position_BN[valid]), k_BN[valid], v_BN[valid]
         self.k_BL[at], self.v_BL[at] = k_BN, v_BN
         return self.k_BL[:, : inputs.longest], self.v_BL[:, : inputs.longest]
-
-
-def larger(x_BL: Tensor, length: int) -> Tensor:
-    """`x_BL` padded with zeros to at least `length`."""
-    if length <= x_BL.shape[1]:
-        return x_BL
-    with torch.inference_mode(False):  # what is made in that mode can be written only in it
-        made_BL = x_BL.new_zeros(x_BL.shape[0], length, *x_BL.shape[2:])
-    made_BL[:, : x_BL.shape[1]] = x_BL
-    return made_BL
