@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
             ids_BT, laid = self.part_of_rows(ids_BT, laid, ranks)
         info = sequence_info(self.config, laid.position_BL, wide_dtype(self.embed.weight), laid.segment_ids_BL, ranks)
         embeds_BLD = self.embed(laid.take(ids_BT)) if embeds_BTD is None else laid.take(embeds_BTD)
-        x_BLD = self.run_layers(self.residual(embeds_BLD, laid.position_BL), info, collected=collected)
+        x_BLD = self.run_layers(embeds_BLD, laid.position_BL, info, collected=collected)
         if collected is not None:
             collected[:] = map(laid.give_back, collected)
         return self.normed(laid.give_back(x_BLD))
@@ -98,21 +98,19 @@ class LanguageModel(nn.Module):
         before_B1, own_BT = segment_ids_BT[:, max(own.start - 1, 0), None], segment_ids_BT[:, own]
         return ids_BT[:, own], Layout(laid.position_BL[:, own], torch.where(own_BT >= 0, own_BT - before_B1, -1))
 
-    def residual(self, embeds_BTD: Tensor, position_BT: Tensor) -> Tensor:
-        """What the first layer takes; for float16 float32, as layers add up more than 65,504."""
-        return float16_as_float32(embeds_BTD) + self.abs_pos(position_BT)
-
     def normed(self, x_BTD: Tensor) -> Tensor:
         """The norm behind the layers."""
         weight, bias = norm_parameters(self.norm)
         return add_norm(x_BTD, None, weight, bias)[1] if weight.dtype == torch.float16 else self.norm(x_BTD)
 
-    def run_layers(self, x_BTD: Tensor, info: SequenceInfo, inputs: DecodeInputs | None = None,
-                   caches: Sequence[Cache] = (), collected: list[Tensor] | None = None) -> Tensor:
+    def run_layers(self, embeds_BTD: Tensor, position_BT: Tensor, info: SequenceInfo,
+                   inputs: DecodeInputs | None = None, caches: Sequence[Cache] = (),
+                   collected: list[Tensor] | None = None) -> Tensor:
         """All layers, without the norm after them: `[B, T, D]`. inputs: of the next tokens of rows;
         then each layer that attends has a cache. collected: see `hidden`."""
-        delta_BTD: Tensor | None = None
-        remaining = iter(caches)
+        # For float16 float32, as layers add up more than 65,504.
+        x_BTD = float16_as_float32(embeds_BTD) + self.abs_pos(position_BT)
+        delta_BTD, remaining = None, iter(caches)
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
@@ -238,8 +236,7 @@ class LanguageModel(nn.Module):
         if self.config.max_len is not None:  # padding may count past the table's end; nobody reads what it gets
             position_BN = position_BN.clamp(max=self.config.max_len - 1)
         info = sequence_info(self.config, position_BN, wide_dtype(self.embed.weight))
-        x_BND = self.residual(embeds_BND, position_BN)
-        return self.normed(self.run_layers(x_BND, info, inputs, caches, collected))
+        return self.normed(self.run_layers(embeds_BND, position_BN, info, inputs, caches, collected))
 
 
 @torch.no_grad()

@@ -157,13 +157,10 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Document boundaries in the flattened rows, `[0, ..., B T]`: a run of padding counts as a
-    document, and rows without a token are one."""
-    if segment_ids_BT.numel() == 0:
-        return [0, 0]
+    """Document boundaries in the flattened rows, `[0, ..., B T]`. A run of padding is one too."""
     # A document begins at the first token of a row and wherever the id changes.
     starts_BT = segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
-    return [*starts_BT.flatten().nonzero().flatten().tolist(), segment_ids_BT.numel()]
+    return [*(starts_BT.flatten().nonzero().flatten().tolist() or [0]), segment_ids_BT.numel()]
 
 
 def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:
@@ -255,12 +252,8 @@ class ResidualLayer(nn.Module):
 
     def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
         """x + delta, and this layer's branch, which is the next delta: both `[B, T, D]`."""
-        x_BTD, normed_BTD = self.add_norm(x_BTD, delta_BTD)
+        x_BTD, normed_BTD = add_norm(x_BTD, delta_BTD, *norm_parameters(self.norm))
         return x_BTD, self.branch(normed_BTD, info)
-
-    def add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + delta, and the norm of the sum: `[..., D]`."""
-        return add_norm(x, delta, *norm_parameters(self.norm))
 
     def project_out(self, out: Tensor) -> Tensor:
         """W_o of what attention or a feed-forward gives: `[..., D]`, in float32 where the matmul is
@@ -276,7 +269,7 @@ class ResidualLayer(nn.Module):
                cache: Cache) -> tuple[Tensor, Tensor]:
         """`add` for the next N tokens of rows whose past is in `cache`, which is updated. Equal to
         `add` of the whole rows. For causal models."""
-        x_BND, normed_BND = self.add_norm(x_BND, delta_BND)
+        x_BND, normed_BND = add_norm(x_BND, delta_BND, *norm_parameters(self.norm))
         return x_BND, self.branch_next(normed_BND, info, inputs, cache)
 
     @property
