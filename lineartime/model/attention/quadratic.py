@@ -12,8 +12,8 @@ from lineartime.config import ModelConfig
 from lineartime.model.decoding.cache import Cache, KeyValueCache
 from lineartime.model.decoding.extend import extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.gau_options import ablated_attention
 from lineartime.model.layers import RelPosBias, SequenceInfo, by_document, fold_heads, rotate_heads, unfold_heads
-from lineartime.ops.reference import quadratic_attention
 
 
 @dataclasses.dataclass
@@ -83,12 +83,10 @@ class ReluSquared:
     rel_pos_bias: RelPosBias
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        config, h, ids_BT = self.config, self.config.n_heads, info.segment_ids_BT
-        q, k, v = (x_BTK[:, None] for x_BTK in self.fold(q_BTHK, k_BTHK, v_BTHK, info))
-        ids_BGC = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)[:, None]
-        out = quadratic_attention(q, k, v, self.rel_pos_bias(q.shape[2]), scale_len=config.scale_len,
-                                  causal=config.causal, segment_ids_BGC=ids_BGC)
-        return unfold_heads(out[:, 0], h)
+        h, ids_BT = self.config.n_heads, info.segment_ids_BT
+        *qk, v_BTK = self.fold(q_BTHK, k_BTHK, v_BTHK, info)
+        ids_BT = None if ids_BT is None else ids_BT.repeat_interleave(h, 0)
+        return unfold_heads(ablated_attention(self.config, qk, v_BTK, self.rel_pos_bias, ids_BT), h)
 
     def fold(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, ...]:
         """q and k after RoPE, and v: `[B H, T, K]` each."""
