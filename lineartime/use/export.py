@@ -23,7 +23,7 @@ from lineartime.training.evaluation import Evaluation, evaluate_data
 from lineartime.training.run_config import nearest_preset
 from lineartime.training.runtime import StopSignal
 from lineartime.use.info import describe
-from lineartime.weights.checkpoint import MANIFEST, manifest_of, write_file
+from lineartime.weights.checkpoint import FORMAT, MANIFEST, manifest_of, write_file
 from lineartime.weights.generation.generate import generate
 from lineartime.weights.load import is_exported, load_model
 from lineartime.weights.transformers_files import AUTO_MAP, CODE, CODE_FILE, tokenizer_files
@@ -94,7 +94,7 @@ def write_folder(out: Name, model: LanguageModel, tokenizer: Tokenizer, card: st
     with system_errors(out), (uploaded(out) if is_address(out) else new_folder(Path(out))) as aside:
         entries = {name: write_file(aside / name, text.encode()) for name, text in texts.items()}
         entries[WEIGHTS_FILE] = write_file(aside / WEIGHTS_FILE, weights)
-        write_file(aside / MANIFEST, manifest_of(entries))
+        write_file(aside / MANIFEST, manifest_of({"format": FORMAT, "files": entries}))
         write_file(aside / "README.md", card.encode())
     return int(entries[WEIGHTS_FILE]["bytes"])
 

@@ -113,7 +113,7 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
         own = {name: write_file(folder / name, contents[name]) for name in sorted(contents)}
         entries = dict(sorted((name, entry) for each in gather_json(own, ranks) for name, entry in each.items()))
         if ranks.is_first:
-            write_file(folder / MANIFEST, _manifest({**facts, "files": entries}))
+            write_file(folder / MANIFEST, manifest_of({**facts, "files": entries}))
             # All of it is on the disk before it gets its name: no power loss leaves half under it.
             fsync(folder)
             if os.path.lexists(target):  # it is damaged
@@ -255,17 +255,15 @@ def open_tensors(path: Path) -> safetensors.safe_open:
 
 def _index(folder: Path, stem: str) -> dict[str, Any]:
     """The shape and the parts of each tensor, from the index file; in one file each is one part."""
-    path, index = folder / index_name(stem), {}
+    path, name = folder / index_name(stem), f"{stem}{TENSORS}"
     if path.exists():
         with damaged(path):
-            return {name: {"shape": [*map(int, entry["shape"])],
+            return {each: {"shape": [*map(int, entry["shape"])],
                            "parts": [(str(file), int(start), int(stop)) for file, start, stop in entry["parts"]]}
-                    for name, entry in read_json(path).items()}
-    with open_tensors(folder / f"{stem}{TENSORS}") as file:
-        for name in file.keys():
-            shape = file.get_slice(name).get_shape()
-            index[name] = {"shape": shape, "parts": [[f"{stem}{TENSORS}", 0, math.prod(shape)]]}
-    return index
+                    for each, entry in read_json(path).items()}
+    with open_tensors(folder / name) as file:
+        shapes = {each: file.get_slice(each).get_shape() for each in file.keys()}
+    return {each: {"shape": shape, "parts": [(name, 0, math.prod(shape))]} for each, shape in shapes.items()}
 
 
 def check_tensors(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
@@ -298,13 +296,8 @@ def first_five(wrong: list[str]) -> str:
 # Manifests
 
 
-def manifest_of(entries: Mapping[str, Any]) -> bytes:
-    """The manifest of a folder for sharing, from the entries of its files by name."""
-    return _manifest({"format": FORMAT, "files": entries})
-
-
-def _manifest(content: dict[str, Any]) -> bytes:
-    """The manifest's bytes in every version: the content, then the SHA-256 of its JSON."""
+def manifest_of(content: dict[str, Any]) -> bytes:
+    """A manifest's bytes in every version: the content, then the SHA-256 of its JSON."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=1) + "\n").encode()
 
@@ -317,7 +310,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raw = read_bytes(path)
         content = json.loads(raw)
         del content["sha256"]
-    if raw != _manifest(content):
+    if raw != manifest_of(content):
         raise _damage(path, "it does not match its own sha256")
     if type(version := content.get("format")) is int and version != FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "

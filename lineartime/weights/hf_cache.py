@@ -20,6 +20,7 @@ class LineartimeCache(Cache):
     """A `DecodingState` as a cache of `generate`, whose first tokens fix the batch size."""
 
     layers: list[Any] = []  # noqa: RUF012  # the library's own, of which there are none: `state` holds everything
+    is_croppable = False
 
     # Not that of the base class, which wants layers.
     def __init__(self) -> None:
@@ -35,10 +36,6 @@ class LineartimeCache(Cache):
     @property
     def batch_size(self) -> int:
         return -1 if self.state is None else self.state.seq_lens_B.shape[0]
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
                embeds_BND: Tensor | None = None) -> Tensor:

@@ -1,6 +1,5 @@
 """A pretrained model's weights in another model: for a new head, row length or chunk size."""
 
-
 import torch
 from torch import Tensor
 

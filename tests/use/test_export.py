@@ -367,7 +367,7 @@ CARD = (SMALL / "README.md").read_text(encoding="utf-8")
 def test_its_files_are_those_of_its_manifest() -> None:
     files = {name: hash_of(SMALL / name) for name in (
         "config.json", "modeling_lineartime.py", "tokenizer.json", "tokenizer_config.json", "model.safetensors")}
-    assert (SMALL / "MANIFEST.json").read_bytes() == checkpoint.manifest_of(files)
+    assert (SMALL / "MANIFEST.json").read_bytes() == checkpoint.manifest_of({"format": 1, "files": files})
     assert files["model.safetensors"]["bytes"] <= 15_000_000
 
 

@@ -259,13 +259,13 @@ def test_a_manifest_that_is_none_or_of_a_newer_version_is_refused(tmp_path):
                 json.dumps(json.loads(good)).encode()):
         (path / MANIFEST).write_bytes(raw)
         assert MANIFEST in refused(check, path) and MANIFEST in refused(newest, tmp_path)
-    (path / MANIFEST).write_bytes(checkpoint._manifest({"format": 7, "anything": [1, 2]}))
+    (path / MANIFEST).write_bytes(checkpoint.manifest_of({"format": 7, "anything": [1, 2]}))
     assert "newer" in refused(check, path) and "format 7" in refused(newest, tmp_path)
     whole = {name: value for name, value in json.loads(good).items() if name != "sha256"}
     for forged in ([{name: whole[name] for name in whole if name != lost} for lost in whole]
                    + [whole | {name: value} for name in whole for value in (None, [], "x", {"model.json": 7})]):
         if forged != whole | {"run": "x"}:
-            (path / MANIFEST).write_bytes(checkpoint._manifest(forged))
+            (path / MANIFEST).write_bytes(checkpoint.manifest_of(forged))
             assert MANIFEST in refused(check, path) or "model.json" in refused(check, path), forged
 
 
