@@ -213,9 +213,8 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         cache it covers the new tokens, or all. By default the token `padding` is padding, but with
         a cache only if it is not in the vocabulary: others may have been generated. position_ids:
         what the mask says, or from 0 in each document of a packed row. inputs_embeds: vectors `[B,
-        T, D]` for input_ids, in all classes; none begins a document. output_hidden_states: return
-        the input of every block and the last states too. Raises UsageError for other positions,
-        masks, caches and arguments."""
+        T, D]` for input_ids, in all classes; none begins a document. output_hidden_states: blocks'
+        inputs and the last states too. Raises UsageError for other positions, masks, arguments."""
         x_BTD, _, cache, states = self.hidden(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
                                               cache=past_key_values, **kwargs)
         return outputs.BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache, hidden_states=states)
@@ -224,8 +223,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
                inputs_embeds: Tensor | None = None, cache: LineartimeCache | None = None,
                use_cache: bool | None = None, output_hidden_states: bool | None = None,
                **kwargs: Any) -> tuple[Tensor, Tensor, LineartimeCache | None, tuple[Tensor, ...] | None]:
-        """What all heads share: the hidden states x_BTD, valid_BT (False for padding), the cache,
-        and the states of all blocks if asked for."""
+        """For all heads: x_BTD, valid_BT (False for padding), the cache, the states of blocks."""
         # `generate` passes on the tokenizer of `stop_strings`.
         known = {"tokenizer"} | (SAME_AS_POSITIONS if position_ids is not None else set())
         for name, value in kwargs.items():
@@ -260,8 +258,7 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
         return x_BTD, valid_BT, cache, None if collected is None else (*collected, x_BTD)
 
     def valid(self, ids_BT: Tensor, mask: Tensor | None, cache: LineartimeCache | None) -> Tensor:
-        """Which new tokens count, bool `[B, T]`. Raises UsageError for a mask of another shape or
-        with other numbers than 0 and 1."""
+        """Which new tokens count, bool `[B, T]`. Raises UsageError for a wrong attention_mask."""
         if mask is None:
             return ids_BT != (self.padding if cache is None else self.no_token)
         n_rows, n_new = ids_BT.shape
@@ -395,9 +392,8 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> outputs.CausalLMOutputWithPast:
         """logits_BTV, with `logits_to_keep` other than 0 of so many last columns or these. labels:
         `input_ids` again, with -100 for tokens to ignore; this method shifts them by one. Padding
-        is ignored too, and what stands behind it. The loss is the mean in nats, or the sum divided
-        by `num_items_in_batch`, and 0 without labels to learn. In training with labels the logits,
-        most of the memory, are returned only for a `logits_to_keep` other than 0."""
+        and what stands behind it are ignored too. The loss, in nats: see `token_loss`. In training
+        with labels the logits, most of the memory, are returned unless `logits_to_keep` is 0."""
         x_BTD, valid_BT, cache, states = self.hidden(input_ids, attention_mask, position_ids,
                                                      cache=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -484,8 +480,7 @@ class LineartimeForMaskedLM(LineartimeModel):
                 position_ids: Tensor | None = None, labels: Tensor | None = None,
                 num_items_in_batch: Tensor | int | None = None, **kwargs: Any) -> outputs.MaskedLMOutput:
         """logits_BTV, but none in training with labels: they would take most of the memory. labels:
-        the target tokens, -100 elsewhere; those of padding are ignored. The loss is the mean in
-        nats, or the sum divided by `num_items_in_batch`, and 0 without targets."""
+        target tokens, -100 elsewhere; those of padding are ignored. The loss: `token_loss`."""
         x_BTD, valid_BT, _, states = self.hidden(input_ids, attention_mask, position_ids, **kwargs)
         logits_BTV = loss = None
         if labels is not None:
@@ -543,8 +538,8 @@ class LineartimeForSequenceClassification(LineartimeModel):
 
 
 def token_loss(model: LanguageModel, x_BTD: Tensor, labels_BT: Tensor, n_items: Tensor | int | None) -> Tensor:
-    """The mean of `LanguageModel.losses` over the labels other than -100, or their sum divided by
-    `n_items`; 0 without labels. Logits of other tokens are not computed."""
+    """The mean of `LanguageModel.losses`, in nats, over labels but -100, or their sum divided by
+    n_items (`num_items_in_batch`); 0 without labels. Other tokens' logits are not computed."""
     labels_N = labels_BT.flatten().to(x_BTD.device)
     at_K = (labels_N != -100).nonzero().flatten()
     total = model.losses(x_BTD.flatten(0, 1)[at_K], labels_N[at_K]).sum()

@@ -1,6 +1,5 @@
-"""The Gated Attention Unit (Section 2, Code 6), which FLASH-Quad stacks, also with mixed chunk
-attention (Section 3.2, Code 8), which FLASH stacks. `gau_options.py` has the paper's ablations and
-options beyond the paper."""
+"""The Gated Attention Unit (Section 2, Code 6), which FLASH-Quad stacks, and with mixed chunk
+attention (Section 3.2, Code 8), which FLASH stacks. Ablations and options: `gau_options.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,14 +26,13 @@ Convolve = Callable[[Tensor], Tensor] | None
 
 
 class GatedAttentionUnit(ResidualLayer):
-    """x + W_o (u * A v) with u, v, z = silu(W norm(x)); q and k are z scaled, offset, rotated (Eqs.
-    1, 3-5).
+    """x + W_o (u * A v), u, v, z = silu(W norm(x)); q, k: z scaled, offset, rotated (Eqs. 1, 3-5).
 
     Without a chunk size, A = relu(q k^T / n + b)^2 over the row, with n = `scale_len`. With a chunk
     size, A is the same inside a chunk (n = chunk_size) plus linear attention across chunks. A token
     sees itself and those before it, or with causal=False all. The arguments are a `ModelConfig`, or
     fields of one by name (d_model, chunk_size, ...); other fields are those of FLASH, without
-    chunk_size those of FLASH-Quad. `model.init_weights` lists the initial values.
+    chunk_size those of FLASH-Quad. `language_model.init_weights` lists the initial values.
 
     `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md,
     section 8). Kernels have no second derivatives; `layer.impl = "reference"` has.
@@ -122,7 +120,6 @@ class GatedAttentionUnit(ResidualLayer):
         return gau_options.gated(self.config, u_BTE, out_BTE)
 
     def empty_cache(self, n_rows: int) -> Cache:
-        """`KeyValueCache`, or with chunks `ChunkState`, see `ResidualLayer.empty_cache`."""
         check_rules(self.config, self.config.decoding_rules())
         cache = empty_cache(n_rows, self.config, self.like, self.rel_pos_bias)
         if self.key_conv is not None:

@@ -1,8 +1,6 @@
 """Options of GAUs that the paper's FLASH and FLASH-Quad do not use; MC-TFM++ has some of them.
-
-First options beyond the paper, for a longer memory of the linear half: keys made from several
-tokens, and a gate on what is written. Then the paper's ablations, for which see `ops.ablations`,
-several heads, another activation, and no gate."""
+First keys made from several tokens and a gate on what the linear half writes, beyond the paper;
+then the paper's ablations (`ops.ablations`), several heads, another activation, and no gate."""
 
 from collections.abc import Sequence
 
@@ -164,9 +162,7 @@ def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | N
                   bias: RelPosBias) -> Tensor:
     """a_gh = relu(q_g k_h^T / n + b)^2, the learned weight of chunk h for chunk g (Appendix A):
     `[B, G, G]`, float32 at least. q and k are made from mean z; n is the chunks of a training row.
-
-    When causal, the query of chunk g is the mean of chunk g - 1: its own has tokens that queries
-    must not see."""
+    When causal, chunk g asks with the mean of chunk g - 1, as its own has tokens to come."""
     assert config.chunk_size is not None
     z_BGCS = to_chunks(z_BTS, config.chunk_size)
     valid_BGC = to_chunks(ids_or_zeros(segment_ids_BT, z_BTS), config.chunk_size, fill=-1) >= 0
@@ -186,10 +182,8 @@ def chunk_weights(config: ModelConfig, z_BTS: Tensor, segment_ids_BT: Tensor | N
 def ablated_attention(config: ModelConfig, heads: Sequence[Tensor], v_BTE: Tensor, rel_pos_bias: RelPosBias | None,
                       segment_ids_BT: Tensor | None, *, a_BGG: Tensor | None = None, gate_BT: Tensor | None = None,
                       exchange: Exchange | None = None) -> Tensor:
-    """A v with a configuration's ablations: `[B, T, E]`, over whole rows or in chunks.
-
-    heads, gate_BT: of `heads_of_z`. a_BGG: of `chunk_weights`, or None. exchange: see
-    `reference.linear_attention`."""
+    """A v with a configuration's ablations, over whole rows or in chunks: `[B, T, E]`. heads,
+    gate_BT: of `heads_of_z`. a_BGG: of `chunk_weights`. exchange: of `linear_attention`."""
     if config.chunk_size is None:
         q_BTS, k_BTS = heads
         w = None if rel_pos_bias is None else rel_pos_bias(v_BTE.shape[1])

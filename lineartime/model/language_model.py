@@ -58,10 +58,8 @@ class LanguageModel(nn.Module):
         flattened rows; only the logits_KV of these tokens are computed. targets: tokens `[B, T]`,
         or `[K]` with at_K, whose `losses` are returned instead. ranks: those that share the rows.
         Each gives whole rows; at_K, targets and the result are of its own part, `[B, T / W]`.
-        padding_mask_BT: `token_mask_BT` by its older name.
-
-        Raises UsageError for a row longer than a position table, wrong segment ids, masks or
-        shapes, documents with learned chunk weights, rows or a model that ranks cannot share."""
+        padding_mask_BT: `token_mask_BT` by its older name. Raises UsageError as a layer does, and
+        for documents with learned chunk weights, rows or a model that ranks cannot share."""
         # The head is the largest matmul: it runs for the tokens that are asked for and no others.
         x_BTD = self.hidden(ids_BT, segment_ids_BT, renamed(token_mask_BT, padding_mask_BT), ranks)
         x = x_BTD if at_K is None else x_BTD.flatten(0, 1)[at_K]

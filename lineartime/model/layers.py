@@ -3,9 +3,8 @@ scale-and-offset (Eq. 5); and `ResidualLayer`, the base class of all layers of a
 
 Shape letters, in the whole package: B batch, T time, G chunks, P = G + 1 places before, between and
 after chunks, C chunk length (M for keys), D `d_model`, E `d_inner`, S `query_key_dim`, F = 2 E + S,
-N heads made from one base, H heads, K head width, V vocabulary, L places of a row that is laid out
-anew (`layout.py`), W ranks that share rows. In decoding N counts new tokens, L cached keys; some
-ops use D, N and F otherwise."""
+N heads made from one base, H heads, K head width, V vocabulary, L places of a row after `lay_out`,
+W ranks of a row. In decoding N counts new tokens, L cached keys. Some ops use D, N, F otherwise."""
 
 import dataclasses
 import itertools
@@ -46,8 +45,7 @@ class ScaledSin(nn.Module):
 
 class RelPosBias(nn.Module):
     """Relative position bias b[i, j] = w[j - i + n - 1] (Code 4): a table for n < 512, else two
-    rotated vectors, rope(a, i) . rope(b, j). n follows from the configuration, so the form does not
-    depend on the length of the input."""
+    rotated vectors, rope(a, i) . rope(b, j). The configuration gives n, not the input's length."""
 
     def __init__(self, n: int):
         super().__init__()
@@ -223,10 +221,9 @@ class ResidualLayer(nn.Module):
         """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
 
         segment_ids, token_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
-        document sees another, and a token is computed as if its row had no padding. What comes out
-        for padding is finite and means nothing. padding_mask: token_mask by its older name. Raises
-        UsageError for another shape or dtype, wrong segment ids or masks, and a row longer than a
-        position table."""
+        document sees another, and a token is computed as if its row had no padding, whose results
+        are finite and mean nothing. padding_mask: token_mask by its older name. Raises UsageError
+        for a wrong shape, dtype, segment id or mask, and a row longer than a position table."""
         self.check_input(x_BTD)
         laid = lay_out(self.config, x_BTD, segment_ids, renamed(token_mask, padding_mask))
         x_BLD = laid.take(x_BTD)
@@ -280,11 +277,9 @@ class ResidualLayer(nn.Module):
         return torch.empty(0, dtype=norm.dtype, device=norm.device)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        """f of the normed stream."""
         raise NotImplementedError
 
     def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        """`branch` of the next tokens, see `extend`."""
         raise NotImplementedError
 
     def empty_cache(self, n_rows: int) -> Cache:

@@ -37,10 +37,9 @@ class MultiHeadAttention(ResidualLayer):
     | linear, relu | Performer | phi(q) sum phi(k) v / phi(q) sum phi(k), phi(x) = relu(x) + 1e-3 |
     | rowmajor_axial, softmax | Combiner | softmax over a chunk's tokens and summaries of chunks |
 
-    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). The arguments are a `ModelConfig`,
-    or fields of one by name (d_model, n_heads, attn_type, ...); other fields are those of the
-    preset with this attn_type. It is used as a `GatedAttentionUnit` is. Raises UsageError for a
-    wrong field or ffn = gau."""
+    With `gate`, W_o takes act(W_u norm(x)) * attention (Eq. 3). Arguments and use are those of a
+    `GatedAttentionUnit`; fields that are not given are those of the preset with this attn_type.
+    Raises UsageError for a wrong field or ffn = gau."""
 
     kind = "attention"
 

@@ -30,8 +30,7 @@ class LineartimeCache(Cache):
         self.state: DecodingState | None = None
         """Without its model: an exporter takes all that is in a cache for tensors of the graph."""
         self.n_columns = torch.zeros((), dtype=torch.long)
-        """transformers' sequence length: tokens given to each row, padding included; a tensor, as
-        all that a graph takes in."""
+        """Tokens given to each row, padding included; a tensor, as all that a graph takes in."""
 
     @property
     def batch_size(self) -> int:
@@ -39,9 +38,8 @@ class LineartimeCache(Cache):
 
     def extend(self, model: LanguageModel, ids_BN: Tensor, valid_BN: Tensor, collected: list[Tensor] | None = None,
                embeds_BND: Tensor | None = None) -> Tensor:
-        """`LanguageModel.extend` by the next columns of a batch, where valid_BN is True; returns
-        x_BND. An exported program of one column takes all its tokens for valid. Raises UsageError
-        for another number of rows."""
+        """`LanguageModel.extend` by the next columns of a batch, where valid_BN is True: x_BND. In
+        an exported program of one column all are. Raises UsageError for another number of rows."""
         n_rows = ids_BN.shape[0]  # `len` would fix it in a graph
         if self.state is None:
             self.state = dataclasses.replace(model.decoding_state(n_rows), model=None)

@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """The model, the tokenizer, and {"checkpoint": folder, "step": step} (no step for an exported
-    model). The model is in evaluation mode on the CPU, in float32; a fine-tuned one is a
-    `SpanModel`.
+    model). The model is in evaluation mode on the CPU, in float32; fine-tuned it is a `SpanModel`.
 
     path: a run, whose newest valid checkpoint is read; a checkpoint; a folder of `lineartime
     export` or `save_pretrained`; a folder of `lineartime finetune`, whose best run is read; the

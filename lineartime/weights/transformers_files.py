@@ -1,5 +1,4 @@
-"""Files by which `transformers` opens a folder of ours: one that imports the classes, and the
-tokenizer with its settings."""
+"""What `transformers` opens a folder of ours by: code that imports the classes, a tokenizer."""
 
 import json
 from typing import Any

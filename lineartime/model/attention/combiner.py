@@ -22,12 +22,11 @@ def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
                              earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """A document is cut into rows of C tokens. A query at place i of a row sees the tokens of its
     row, and the summary for place i of other rows. Returns `[B, T, H, K]` and keys and values of
-    the summaries, `[B, G, C, H, K]` each.
+    the summaries, `[B, G, C, H, K]` each; earlier: those of rows before these.
 
     q and k are after RoPE. summarise: maps summary values `[B, G, C, H, K]` to summary keys. A
     causal query sees the summaries of earlier rows only; a summary covers its whole row. A query
-    that is not causal sees its own row twice, as tokens and as a summary. earlier: of rows before
-    these.
+    that is not causal sees its own row twice, as tokens and as a summary.
 
     | step | formula |
     |---|---|
@@ -90,9 +89,8 @@ class RowCache(Cache):
 
 @dataclasses.dataclass
 class Combiner:
-    """`rowmajor_axial_attention` of each document; the first row of C tokens starts with the
-    document. A summary's key is RoPE(W_b norm(x + W_a vs)), with x and position of the token
-    there."""
+    """`rowmajor_axial_attention` of each document, which begins a row of C tokens. A summary's key
+    is RoPE(W_b norm(x + W_a vs)), with x and position of the token there."""
 
     config: ModelConfig
     summary_proj: nn.Module

@@ -76,8 +76,7 @@ def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: li
 
 @dataclasses.dataclass
 class ReluSquared:
-    """relu(q k^T / n + b)^2 v, with one bias for all heads, which are folded into the batch: an
-    ablation of the paper."""
+    """relu(q k^T / n + b)^2 v, an ablation, with one bias for all heads, folded into the batch."""
 
     config: ModelConfig
     rel_pos_bias: RelPosBias

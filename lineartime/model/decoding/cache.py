@@ -25,8 +25,7 @@ class Cache:
                 if isinstance(value, Tensor) and name not in self.constant}
 
     def wants_gradient(self, *new: Tensor) -> bool:
-        """Whether a gradient needs what is here as it was read: then nothing is written in place.
-        new: what comes here, and what reads it."""
+        """Whether nothing may be written in place. new: what comes here, and what reads it."""
         return ((torch.is_grad_enabled() and any(x.requires_grad for x in new))
                 or any(x.requires_grad for x in self.tensors().values()))
 

@@ -19,8 +19,8 @@ class DecodeInputs:
     n_new_B: Tensor  # new tokens of each row; the rest of N is padding
     begins_BN: Tensor  # True for tokens that start a document
     window: int | None = None
-    """For a graph: the number of cached keys that are read. There is no host synchronisation, and
-    no shape depends on the position."""
+    """For a graph: the number of cached keys that are read, at least those of the longest row with
+    its new token. There is no host synchronisation, and no shape depends on the position."""
 
     def __post_init__(self) -> None:
         index_N = torch.arange(self.begins_BN.shape[1], device=self.begins_BN.device)

@@ -17,9 +17,7 @@ def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, wi
                    embeds_B1D: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Append one token to every row without host synchronisation: the hidden states x_BD, and the
     start of each row's document. Only the state's caches are updated, and full chunks not closed.
-
-    window: the number of cached keys that are read, at least the tokens of the longest row with the
-    new one. collected, embeds_B1D: see `LanguageModel.hidden`."""
+    window: see `DecodeInputs`. collected, embeds_B1D: see `LanguageModel.hidden`."""
     ids_B1 = ids_B[:, None]
     inputs = state.inputs(model.config, torch.ones_like(ids_B), model.begins(ids_B1), window)
     embeds_B1D = model.embed(ids_B1) if embeds_B1D is None else embeds_B1D
@@ -32,8 +30,7 @@ class DecodeStep(nn.Module):
 
     window: for models with keys and values the most tokens of a row; FLASH needs none. Position
     biases are computed now, so load and move the model before. Raises UsageError for a window that
-    is missing, not needed or past a position table's end, a model that does not decode, a combiner.
-    """
+    is missing, not needed or past a position table, a model that does not decode, a combiner."""
 
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()
