@@ -18,8 +18,7 @@ from lineartime.ops.context import with_neighbours
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, ids_or_zeros, to_chunks
 
-CHUNK_BIAS_LEN = 512
-"""n of the position bias between chunks. The rotated form has no limit."""
+CHUNK_BIAS_LEN = 512  # n of the position bias between chunks; the rotated form has no limit
 
 
 class KeyConv(nn.Module):

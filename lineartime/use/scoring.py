@@ -27,10 +27,8 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState, load_state
 from lineartime.model.language_model import LanguageModel
 
-SHOWN_CHARACTERS = 80
-"""A score has at most so many characters of its line."""
-READ_TOKENS = 2048
-"""The model reads about so many tokens at once, in whole chunks."""
+SHOWN_CHARACTERS = 80  # a score has at most so many of its line
+READ_TOKENS = 2048  # the model reads about so many at once, in whole chunks
 LONG_LINE = 1 << 12  # characters; parts of a longer line are scored before its end comes
 
 
@@ -48,13 +46,10 @@ class ScoringState:
     """How far a text is scored, and all that is needed to go on."""
 
     decoding: DecodingState
-    last: int
-    """The newest token that was scored. The model reads it together with the next ones."""
-    tail: str = ""
-    """The first bytes of a character whose others have not come, in hexadecimal."""
-    text: str = ""
-    shown: str = ""
-    """Text that is not scored yet, white space and a line without its end, and how it begins."""
+    last: int  # the newest token that was scored; the model reads it together with the next ones
+    tail: str = ""  # the first bytes of a character whose others have not come, in hexadecimal
+    text: str = ""  # text that is not scored yet: white space and a line without its end
+    shown: str = ""  # how that line begins
     line_bits: float = 0.0
     line_bytes: int = 0
     """What is scored of that line, if it is a long one."""
@@ -66,8 +61,7 @@ class ScoringState:
     """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
     crc32: int | None = 0  # of the bytes that were read; None where an older version began
     precision: str = ""
-    of_model: str = ""
-    """The hash of the model, from the first save on: it takes seconds for a large one."""
+    of_model: str = ""  # the hash of the model, from the first save on: it takes seconds for a large one
 
     def facts(self) -> dict[str, Any]:
         """What a file has beside the decoding state."""

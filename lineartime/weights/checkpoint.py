@@ -33,10 +33,8 @@ from lineartime.base.tensor_bytes import bytes_of
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 TENSORS = ".safetensors"
-STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
-"""The name of a checkpoint's folder."""
-LEFTOVERS = (".tmp-step-", ".trash-step-")
-"""How the names of what a killed save or removal leaves begin."""
+STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")  # the name of a checkpoint's folder
+LEFTOVERS = (".tmp-step-", ".trash-step-")  # how the names of what a killed save or removal leaves begin
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -121,8 +119,7 @@ def _write_checkpoint(folder: Path, target: Path, facts: dict[str, Any], content
             os.rename(folder, target)
     except BaseException:
         if ranks.is_first:  # another rank still writes
-            with contextlib.suppress(OSError):
-                _remove_tree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -376,16 +373,11 @@ def _discard(path: Path) -> None:
 
 
 def _remove_leftovers(run_dir: Path) -> None:
-    for name in os.listdir(run_dir):
-        if name.startswith(LEFTOVERS):
-            _remove_tree(run_dir / name)
-
-
-def _remove_tree(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        os.unlink(path)
-    else:
-        shutil.rmtree(path)
+    for path in (run_dir / name for name in os.listdir(run_dir) if name.startswith(LEFTOVERS)):
+        if path.is_symlink() or not path.is_dir():
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
 
 
 def _make_dirs(path: Path) -> None:

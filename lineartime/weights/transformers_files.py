@@ -21,8 +21,7 @@ CLASSES = {"AutoConfig": "LineartimeConfig", "AutoModel": "LineartimeModel",
            "AutoModelForSequenceClassification": "LineartimeForSequenceClassification"}
 AUTO_MAP = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
 """What names the classes in `CODE_FILE` in a `config.json`."""
-LONGEST = 1 << 30
-"""More tokens than any text has."""
+LONGEST = 1 << 30  # more tokens than any text has
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:

@@ -13,10 +13,8 @@ from lineartime.model.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
 from lineartime.ops.reference import Exchange, product
 
-KERNEL_EPSILON = 1e-3
-"""Added to every feature of queries and keys; it keeps the denominator above zero."""
-PREFIX_BLOCK = 128
-"""Tokens per block of the prefix sums "matmul" and "blocks"."""
+KERNEL_EPSILON = 1e-3  # added to every feature of queries and keys; it keeps the denominator above zero
+PREFIX_BLOCK = 128  # tokens per block of the prefix sums "matmul" and "blocks"
 
 
 def relu_features(x: Tensor) -> Tensor:

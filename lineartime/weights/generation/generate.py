@@ -14,8 +14,7 @@ from lineartime.data.tokenizer import Tokenizer
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.language_model import LanguageModel
 
-PIECE_TOKENS = 2048
-"""Prompt tokens of a row read at once, in whole chunks; bounds the memory of a long prompt."""
+PIECE_TOKENS = 2048  # of a row's prompt read at once, in whole chunks; bounds the memory of a long prompt
 
 Prompt = TypeVar("Prompt", str, list[int])
 """Text, or the ids of tokens: `generate` returns what it was given."""
