@@ -14,7 +14,7 @@ from lineartime.model import gau_options
 from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.extend import empty_cache, extend_chunks, extend_row
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm, unfold_heads
+from lineartime.model.layers import RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, unfold_heads
 from lineartime.ops.dispatch import HAS_TRITON, unsupported_step, use_kernels
 from lineartime.ops.reference import CarriedState, Heads, HeadsFromZ, make_heads
 
@@ -44,12 +44,9 @@ class GatedAttentionUnit(ResidualLayer):
     def __init__(self, config: ModelConfig | None = None, **fields: Any):
         config = layer_config(config, FLASH_QUAD if fields.get("chunk_size") is None else FLASH, fields)
         require(config.ffn == "gau", "a GatedAttentionUnit is a layer of a model with ffn = gau", f"ffn = {config.ffn}")
-        super().__init__(config)
         e, s = config.d_inner, config.query_key_dim
-        self.norm = make_norm(config)
         # One matmul makes u, v and z. q and k are made from z, with chunks a pair for each half.
-        self.in_sizes = (e, e, s)
-        self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
+        super().__init__(config, (e, e, s))
         self.scale_offset = ScaleOffset(2 if config.chunk_size is None else 6 if config.first_to_all else 4, s)
         self.rel_pos_bias = RelPosBias(config.bias_len)
         self.out_proj = nn.Linear(e if config.gate else 2 * e, config.d_model)

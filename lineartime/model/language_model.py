@@ -263,10 +263,10 @@ class Undrawn(TorchFunctionMode):
         return None if is_drawn else function(*args, **(kwargs or {}))
 
 
-def empty_model(config: ModelConfig) -> LanguageModel:
+def empty_model(config: ModelConfig, kind: type[LanguageModel] = LanguageModel) -> LanguageModel:
     """A model whose parameters have shapes and no values, made in milliseconds."""
     with torch.device("meta"), Undrawn():
-        return LanguageModel(config)
+        return kind(config)
 
 
 def number_of_parameters(config: ModelConfig) -> int:

@@ -186,15 +186,15 @@ class ResidualLayer(nn.Module):
 
     kind: ClassVar[str]  # what its projections are called in a list of parameters
     attends: ClassVar[bool] = True  # whether tokens read others; then decoding needs a cache
-    norm: nn.LayerNorm | ScaleNorm
-    in_proj: nn.Linear
     out_proj: nn.Linear
-    in_sizes: tuple[int, ...]  # outputs of each matrix in `in_proj`, which holds them one below the other
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, in_sizes: tuple[int, ...]):
         super().__init__()
         self.config = config
         self.impl: str | None = None  # "reference", "triton" or None, see the table of `ops`
+        self.norm = make_norm(config)
+        self.in_sizes = in_sizes  # outputs of each matrix in `in_proj`, which holds them one below the other
+        self.in_proj = nn.Linear(config.d_model, sum(in_sizes))
 
     def __getstate__(self) -> dict[str, Any]:
         # Without a compiled `add`, which would run on the original's weights.

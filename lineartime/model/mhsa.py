@@ -48,11 +48,8 @@ class MultiHeadAttention(ResidualLayer):
         config = layer_config(config, presets.get(fields.get("attn_type", ""), TRANSFORMER_PLUS_PLUS), fields)
         require(config.ffn != "gau", "a model with ffn = gau has no MultiHeadAttention", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
-        super().__init__(config)
         d = config.d_model
-        self.norm = make_norm(config)
-        self.in_sizes = (d,) * (4 if config.gate else 3)  # q, k, v and perhaps a gate, by one matmul
-        self.in_proj = nn.Linear(d, sum(self.in_sizes))
+        super().__init__(config, (d,) * (4 if config.gate else 3))  # q, k, v and perhaps a gate, by one matmul
         self.out_proj = nn.Linear(d, d)
         # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, ...
         if config.attn_type == "mixed_chunk":
@@ -134,10 +131,7 @@ class FeedForward(ResidualLayer):
         config = layer_config(config, preset, fields)
         require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
-        super().__init__(config)
-        self.norm = make_norm(config)
-        self.in_sizes = (config.d_inner,) * (2 if config.ffn == "glu" else 1)
-        self.in_proj = nn.Linear(config.d_model, sum(self.in_sizes))
+        super().__init__(config, (config.d_inner,) * (2 if config.ffn == "glu" else 1))
         self.out_proj = nn.Linear(config.d_inner, config.d_model)
         with torch.random.fork_rng(devices=[]):
             self.init_weights(config.init_std)

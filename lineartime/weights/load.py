@@ -16,7 +16,7 @@ from lineartime.base.stores import Name, hash_of
 from lineartime.config import StartingWeights, to_dict
 from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.folders import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, best_run, named_folder, read_config, read_run
-from lineartime.model.language_model import LanguageModel, SpanModel, Undrawn
+from lineartime.model.language_model import LanguageModel, SpanModel, empty_model
 from lineartime.weights import checkpoint
 from lineartime.weights.checkpoint import MANIFEST
 
@@ -52,8 +52,7 @@ def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
         raise CheckpointError("the weights are not this model's", folder / WEIGHTS_FILE,
                               f"{len(weights)} tensors for n_layers = {config.n_layers} in {CONFIG_FILE}")
     # Built without memory of its own; then the weights that were read become its parameters.
-    with torch.device("meta"), Undrawn():
-        model = SpanModel(config) if kind == folders.QUESTION_ANSWERING else LanguageModel(config)
+    model = empty_model(config, SpanModel if kind == folders.QUESTION_ANSWERING else LanguageModel)
     checkpoint.check_tensors(weights, dict(model.float().named_parameters()), folder / WEIGHTS_FILE)
     model.load_state_dict(weights, assign=True)
     model.end_tokens |= end_tokens(folder)

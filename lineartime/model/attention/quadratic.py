@@ -64,7 +64,6 @@ def attend_varlen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, cu_seqlens: li
     variable-length kernel: `[B, T, H, K]`. cu_seqlens: document boundaries, `[0, ..., B T]`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # PyTorch's kernel takes all documents of all rows one after another, and where each begins.
     cumulative = torch.tensor(cu_seqlens, dtype=torch.int32, device=q_BTHK.device)
     longest = max(stop - start for start, stop in itertools.pairwise(cu_seqlens))
     q_THK, k_THK, v_THK = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
