@@ -510,11 +510,6 @@ SOURCES = {
 """Where the paper has a field."""
 
 
-def source_of(field: str) -> str:
-    """Where the paper has a field, or that it is beyond the paper."""
-    return next((source for source, fields in SOURCES.items() if field in fields), "beyond the paper")
-
-
 def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
     """The fields of a configuration by name, JSON-serialisable."""
     return dataclasses.asdict(config)

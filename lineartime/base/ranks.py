@@ -71,10 +71,9 @@ def launched() -> Ranks:
 def in_rows(ranks: Ranks, n_in_row: int) -> Ranks:
     """These ranks, of which every `n_in_row` consecutive ones share their rows, without process
     groups. Raises UsageError if `n_in_row` does not divide their number."""
-    if ranks.size % n_in_row:
-        raise UsageError("the number of ranks must be a multiple of context_parallel",
-                         f"{ranks.size} rank{'s' * (ranks.size > 1)}, context_parallel = {n_in_row}",
-                         f"start {n_in_row} with torchrun, or a multiple")
+    require(ranks.size % n_in_row == 0, "the number of ranks must be a multiple of context_parallel",
+            f"{ranks.size} rank{'s' * (ranks.size > 1)}, context_parallel = {n_in_row}",
+            f"start {n_in_row} with torchrun, or a multiple")
     row, column = Ranks(ranks.rank % n_in_row, n_in_row), Ranks(ranks.rank // n_in_row, ranks.size // n_in_row)
     return ranks if n_in_row == 1 else replace(ranks, row=row, column=column)
 

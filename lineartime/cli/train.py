@@ -18,7 +18,7 @@ from lineartime.base.settings import describe_kind, field_text, replace_fields, 
 from lineartime.base.stores import exists, is_address, joined, require_there
 from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
-from lineartime.config import MODEL_FIELDS, PRESETS, TASKS, TRAIN_FIELDS, model_config, source_of
+from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TASKS, TRAIN_FIELDS, model_config
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.tasks.qa.finetune_config import FineTuning
 from lineartime.training import run_config
@@ -251,7 +251,8 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
         hints = typing.get_type_hints(type(made), include_extras=True)
         for name, value in vars(made).items():
             field, text = typing.get_args(hints[name])
-            say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source_of(name)}]")
+            source = next((source for source, names in SOURCES.items() if name in names), "beyond the paper")
+            say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source}]")
             say(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
         say("")
     say("vocab_size and end_of_document come from the data where they are not set")

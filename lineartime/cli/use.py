@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -252,9 +252,15 @@ def generate(
             print(text, end="", flush=True)
         return is_over
 
+    longest = max(map(len, ids))
     try:
         with Terminal() as terminal:
-            generate(loaded, ids, stop=add, on_prompt=prompt_progress(terminal, max(len(row) for row in ids)),
+            def show(n_read: int) -> None:
+                terminal.count("tokens of the prompt", n_read, longest)
+                if n_read >= longest:
+                    terminal.close()
+
+            generate(loaded, ids, stop=add, on_prompt=show if longest >= LONG_PROMPT else None,
                      max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                      state=shared)
     finally:  # an error has a line of its own, behind what there is of the texts
@@ -305,16 +311,6 @@ def read(
     check_new(out)  # another process may have written it since
     state.save(out)
     note(f"written  {out}: {int(state.seq_lens_B):,} tokens in {out.stat().st_size / 1e6:.1f} MB")
-
-
-def prompt_progress(terminal: Terminal, n_tokens: int) -> Callable[[int], None] | None:
-    """The `on_prompt` that shows how much of a long prompt is read; None for a short prompt."""
-    def show(n_read: int) -> None:
-        terminal.count("tokens of the prompt", n_read, n_tokens)
-        if n_read >= n_tokens:
-            terminal.close()
-
-    return show if n_tokens >= LONG_PROMPT else None
 
 
 def before_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str, bool]:

@@ -53,7 +53,6 @@ for verb, examples in VERBS.items():
 
 
 def say_version(asked: bool) -> None:
-    """Print the version and exit."""
     if asked:
         say(f"lineartime {installed_version()}")
         raise typer.Exit

@@ -146,7 +146,6 @@ def run_config(settings: dict[str, Any], source: ModelConfig | None = None) -> R
 
 
 def named(settings: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """The settings of these fields."""
     return {name: value for name, value in settings.items() if name in fields}
 
 

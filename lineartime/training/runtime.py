@@ -18,7 +18,6 @@ from lineartime.base.ranks import ALONE, Ranks, gather, launched
 from lineartime.base.settings import require
 from lineartime.base.words import Progress
 
-LARGEST_KEPT = 32 * 2**20  # bytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of mallopt(3)
 
 
@@ -63,7 +62,7 @@ def choose_allocator(give_back: bool = False) -> str:
     if give_back or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         chosen, wanted = "gives back", ((M_MMAP_THRESHOLD, 2**20), (M_ARENA_MAX, 1))
     else:
-        chosen, wanted = "keeps up to 32 MiB", ((M_MMAP_THRESHOLD, LARGEST_KEPT), (M_TRIM_THRESHOLD, 2**31 - 1))
+        chosen, wanted = "keeps up to 32 MiB", ((M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1))
     return chosen if all([libc.mallopt(name, value) == 1 for name, value in wanted]) else "as it is"
 
 

@@ -51,9 +51,6 @@ CHANGEABLE = ("chunk_size", "cls_softmax", "first_to_all", "attn_scale_len")
 """Fields of the pretrained model's configuration that fine-tuning may change."""
 PREDICTIONS_FILE = "predictions.json"
 
-Watch = Callable[..., Callable[[int], None]]
-"""`StopSignal.watch` with its note and progress."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -112,10 +109,10 @@ class QuestionTask:
     train: spans.TrainingWindows
     validation: list[Question]
     facts: dict[str, Any]  # what the runs read, by hashes
-    watch: Watch
+    watch: Callable[..., Callable[[int], None]]  # `StopSignal.watch` with its note and progress
 
 
-def read_task(plan: FineTuning, watch: Watch) -> QuestionTask:
+def read_task(plan: FineTuning, watch: Callable[..., Callable[[int], None]]) -> QuestionTask:
     """Load the model, read the questions, and log their counts. Raises UsageError for a causal
     model, one without [SEP] and wrong settings; DataError for questions without an answer."""
     pretrained, tokenizer, loaded_from = load_model(plan.run)
