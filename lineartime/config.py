@@ -2,8 +2,7 @@
 that the command line refuses a wrong configuration at once.
 
 The first fields of `ModelConfig` are rows of Tables 8-10 (models for C4, Wiki-40B and PG-19), those
-of `TrainConfig` rows of Tables 6-7 (hyperparameters); further fields are options. A preset is a
-column."""
+of `TrainConfig` rows of Tables 6-7 (hyperparameters), and presets are columns."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -332,8 +331,7 @@ PRESETS: dict[str, ModelConfig] = {
     "performer": PERFORMER, "performer-matmul": replace(PERFORMER, prefix_sum="matmul"), "combiner": COMBINER,
     "mc-tfm++": MC_TFM_PLUS_PLUS, "flash-quad": FLASH_QUAD, "flash": FLASH,
     "flash+": replace(FLASH, key_conv=3, linear_rope=False, linear_gate=True, chunk_pooling="written")}
-"""The paper's models by name, as in Table 9 (Wiki-40B), and `flash+`: FLASH with options beyond the
-paper."""
+"""The paper's models as in Table 9 (Wiki-40B), and `flash+`, with options beyond the paper."""
 
 TASKS = ("c4", "wiki40b", "pg19")
 """Data sets of the paper. Each has a specification table of its own, see `model_config`."""

@@ -1,5 +1,4 @@
-"""Folders of runs and models: the names of their files, how these are read, and which folder a name
-means. Nothing here imports torch."""
+"""Folders of runs and models: their files, and which folder a name means. Imports no torch."""
 
 import hashlib
 import json

@@ -29,8 +29,7 @@ def require(condition: bool, what: str, where: str, todo: str | None = None) -> 
 
 
 def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
-    """Raise UsageError, with the valid name that is meant, or the nearest ones, unless `name` is
-    valid."""
+    """Raise UsageError, with the name that is meant or the nearest ones, unless `name` is valid."""
     valid = list(valid)
     if name not in valid:
         near = difflib.get_close_matches(str(name), valid, n=5, cutoff=0)

@@ -151,8 +151,7 @@ def require_there(names: Iterable[Name]) -> None:
 
 @contextlib.contextmanager
 def uploaded(address: Name | None) -> Iterator[Path]:
-    """An empty folder, as `files.new_folder` yields one, whose files go to an address at the end of
-    the block; None: nowhere."""
+    """An empty folder, whose files go to an address at the end of the block; None: nowhere."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "done")
         folder.mkdir()

@@ -26,8 +26,7 @@ def millions(n: float) -> str:
 
 
 def part_of(scores: dict[str, Any]) -> str:
-    """How much a held-out score of a run's metrics has, such as "5 of 9 tokens"; "" if it has all,
-    and for one of an older version."""
+    """How much a held-out score has, such as "5 of 9 tokens"; "" for all, and in older metrics."""
     return next((f"{n:,} of {scores[f'of_{what}']:,} {what}" for what in ("tokens", "questions")
                  if (n := scores.get(f"n_{what}", 0)) < scores.get(f"of_{what}", 0)), "")
 

@@ -68,8 +68,7 @@ FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     Path: (Path, local_path),
     Path | None: (Path | None, lambda text: text and local_path(text)),
 }
-"""Types of ours that typer does not take: the type that it takes instead, and what makes our value
-of its value."""
+"""Types of ours that typer does not take: what it takes instead, and what makes our value of it."""
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:

@@ -86,9 +86,8 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str], *, m
     for a float64 model, else float32. The model must be in evaluation mode.
 
     max_tokens: cut longer documents to this many. batch_rows: rows read at once, which changes only
-    rounding. precision: the type of matrix products, "float32" or "bfloat16". progress is called
-    with the number of tokens read. Raises UsageError for wrong values, DataError for text that the
-    tokenizer lacks."""
+    rounding. precision: the type of matrix products, "float32" or "bfloat16". progress gets the
+    number of tokens read. Raises UsageError for wrong values, DataError for unknown characters."""
     for name, value in (("max_tokens", max_tokens), ("batch_rows", batch_rows)):
         require(value is None or (isinstance(value, int | np.integer) and bool(value >= 1)), "wrong value",
                 f"{name} = {value}", "it takes whole numbers from 1")

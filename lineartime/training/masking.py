@@ -49,8 +49,7 @@ def masked_batch(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
 
 
 def masked_rows(stream: TokenStream, context: int, starts: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`mask_tokens` of the rows that begin at `starts`, seed 0 and epoch 0. Raises UsageError for
-    data without [MASK]."""
+    """`mask_tokens` of the rows at `starts`, seed and epoch 0. Raises UsageError without [MASK]."""
     require_mask(stream.mask, stream.name)
     for start in starts:
         ids_T = stream.read(start, min(start + context, len(stream)))

@@ -9,8 +9,7 @@ The gradients of micro-batches are added as a complete binary tree: ((g0 + g1) +
 3. It updates its part of the parameters, for which alone it keeps the optimizer's moments, and one
    all-gather brings the new parameters to all (`gather_parts`).
 
-Ranks that share each row (`Ranks.in_row`) first add the gradients of their parts of it
-(`sum_over_row`)."""
+Ranks that share each row (`Ranks.in_row`) first add their gradients of it (`sum_over_row`)."""
 
 import math
 from collections.abc import Iterable

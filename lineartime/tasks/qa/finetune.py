@@ -249,8 +249,7 @@ class SpanObjective:
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """ids and roles `[R, T]`. An epoch has each window once, in an order drawn from (seed,
-        epoch). The rows of a batch are sorted by length, so that micro-batches have little
-        padding."""
+        epoch). Rows of a batch are sorted by length: micro-batches have little padding."""
         config, train = self.config, self.task.train
         places = places_of_step([len(train)], seed=config.train.seed, step=step, rows_per_step=config.rows_per_step)
         chosen = sorted((row for _, _, row in places), key=lambda row: -len(train.ids[row]))
@@ -267,8 +266,7 @@ class SpanObjective:
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         """EM, F1 and nats per window of validation questions at about equal distances, up to
-        `eval_tokens` tokens. Every rank answers all: a share would be batched, and rounded, in
-        another way."""
+        `eval_tokens` tokens. Every rank answers all: a share would be rounded in another way."""
         task, train = self.task, self.config.train
         asked = spread_out([each for each in task.validation if each.accepted])
         answers, loss, _ = spans.answer_questions(model, task.tokenizer, asked, task.windows, precision=train.precision,

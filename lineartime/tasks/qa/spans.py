@@ -177,8 +177,7 @@ def training_windows(tokenizer: Tokenizer, questions: Iterable[Question], window
 
 
 def span_logits(model: nn.Module, ids_BT: Tensor, roles_BT: Tensor) -> Tensor:
-    """logits_BT2, float32 at least, -inf where no answer may begin or end; without columns of
-    padding."""
+    """logits_BT2, float32 at least, -inf where no answer may begin or end; without padding."""
     longest = int((roles_BT > 0).sum(1).max())  # padding is at the end of a row
     ids_BT, roles_BT = ids_BT[:, :longest], roles_BT[:, :longest]
     logits_BT2 = at_least_float32(model(ids_BT, token_mask_BT=roles_BT > 0))
@@ -301,8 +300,7 @@ def evaluate_questions(model: SpanModel, tokenizer: Tokenizer, questions: Sequen
 
 def best_span(logits_T2: np.ndarray, window: Window, max_tokens: int) -> Span | None:
     """The best span of at most `max_tokens` tokens in one window; None for a window of white space.
-    It neither begins nor ends with a token that is white space. Among equal scores the earliest
-    start wins, then the shortest span."""
+    It neither begins nor ends with a token that is white space. For equal scores see `predict`."""
     n, passage = window.stop - window.first, window.passage
     is_blank_N = np.array([not passage.text[a:b].strip() for a, b in passage.offsets[window.first : window.stop]], bool)
     logits_N2 = np.where(is_blank_N[:, None], -np.inf, logits_T2[window.offset : window.offset + n])
