@@ -3,9 +3,8 @@ has a constant size reads an endless text in constant memory.
 
 All is one document, and every token is scored given all before it. The text is tokenised in parts,
 each from the end of one line's last word to the end of the next line's, so a line is scored as soon
-as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_pieces`), so they give
-the whole text's tokens. White space before a line's first word counts to that line, and a blank
-line has 0 bits."""
+as its end has come. Byte-level tokenizers cut there too (`Tokenizer.reads_pieces`): they give the
+whole text's tokens. White space before a line's first word is its own; a blank line has 0 bits."""
 
 import codecs
 import dataclasses
@@ -50,15 +49,13 @@ class ScoringState:
     tail: str = ""  # the first bytes of a character whose others have not come, in hexadecimal
     text: str = ""  # text that is not scored yet: white space and a line without its end
     shown: str = ""  # how that line begins
-    line_bits: float = 0.0
+    line_bits: float = 0.0  # what is scored of that line, if it is a long one
     line_bytes: int = 0
-    """What is scored of that line, if it is a long one."""
-    n_read: int = 0
-    n_lines: int = 0
+    n_read: int = 0  # bytes
+    n_lines: int = 0  # lines, tokens, bytes and bits that are scored
     n_tokens: int = 0
     n_bytes: int = 0
     bits: float = 0.0
-    """The bytes that were read, and the lines, tokens, bytes and bits that are scored."""
     crc32: int | None = 0  # of the bytes that were read; None where an older version began
     precision: str = ""
     of_model: str = ""  # the hash of the model, from the first save on: it takes seconds for a large one
@@ -99,11 +96,8 @@ def unread(blocks: Iterable[bytes], state: ScoringState, name: Name) -> Iterator
     return itertools.chain(filter(None, [block]), blocks)
 
 
-class TextPart(NamedTuple):
-    """What is tokenised at once, and the number and beginning of the line that it ends, if any."""
-
-    text: str
-    line: tuple[int, str] | None = None
+TextPart = tuple[str, tuple[int, str] | None]
+"""What is tokenised at once, and the number and beginning of the line that it ends, if any."""
 
 
 def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[TextPart]:
@@ -113,17 +107,17 @@ def next_parts(state: ScoringState, new: str, is_end: bool) -> Iterator[TextPart
         state.shown = (state.shown + line)[:SHOWN_CHARACTERS]
         # Where a long line is cut does not depend on the blocks in which it comes.
         *pieces, (state.text, _) = cut_pieces([state.text + line + "\n" * ended], LONG_LINE)
-        yield from (TextPart(piece.text) for piece in pieces)
+        yield from ((piece.text, None) for piece in pieces)
         if ended or (is_end and state.shown):
             end = len(state.text)
             if ended or state.text.isspace():  # up to its last word; in blank lines the search would be slow
                 found = LAST_WORD.match(state.text) if state.shown and not state.text.isspace() else None
                 end = found.end() if found else 0
             state.n_lines += 1
-            yield TextPart(state.text[:end], (state.n_lines, state.shown))
+            yield state.text[:end], (state.n_lines, state.shown)
             state.text, state.shown = state.text[end:], ""
     if is_end:  # white space behind the last line
-        yield TextPart(state.text)
+        yield state.text, None
         state.text = ""
 
 
@@ -193,8 +187,8 @@ def scores_of(model: LanguageModel, tokenizer: Tokenizer, parts: list[TextPart],
               precision: str) -> Iterator[Score]:
     """Scores of the tokens in these parts, or of the lines that end there. Moves the state on."""
     number, no_places = state.n_tokens, np.empty((0, 2), np.int64)
-    encoded = [tokenizer.encode_with_offsets(part.text) if per == "token" else
-               (np.frombuffer(tokenizer.pack(part.text), tokenizer.dtype), no_places) for part in parts]
+    encoded = [tokenizer.encode_with_offsets(text) if per == "token" else
+               (np.frombuffer(tokenizer.pack(text), tokenizer.dtype), no_places) for text, _ in parts]
     bits_N = next_bits(model, np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in encoded)]), state, precision)
     for (text, line), (ids, places) in zip(parts, encoded, strict=True):
         own_N, bits_N = np.split(bits_N, [len(ids)])
