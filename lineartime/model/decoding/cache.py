@@ -25,7 +25,7 @@ class Cache:
                 if isinstance(value, Tensor) and name not in self.constant}
 
     def wants_gradient(self, *new: Tensor) -> bool:
-        """Whether nothing may be written in place. new: what comes here, and what reads it."""
+        """Whether a gradient needs what is here as it is. new: what comes here, what reads it."""
         return ((torch.is_grad_enabled() and any(x.requires_grad for x in new))
                 or any(x.requires_grad for x in self.tensors().values()))
 
