@@ -155,7 +155,7 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
 
 
 def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Documents' boundaries of flattened rows, `[0, ..., B T]`; a run of padding is a document."""
+    """Documents' boundaries in flattened rows, `[0, ..., B T]`; a run of padding is a document."""
     # A document begins at the first token of a row and wherever the id changes.
     starts_BT = segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
     return [*(starts_BT.flatten().nonzero().flatten().tolist() or [0]), segment_ids_BT.numel()]
