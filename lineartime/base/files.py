@@ -217,6 +217,17 @@ def new_folder(out: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def clear_leftovers(out: Path) -> None:
+    """Remove what a process has left that was killed when `new_folder` had given `out` its name."""
+    hidden, lock = _hidden(out, "unfinished"), _hidden(out, "lock")
+    if hidden.exists() or lock.exists():
+        with contextlib.suppress(OSError):  # another process writes the folder anew, or it is read-only
+            descriptor = locked(lock)
+            shutil.rmtree(hidden, ignore_errors=True)
+            lock.unlink()
+            os.close(descriptor)
+
+
 def _hidden(path: Path, ending: str) -> Path:
     """The name of what becomes `path`. A hash, because a name has at most 255 bytes."""
     path = path.absolute()  # "." has no name

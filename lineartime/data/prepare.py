@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from lineartime.base.errors import DataError, ResourceError
-from lineartime.base.files import hashed_stream, new_folder, system_errors
+from lineartime.base.files import clear_leftovers, hashed_stream, new_folder, system_errors
 from lineartime.base.settings import require
 from lineartime.base.stores import exists, hash_of, is_address, joined, uploaded
 from lineartime.base.words import Progress
@@ -100,6 +100,8 @@ def already_prepared(out: str, asked: Manifest) -> Manifest:
     how = [name if name == "text" else f"{name} {old.get(name)} -> {new.get(name)}" for name in changed]
     require(not how, "the output was prepared differently", f"{out} ({', '.join(how)})", "choose another or delete it")
     verify_data(out)
+    if not is_address(out):
+        clear_leftovers(Path(out))
     manifest.already_prepared = True
     return manifest
 

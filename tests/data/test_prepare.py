@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import lineartime.data.prepare
 from disk import limited
 from lineartime.base.errors import DataError, ResourceError, UsageError
+from lineartime.base.files import _hidden
 from lineartime.data.prepare import prepare
 from lineartime.data.prepare_config import SAMPLE
 from lineartime.data.tokenizer import load_tokenizer
@@ -224,7 +225,10 @@ def test_prepared_again_is_left_alone_and_otherwise_is_refused(tmp_path):
     out.mkdir()  # an empty folder is as good as none
     first = prepare([tmp_path / "a.txt"], out, vocab_size=260, held_out=0.1)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    _hidden(out, "lock").touch()  # what a process leaves that is killed in its last moment
+    _hidden(out, "unfinished").mkdir()
     again = prepare([tmp_path / "a.txt"], out, vocab_size=260, held_out=0.1, jobs=2)
+    assert not [*tmp_path.glob(".lineartime-*")]
     assert again.already_prepared and not first.already_prepared and again.sha256 == first.sha256
     for name, options, difference in (
             ("a.txt", {"vocab_size": 260}, "held_out 0.1 -> None"),
