@@ -1,6 +1,7 @@
 """The Gated Attention Unit (Section 2, Code 6), which FLASH-Quad stacks, and with mixed chunk
 attention (Section 3.2, Code 8), which FLASH stacks. Ablations and options: `gau_options.py`."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -192,7 +193,7 @@ class GatedAttentionUnit(ResidualLayer):
 
     def can_step_in_kernel(self, uvz_BNF: Tensor, inputs: DecodeInputs, cache: ChunkState) -> bool:
         """Whether `step_in_kernel` runs, which has no gradient."""
-        return (inputs.single_token and not cache.wants_gradient(uvz_BNF, *self.parameters())
+        return (inputs.single_token and not cache.wants_gradient(itertools.chain((uvz_BNF,), self.parameters()))
                 and use_kernels(self.impl, uvz_BNF.device, unsupported_step, cache.k_quad_BCS, cache.v_BCE)
                 and cache.v_BCE.dtype == uvz_BNF.dtype)
 

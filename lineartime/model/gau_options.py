@@ -70,7 +70,7 @@ class KeyConv(nn.Module):
         # Position p is at place p modulo K. A repeated step writes the same.
         index_BK1 = ((inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K)[..., None] % n_taps
         kept_BKS = torch.zeros_like(last_BKS).scatter(1, index_BK1.expand_as(last_BKS), last_BKS)
-        if cache.wants_gradient(kept_BKS):
+        if cache.wants_gradient([kept_BKS]):
             cache.z_BKS = fold_heads(kept_BKS, self.n_heads)
         else:  # in place, for a captured step
             cache.z_BKS.copy_(fold_heads(kept_BKS, self.n_heads))

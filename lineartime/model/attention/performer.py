@@ -132,7 +132,7 @@ class Performer:
         fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
         v1 = with_ones(v_BNHK)
         if inputs.single_token:
-            if cache.wants_gradient(fq, fk, v1):
+            if cache.wants_gradient([fq, fk, v1]):
                 cache.kv_BHMK = cache.kv_BHMK.clone()
             if inputs.any_begins:
                 cache.kv_BHMK.masked_fill_(inputs.begins_BN[:, :1, None, None], 0.0)

@@ -52,7 +52,7 @@ class Softmax:
         h = self.config.n_heads
         q_BNK, k_BNK, v_BNK = (fold_heads(x.flatten(2), h) for x in (*self.positioned(q_BNHK, k_BNHK, info), v_BNHK))
         # The new keys and values join those of the cache; a mask hides others.
-        k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h), q_BNK)
+        k_BLK, v_BLK = cache.append(k_BNK, v_BNK, inputs.for_heads(h), [q_BNK])
         q, k, v = (x_BLK.unflatten(0, (-1, h)) for x_BLK in (q_BNK, k_BLK, v_BLK))
         visible_BNL = inputs.visible()
         mask_B1NL = None if visible_BNL is None else visible_BNL[:, None]

@@ -1,6 +1,8 @@
 """Decoding caches: a state of constant size for FLASH, keys and values for quadratic attention."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -24,8 +26,9 @@ class Cache:
         return {name: value for name, value in vars(self).items()
                 if isinstance(value, Tensor) and name not in self.constant}
 
-    def wants_gradient(self, *new: Tensor) -> bool:
-        """Whether a gradient needs what is here as it is. new: what comes here, what reads it."""
+    def wants_gradient(self, new: Iterable[Tensor]) -> bool:
+        """Whether a gradient needs what is here as it is. new: what comes here, what reads it; it
+        is not looked at where no gradient is recorded, as in every step of `generate`."""
         return ((torch.is_grad_enabled() and any(x.requires_grad for x in new))
                 or any(x.requires_grad for x in self.tensors().values()))
 
@@ -147,12 +150,14 @@ class KeyValueCache(Cache):
     n_heads: int = 1
     bias_L: Tensor | None = None  # the position bias at key position minus query position: 1 - L, ..., 0
 
-    def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs, *readers: Tensor) -> tuple[Tensor, Tensor]:
-        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`."""
+    def append(self, k_BN: Tensor, v_BN: Tensor, inputs: DecodeInputs,
+               readers: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Append each row's new keys and values. Returns all, `[B, inputs.longest, ...]`. readers:
+        what else the attention over them takes."""
         if inputs.longest > self.k_BL.shape[1]:  # twice as long: an append takes constant time on average
             self.reserve(max(inputs.longest, 2 * self.k_BL.shape[1]))
         k_BN, v_BN = k_BN.to(self.k_BL.dtype), v_BN.to(self.v_BL.dtype)  # autocast makes a shorter type
-        if self.wants_gradient(k_BN, v_BN, *readers):
+        if self.wants_gradient(itertools.chain((k_BN, v_BN), readers)):
             self.k_BL, self.v_BL = self.k_BL.clone(), self.v_BL.clone()
         # Rows of one length take a slice; otherwise tokens are written by index.
         at: tuple[Tensor | slice, Tensor | slice]

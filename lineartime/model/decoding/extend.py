@@ -1,6 +1,7 @@
 """Attention of the next tokens of rows whose past is in a cache. The result does not depend on how
 rows are split into calls. B counts rows times heads: a row's heads are adjacent entries."""
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 
@@ -21,7 +22,7 @@ from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: KeyValueCache,
                rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v."""
-    k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs, q_BNS, *rel_pos_bias.parameters())
+    k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs, itertools.chain((q_BNS,), rel_pos_bias.parameters()))
     # The bias is kept. A gradient needs a new one, and so does a graph, for rows of any length.
     makes_graph, length = torch.compiler.is_exporting(), inputs.longest
     if cache.bias_L is None or makes_graph or torch.is_grad_enabled() or len(cache.bias_L) < length:
@@ -88,7 +89,8 @@ def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     updated: out_BNE. The open chunk and the new tokens are laid out in chunks. heads: q and k of
     the quadratic half, then of the linear half. gate_BN: see `gau_options.gated_keys`."""
     heads, bias = list(heads), [] if rel_pos_bias is None else rel_pos_bias.parameters()
-    if inputs.single_token and (inputs.window is not None or not cache.wants_gradient(v_BNE, *heads, *bias)):
+    new = itertools.chain((v_BNE, *heads), bias)
+    if inputs.single_token and (inputs.window is not None or not cache.wants_gradient(new)):
         return extend_by_one(heads, v_BNE, inputs, cache, config, gate_BN)
     c = cache.chunk_size
     offset_B = inputs.seq_lens_B % c
