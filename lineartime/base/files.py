@@ -221,11 +221,10 @@ def clear_leftovers(out: Path) -> None:
     """Remove what a process has left that was killed when `new_folder` had given `out` its name."""
     hidden, lock = _hidden(out, "unfinished"), _hidden(out, "lock")
     if hidden.exists() or lock.exists():
-        with contextlib.suppress(OSError):  # another process writes the folder anew, or it is read-only
-            descriptor = locked(lock)
+        # Another process may write the folder anew, or it is read-only.
+        with contextlib.suppress(OSError), os.fdopen(locked(lock)):
             shutil.rmtree(hidden, ignore_errors=True)
             lock.unlink()
-            os.close(descriptor)
 
 
 def _hidden(path: Path, ending: str) -> Path:
