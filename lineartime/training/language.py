@@ -85,8 +85,9 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     of_weights, first = weights_to_begin(settings)
     facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
              **of_weights}
-    if not isinstance(config, RunConfig) and "minutes" in config:
-        facts["minutes"] = config["minutes"]
+    timed = None if isinstance(config, RunConfig) or "minutes" not in config else config
+    if timed is not None:
+        facts["minutes"] = timed["minutes"]
 
     def begin(ranks: Ranks) -> Setup:
         kind = NextToken if settings.model.causal else MaskedTokens
@@ -95,8 +96,8 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
 
     def plan(device: torch.device, ranks: Ranks) -> RunConfig:
         nonlocal settings
-        if not isinstance(config, RunConfig) and "minutes" in config:
-            settings = planned(config, settings, begin, device, stop, ranks)
+        if timed is not None:
+            settings = planned(timed, settings, begin, device, stop, ranks)
         on_plan(settings)
         return settings
 
