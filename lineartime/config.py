@@ -5,6 +5,10 @@ The first fields of `ModelConfig` are rows of Tables 8-10 (models for C4, Wiki-4
 of `TrainConfig` rows of Tables 6-7 (hyperparameters), and presets are columns."""
 
 import dataclasses
+import functools
+import math
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -29,7 +33,8 @@ class ModelConfig:
                          "summaries of chunks; or Performer's."] = "quadratic"
     ffn: Annotated[Literal["mlp", "glu", "gau"], 'FFN type. "gau": one GAU replaces attention and FFN.'] = "mlp"
     activation: Annotated[Literal["gelu", "silu"], "Activation of an MLP, a GLU or a GAU."] = "gelu"
-    norm: Annotated[Literal["layer_norm", "scale_norm"], "Norm before each layer and before the head."] = "layer_norm"
+    norm: Annotated[Literal["layer_norm", "scale_norm"] | None, "Norm before each layer and before the head; None, for "
+                    "a layer alone: none."] = "layer_norm"
     abs_pos: Annotated[Literal["learned", "scaled_sin"], "Absolute position embedding."] = "learned"
     rel_pos: Annotated[Literal["rope"] | None, "Relative position embedding."] = None
     n_layers: Annotated[int, "GAU layers, or pairs of an attention layer and an FFN layer."] = 12
@@ -69,14 +74,32 @@ class ModelConfig:
     linear_rope: Annotated[bool, "Whether RoPE rotates the linear half's queries and keys."] = True
     linear_gate: Annotated[bool, "Each linear key is multiplied by a learned gate, sigmoid(w z + b), a number for each "
                            "token and head; z is what the key is made from."] = False
-    full_attention_interval: Annotated[int, "Layers n, 2 n, ... of FLASH are FLASH-Quad's. 0: none."] = 0
+    layers: Annotated[tuple[str, ...], "The layers of a hybrid by name, in order; their number is then `n_layers`. "
+                      "\"gau\", \"gau_quadratic\" (FLASH-Quad's), \"attention\", \"ffn\", or MODULE:CLASS, a layer of "
+                      "your own. Empty: all alike."] = ()
     qk_norm: Annotated[bool, "Query-key norm of a Transformer's softmax attention: before RoPE each head's queries and "
                        "keys are divided by their root mean square and multiplied by a learned gain."] = False
     document_grid: Annotated[Literal["row", "own"], "Where positions and chunks begin in a packed row. \"row\": with "
                              "the row, as in the paper's listings. \"own\": positions with each document, chunks with "
                              "each that does not fit the open one; a document then gives what it gives alone."] = "row"
+    rotary_dim: Annotated[int | None, "RoPE rotates so many features of each head's queries and keys: the first half "
+                          "of these features and as many from the middle on. None: all."] = None
+    dropout: Annotated[float, "In training this share of what attention or an FFN gives to its last matrix, and of "
+                       "what that matrix gives, is set to 0."] = 0.0
+    token_shift: Annotated[bool, "The first half of a layer's normed features is that of the token before, 0 where a "
+                           "document begins."] = False
+    bias: Annotated[bool, "Whether the matrices of layers have biases."] = True
+    position_bias: Annotated[bool, "Whether relu(q k / n + b)^2 has its position bias b."] = True
+    norm_eps: Annotated[float, "What norms add to the variance or mean square."] = 1e-5
+    head_norm: Annotated[Literal["layer_norm", "scale_norm"] | None, "Norm before the head, with 1e-5; None: as in "
+                        "layers."] = None
+    tied_head: Annotated[bool, "Whether the head's matrix is the embedding's."] = True
+    residual: Annotated[bool, "Whether a layer adds its input to its output; False is for a layer alone."] = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, list | tuple):
+            object.__setattr__(self, "layers", tuple(map(layer_name, self.layers)))
+            object.__setattr__(self, "n_layers", len(self.layers) or self.n_layers)
         check_fields(self)
         check_bounds(self)
         for rules in (self._use_rules, self._chunk_rules, self._layer_rules):
@@ -112,12 +135,11 @@ class ModelConfig:
         yield (self.document_grid == "own" and (self.cls_softmax or is_learned),
                "cls_softmax and learned chunk weights are for unpacked rows", "document_grid = own",
                "leave document_grid out")
-        if self.full_attention_interval:
-            yield (not 2 <= self.full_attention_interval <= self.n_layers,
-                   "full_attention_interval is 0, or 2 to n_layers", "full_attention_interval n_layers", None)
-            yield (self.document_grid == "own" and self.kept_scale["attn_scale_len"] < TOEPLITZ_BELOW,
-                   "n of layers over the whole row is too small for document_grid = own", "attn_scale_len context",
-                   f"set attn_scale_len = {TOEPLITZ_BELOW}")
+        yield (self.layers != () and has_paper_mask, "the paper's document mask is for layers that are all alike",
+               "document_mask", EXACT_MASK)
+        yield (self.document_grid == "own" and self.grid_size > 1 and self.table_len is not None,
+               "n of layers over the whole row is too small for document_grid = own", "attn_scale_len context",
+               f"set attn_scale_len = {TOEPLITZ_BELOW}")
 
     def _layer_rules(self) -> Iterator[Rule]:
         """What is wrong with kernels, heads, widths and positions."""
@@ -129,7 +151,6 @@ class ModelConfig:
         is_gau = self.ffn == "gau"
         yield (is_gau and self.attn_type not in ("quadratic", "mixed_chunk"),
                "a GAU's attention is quadratic or mixed_chunk", "attn_type", None)
-        yield is_gau and self.rel_pos != "rope", "a GAU needs rel_pos = rope", "rel_pos", None
         for name, width in (("query_key_dim", self.query_key_dim), ("the inner width", self.d_inner)):
             yield (is_gau and width % self.n_heads > 0, f"{name} must be a multiple of n_heads",
                    f"{width}, n_heads = {self.n_heads}", None)
@@ -137,6 +158,10 @@ class ModelConfig:
                "d_model n_heads", None)
         yield (self.rel_pos == "rope" and self.qk_width % 2 > 0, "RoPE needs an even width",
                f"queries and keys are {self.qk_width} wide", None)
+        yield (self.rotary_dim is not None and (self.rotary_dim % 2 > 0 or self.rotary_dim > self.qk_width),
+               "rotary_dim is even, and at most the width of queries and keys", f"{self.rotary_dim} of {self.qk_width}",
+               "rel_pos = none is a model without RoPE")
+        yield self.token_shift and self.d_model % 2 > 0, "token_shift needs an even width", "d_model", None
         yield (self.abs_pos == "scaled_sin" and self.d_model % 2 > 0, "ScaledSin needs an even width", "d_model", None)
         yield (self.rel_pos is None and not self.linear_rope, "there is no RoPE to leave out", "rel_pos",
                "leave linear_rope out")
@@ -153,12 +178,22 @@ class ModelConfig:
                "end_of_document is outside the vocabulary", f"{self.end_of_document} of {self.vocab_size}",
                "take a token of the vocabulary, or leave it out")
 
-    def layer(self, i: int) -> "ModelConfig":
-        """This configuration, or where block i attends to whole rows FLASH-Quad's of this width."""
-        if self.full_attention_interval == 0 or (i + 1) % self.full_attention_interval:
-            return self
-        off = ("chunk_size", "local_key_conv", "full_attention_interval", *OF_MIXED_CHUNK, *OF_LINEAR_HALF)
-        return replace(self, attn_type="quadratic", **{name: getattr(ModelConfig, name) for name in off})
+    def of_layer(self, name: str) -> "ModelConfig":
+        """The configuration of a layer of `layers`: this one for a layer of the user's own or of
+        the model's kind; otherwise FLASH-Quad's or Transformer++'s, with what all share."""
+        is_gau = self.ffn == "gau"
+        if ":" in name or (name == "gau" and is_gau) or (name in ("attention", "ffn") and not is_gau):
+            return replace(self, layers=())
+        preset, shared = (FLASH_QUAD, OF_GAU[-2:]) if name.startswith("gau") else (TRANSFORMER_PLUS_PLUS, ())
+        fields = {each: getattr(self, each) for each in SHARED + (OF_GAU if is_gau and shared else shared)}
+        if not shared:  # heads as wide as the paper's
+            fields["n_heads"] = math.gcd(self.d_model, max(self.d_model // 64, 1))
+        return replace(preset, **fields)
+
+    @functools.cached_property
+    def kinds(self) -> tuple["ModelConfig", ...]:
+        """The configurations of the layers, each once."""
+        return tuple(dict.fromkeys(map(self.of_layer, self.layers))) or (self,)
 
     @property
     def d_inner(self) -> int:
@@ -174,6 +209,11 @@ class ModelConfig:
         return (self.query_key_dim if self.ffn == "gau" else self.d_model) // self.n_heads
 
     @property
+    def n_rotated(self) -> int:
+        """How many features of a head RoPE rotates."""
+        return 0 if self.rel_pos is None else self.qk_width if self.rotary_dim is None else self.rotary_dim
+
+    @property
     def v_width(self) -> int:
         """Width of one head's values."""
         return (self.d_inner if self.ffn == "gau" else self.d_model) // self.n_heads
@@ -181,7 +221,7 @@ class ModelConfig:
     @property
     def has_bias(self) -> bool:
         """Whether attention has a relative position bias: every GAU, and every relu^2 kernel."""
-        return self.ffn == "gau" or self.attn_kernel == "relu2"
+        return self.position_bias and (self.ffn == "gau" or self.attn_kernel == "relu2")
 
     @property
     def scale_len(self) -> int:
@@ -191,8 +231,15 @@ class ModelConfig:
     @property
     def kept_scale(self) -> dict[str, int]:
         """What keeps n of relu(q k / n + b)^2 in rows of another context, if it is needed."""
-        is_needed = self.has_bias and (self.chunk_size is None or self.full_attention_interval > 0)
+        is_needed = any((kind.ffn == "gau" or kind.attn_kernel == "relu2") and kind.chunk_size is None
+                        for kind in self.kinds)
         return {"attn_scale_len": self.attn_scale_len or self.context} if is_needed else {}
+
+    @property
+    def table_len(self) -> int | None:
+        """n of a table of position biases over whole rows; None: there is no table."""
+        n = self.kept_scale.get("attn_scale_len", TOEPLITZ_BELOW)
+        return n if n < TOEPLITZ_BELOW and self.position_bias else None
 
     @property
     def bias_len(self) -> int:
@@ -234,12 +281,13 @@ class ModelConfig:
     @property
     def decodes(self) -> bool:
         """Whether text can be generated token by token."""
-        return not any(is_wrong for is_wrong, *_ in self.decoding_rules())
+        return not any(is_wrong for kind in self.kinds for is_wrong, *_ in kind.decoding_rules())
 
     @property
     def by_document(self) -> bool:
         """Whether attention runs once per document of a packed row, without a mask."""
-        return self.ffn != "gau" and self.attn_type != "mixed_chunk" and self.attn_kernel != "relu2"
+        return any(kind.ffn != "gau" and kind.attn_type != "mixed_chunk" and kind.attn_kernel != "relu2"
+                   for kind in self.kinds)
 
     @property
     def n_chunks(self) -> int:
@@ -250,8 +298,7 @@ class ModelConfig:
     def max_len(self) -> int | None:
         """Longest row that the position tables allow, in tokens; None: no limit. A learned table
         ends at `context`, a Toeplitz bias without chunks at n."""
-        n = self.kept_scale.get("attn_scale_len", TOEPLITZ_BELOW)
-        end = n if n < TOEPLITZ_BELOW else None
+        end = self.table_len
         return min(self.context, end or self.context) if self.abs_pos == "learned" else end
 
 
@@ -265,15 +312,34 @@ LARGEST = {"n_heads": 2**12, "n_layers": 2**10, "d_model": 2**17, "expansion_fac
 BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "must be at least 1": (lambda value: value >= 1, (
         "n_heads", "n_layers", "d_model", "expansion_factor", "query_key_dim", "vocab_size", "context",
-        "attn_scale_len", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens", "save_every",
-        "keep", "context_parallel", "stride", "max_answer_tokens", "jobs", "train_characters", "shard_tokens",
-        "unit_bytes")),
+        "attn_scale_len", "rotary_dim", "tokens_per_step", "steps", "micro_batch_tokens", "eval_every", "eval_tokens",
+        "save_every", "keep", "context_parallel", "stride", "max_answer_tokens", "jobs", "train_characters",
+        "shard_tokens", "unit_bytes")),
     "must be positive": (lambda value: value > 0, (
-        "init_std", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip")),
+        "init_std", "learning_rate", "muon_learning_rate", "adam_epsilon", "clip", "norm_eps")),
     "must not be negative": (lambda value: value >= 0, ("warmup_steps", "weight_decay", "seed")),
-    "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2")),
+    "must lie in [0, 1)": (lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2", "dropout")),
     "must be above 1": (lambda value: value > 1, ("rope_base",))}
 """What numbers must be, in words and as a test, and the fields that must be so; None passes."""
+
+LAYERS = ("gau", "gau_quadratic", "attention", "ffn")
+"""Names of layers. Any other has the form MODULE:CLASS."""
+SHARED = ("d_model", "abs_pos", "norm", "norm_eps", "rel_pos", "rope_base", "rotary_dim", "context", "attn_scale_len",
+          "causal", "end_of_document", "document_grid", "vocab_size", "init_std", "dropout", "token_shift", "bias",
+          "residual")
+"""Fields that layers of every kind have from the model."""
+OF_GAU = ("n_heads", "attn_kernel", "activation", "expansion_factor", "gate", "cls_softmax", "key_conv",
+          "position_bias", "query_key_dim")
+"""Fields that a GAU over whole rows has from a model of GAUs in chunks; the last two from any."""
+
+
+def layer_name(layer: str | type) -> str:
+    """The name of a layer in `ModelConfig.layers`, of a name or a class. Raises UsageError."""
+    name = f"{layer.__module__}:{layer.__qualname__}" if isinstance(layer, type) else layer
+    if not (isinstance(name, str) and re.fullmatch(r"[\w.]+:[\w.]+", name)):
+        require_name("layer", name, (*LAYERS, "MODULE:CLASS"))
+    return name
+
 
 EXACT_MASK = 'set document_mask = "exact"'
 IN_CHUNKS = ("mixed_chunk", "rowmajor_axial")
@@ -284,10 +350,10 @@ ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ..
     (OF_MIXED_CHUNK, "mixed chunk attention", lambda c: c.attn_type == "mixed_chunk", "{} attn_type", "leave it out"),
     (OF_LINEAR_HALF, "the linear half of mixed chunk attention", lambda c: c.has_linear_half, "attn_type chunk_parts",
      "leave it out"),
-    (("full_attention_interval",), "GAUs in chunks", lambda c: c.ffn == "gau" and c.attn_type == "mixed_chunk"
-     and c.document_mask == "exact" and not (c.first_to_all or c.cls_softmax), "ffn attn_type", "leave it out"),
+    (("position_bias",), "relu(q k / n + b)^2", lambda c: c.ffn == "gau" or c.attn_kernel == "relu2",
+     "ffn attn_kernel", "leave it out"),
     (("prefix_sum",), "linear attention", lambda c: c.attn_type == "linear", "{} attn_type", "leave it out"),
-    (("rope_base",), "models with RoPE", lambda c: c.rel_pos == "rope", "{} rel_pos", "leave it out"),
+    (("rope_base", "rotary_dim"), "models with RoPE", lambda c: c.rel_pos == "rope", "{} rel_pos", "leave it out"),
     (("local_key_conv",), "the local half of mixed chunk attention, with key_conv", lambda c: c.key_conv > 0
      and c.attn_type == "mixed_chunk" and c.chunk_parts != "global", "key_conv attn_type chunk_parts",
      "set key_conv = 3"),
@@ -301,12 +367,15 @@ ONLY_FOR: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str, str], ..
 fields that say so ({} is the option), and what to do."""
 
 
+MAY_BE_NONE = ("attn_scale_len", "clip", "muon_learning_rate", "rotary_dim")
+
+
 def check_bounds(config: Any) -> None:
     """Raise UsageError for a number outside its `BOUNDS`, or above its `LARGEST` value."""
     for words, (holds, names) in BOUNDS.items():
         for name in names:
             value = getattr(config, name, None)
-            off = "none, in Python None, is off" if name in ("attn_scale_len", "clip", "muon_learning_rate") else None
+            off = "none, in Python None, is off" if name in MAY_BE_NONE else None
             require(value is None or holds(value), f"{name} {words}", f"{name} = {value}", off)
     for name, largest in LARGEST.items():
         value = getattr(config, name, None)
@@ -352,10 +421,15 @@ def model_config(model: str, task: str = "wiki40b", **fields: Any) -> ModelConfi
 
 
 def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[str, Any]) -> ModelConfig:
-    """The configuration of one layer: `config`; or without it `preset` with these fields. Raises
-    UsageError for a config that is none, a wrong name or value, and config and fields together."""
+    """The configuration of one layer: `config`; or without it `preset` with these fields, and for a
+    width below 768 larger initial values, see `ModelConfig.init_std`. Raises UsageError for a
+    config that is none, a wrong name or value, and config and fields together."""
     if config is None:  # any width will do: a layer has no absolute positions
-        return replace_fields(replace(preset, abs_pos="learned"), fields)
+        if fields.get("residual") is False:  # f(x) alone, unless a norm is asked for
+            fields = {"norm": None, **fields}
+        config = replace_fields(replace(preset, abs_pos="learned"), fields)
+        narrow = max(ModelConfig.d_model / config.d_model, 1)
+        return config if "init_std" in fields else replace(config, init_std=ModelConfig.init_std * narrow**0.5)
     require(isinstance(config, ModelConfig), "a layer takes a ModelConfig, or its fields by name", repr(config),
             "such as d_model=512")
     require(not fields, "a layer takes a ModelConfig or fields, not both", ", ".join(fields),
@@ -450,10 +524,16 @@ GO_BACK = "use the version of the package that made it"
 REMOVED: dict[str, tuple[Any, str]] = {
     "linear_divisor": (None, GO_BACK), "linear_scale_init": (None, GO_BACK), "local_scale_init": (None, GO_BACK),
     "keys_start_as_queries": (False, GO_BACK),
+    "full_attention_interval": (0, "name the layers, such as layers = gau,gau,gau_quadratic"),
     "window_tokens": (None, f"activation_checkpointing = true is what there is now, or {GO_BACK}")}
 """Fields that are gone: the value without effect, and what to do about another value."""
 REMOVED_AT_START = ("linear_scale_init", "local_scale_init", "keys_start_as_queries")
 """The removed fields that chose initial values: weights that are there do not need them."""
+
+
+LATER = ("layers", "rotary_dim", "dropout", "token_shift", "bias", "position_bias", "norm_eps", "head_norm",
+         "tied_head", "residual")
+"""Fields that came after the first files of states, whose hashes do not count them."""
 
 
 def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -467,7 +547,16 @@ def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
     """`config` with the fields in a file, which may be older. Raises UsageError for an unknown or
-    wrong field, CheckpointError for a removed one that had an effect."""
+    wrong field, CheckpointError for a removed one that had an effect, and for a layer of a module
+    that has not been imported: a file never makes us import one."""
+    if interval := fields.get("full_attention_interval"):  # layers n, 2 n, ... were FLASH-Quad's
+        every = ["gau"] * (interval - 1) + ["gau_quadratic"]
+        fields = {**fields, "layers": (every * fields["n_layers"])[: fields["n_layers"]], "full_attention_interval": 0}
+    for name in fields.get("layers", ()):
+        module = str(name).partition(":")[0]
+        if ":" in str(name) and module not in sys.modules:
+            raise CheckpointError("the model has a layer of a module that is not imported", name,
+                                  f"if you trust it, import {module} before, with the command: --import {module}")
     return replace_fields(config, without_removed(fields))
 
 
@@ -483,7 +572,7 @@ def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:
     for field, is_wrong in {
             "chunk_pooling": config.chunk_pooling == "attention", "overlap": config.overlap,
             "document_mask": config.document_mask == "paper", "first_to_all": config.first_to_all,
-            "cls_softmax": config.cls_softmax, "full_attention_interval": config.full_attention_interval > 0,
+            "cls_softmax": config.cls_softmax, "layers": config.layers != (), "dropout": config.dropout > 0,
             "document_grid": config.document_grid == "own" and config.grid_size > 1}.items():
         require(not is_wrong, f"context_parallel does not go with {field}", f"{field} = {getattr(config, field)}",
                 f"leave it out, or {off}")

@@ -369,6 +369,10 @@ class LineartimeModel(WithoutCopyOfCode, transformers.PreTrainedModel):
                 f"its id is {self.config.end_of_document}")
         if n != n_old:
             self.model.embed = self._get_resized_embeddings(self.model.embed, n, None, mean_resizing)
+            if self.model.head_weight is not None:
+                old = torch.nn.Linear(self.config.d_model, len(self.model.head_weight), bias=False)
+                old.weight = self.model.head_weight
+                self.model.head_weight = self._get_resized_lm_head(old, n, mean_resizing=mean_resizing).weight
             kept_V = self.model.head_bias.detach()[:n]
             bias_V = torch.cat([kept_V, kept_V.mean().expand(n - len(kept_V))])
             self.model.head_bias = torch.nn.Parameter(bias_V, self.model.head_bias.requires_grad)
@@ -419,7 +423,7 @@ class LineartimeForCausalLM(LineartimeModel, transformers.GenerationMixin):
         return self
 
     def get_output_embeddings(self) -> Any:
-        return SimpleNamespace(weight=self.model.embed.weight, bias=self.model.head_bias)
+        return SimpleNamespace(weight=self.model.head_matrix, bias=self.model.head_bias)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any,
                                       **kwargs: Any) -> Any:

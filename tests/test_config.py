@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 import lineartime
 from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import read_toml
-from lineartime.base.settings import MEANT, OTHER_WORDS, choices_of
-from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig, TrainConfig, model_config, to_dict
+from lineartime.base.settings import MEANT, OTHER_WORDS, choices_of, field_text
+from lineartime.config import (
+    MODEL_FIELDS,
+    PRESETS,
+    TRAIN_FIELDS,
+    ModelConfig,
+    TrainConfig,
+    model_config,
+    stored_config,
+    to_dict,
+)
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.folders import model_config_json, model_config_of, read_config
 from lineartime.tasks.qa.finetune_config import FineTuning
@@ -92,11 +101,12 @@ def test_what_follows_from_the_fields():
     assert model_config("transformer+", context=1024).max_len is None
     assert model_config("flash-quad", context=511).max_len == 511
     assert model_config("flash-quad", context=32, abs_pos="learned", attn_scale_len=13).max_len == 13
-    hybrid = model_config("flash+", context=400, full_attention_interval=4, local_key_conv=True)
-    assert [hybrid.layer(i).attn_type for i in (2, 3, 4, 7)] == ["mixed_chunk", "quadratic", "mixed_chunk", "quadratic"]
-    assert hybrid.max_len == 400 and hybrid.layer(2) is hybrid
-    quad = replace(hybrid, context=800, **hybrid.kept_scale).layer(3)
-    assert quad == model_config("flash-quad", context=800, attn_scale_len=400, key_conv=3)
+    hybrid = model_config("flash+", context=400, layers=["gau", "gau_quadratic"], local_key_conv=True)
+    quad = replace(hybrid, context=800, **hybrid.kept_scale).of_layer("gau_quadratic")
+    assert (hybrid.n_layers, hybrid.max_len, quad.attn_type, quad.scale_len) == (2, 400, "quadratic", 400)
+    older = {**to_dict(model_config("flash", n_layers=5)), "full_attention_interval": 2}
+    del older["layers"]
+    assert stored_config(ModelConfig(), older).layers == ("gau", "gau_quadratic", "gau", "gau_quadratic", "gau")
     assert model_config("flash-quad", context=512).max_len is None
 
 
@@ -105,7 +115,7 @@ REFUSED = [
     ({"task": "wiki-40b"}, "unknown task: wiki-40b; did you mean wiki40b?"),
     ({"lerning_rate": 1e-3}, "unknown setting: lerning_rate; did you mean learning_rate?"),
     ({"batch_size": 8}, "unknown setting: batch_size; did you mean tokens_per_step?"),
-    ({"attn_dropout": 0.1}, "unknown setting: attn_dropout; no model here has dropout"),
+    ({"attn_dropout": 0.1}, "unknown setting: attn_dropout; did you mean dropout?"),
     *(({"minutes": value}, f"wrong value: minutes = {value!r}; it takes a number above 0, up to 100,000")
       for value in (0, -1, float("nan"), 1e9, True, "1")),
     ({"minutes": 2, "steps": 3}, "a run has minutes or steps, not both: minutes = 2, steps = 3; leave one out"),
@@ -136,9 +146,14 @@ REFUSED = [
     ({"key_conv": 4, "causal": False}, "key_conv must be odd in a bidirectional model: key_conv = 4, causal = false"),
     ({"model": "performer", "key_conv": 3}, "key_conv is for quadratic attention and for the linear half of mixed "),
     ({"model": "flash-quad", "linear_gate": True}, "linear_gate is for the linear half of mixed chunk attention: att"),
-    ({"full_attention_interval": 1}, "full_attention_interval is 0, or 2 to n_layers: full_attention_interval = 1, n_"),
-    ({"model": "mc-tfm++", "full_attention_interval": 2}, "full_attention_interval is for GAUs in chunks: ffn = glu"),
-    ({"full_attention_interval": 2, "document_grid": "own", "context": 256}, "n of layers over the whole row is too "),
+    ({"layers": ["gau", "gua"]}, "unknown layer: gua; did you mean gau"),
+    ({"layers": "gau"}, "wrong value: layers = 'gau'; it takes a list of names"),
+    ({"layers": ["gau"], "n_layers": 2}, "layers names another number of layers: 1 names, n_layers = 2; leave n_lay"),
+    ({"layers": ["gau"], "document_mask": "paper"}, "the paper's document mask is for layers that are all alike"),
+    ({"rotary_dim": 3}, "rotary_dim is even, and at most the width of queries and keys: 3 of 128"),
+    ({"dropout": 1.0}, "dropout must lie in [0, 1): dropout = 1.0"),
+    ({"model": "transformer++", "position_bias": False}, "position_bias is for relu(q k / n + b)^2: ffn = glu"),
+    ({"layers": ["gau_quadratic"], "document_grid": "own", "context": 256}, "n of layers over the whole row is too "),
     ({"local_key_conv": True}, "local_key_conv is for the local half of mixed chunk attention, with key_conv: key_"),
     *(({"qk_norm": True, **fields}, "qk_norm is for a Transformer's softmax attention without chunks: ffn = ")
       for fields in ({"attn_kernel": "softmax"}, {"model": "combiner"}, {"model": "performer"},
@@ -156,7 +171,6 @@ REFUSED = [
     ({"model": "performer", "attn_kernel": "softmax"}, "linear attention does not take this kernel: attn_kernel = sof"),
     ({"model": "performer", "prefix_sum": None}, "prefix_sum is for linear attention: prefix_sum = none, attn_type = "),
     ({"prefix_sum": "scan"}, "prefix_sum is for linear attention: prefix_sum = scan, attn_type = mixed_chunk; leave"),
-    ({"rel_pos": None}, "a GAU needs rel_pos = rope: rel_pos = none"),
     ({"query_key_dim": 127}, "RoPE needs an even width: queries and keys are 127 wide"),
     ({"d_model": 767}, "ScaledSin needs an even width: d_model = 767"),
     ({"model": "transformer", "n_heads": 7}, "d_model must be a multiple of n_heads: d_model = 768, n_heads = 7"),
@@ -248,7 +262,7 @@ def test_every_field_reads_back_from_text():
     assert all(model_config_of(json.loads(model_config_json(config))) == config for config in PRESETS.values())
     for config in (*PRESETS.values(), TrainConfig(), TrainConfig(clip=None)):
         for name, value in to_dict(config).items():
-            assert parse_setting(f"{name} = {'none' if value is None else value}") == (name, value)
+            assert parse_setting(f"{name} = {field_text(value)}") == (name, value)
     for text, (name, value) in (
             ("steps=1_000", ("steps", 1000)), ("clip=None", ("clip", None)), ("compile=TRUE", ("compile", True)),
             ("learning_rate=3", ("learning_rate", 3.0)), ("data=a=b", ("data", "a=b")),

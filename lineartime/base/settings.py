@@ -17,7 +17,8 @@ OTHER_WORDS = {
     "n_heads": "heads num_heads num_attention_heads n_head", "chunk_size": "group_size", "query_key_dim": "dim_head",
     "vocab_size": "num_tokens", "context": "seq_len max_seq_len sequence_length block_size", "learning_rate": "lr",
     "tokens_per_step": "batch_size batch", "steps": "epochs max_steps n_steps num_steps", "warmup_steps": "warmup",
-    "clip": "grad_clip max_grad_norm", "activation_checkpointing": "gradient_checkpointing", "precision": "dtype bf16"}
+    "clip": "grad_clip max_grad_norm", "activation_checkpointing": "gradient_checkpointing", "precision": "dtype bf16",
+    "dropout": "attn_dropout hidden_dropout", "token_shift": "shift_tokens", "layers": "layer_types"}
 """Fields of configurations, and other words for them."""
 MEANT = {word: field for field, words in OTHER_WORDS.items() for word in words.split()}
 
@@ -35,9 +36,7 @@ def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
         near = difflib.get_close_matches(str(name), valid, n=5, cutoff=0)
         meant = [MEANT[name]] if MEANT.get(name) in valid else difflib.get_close_matches(str(name), near, 1, 0.5)
         todo = f"one of {', '.join(valid)}" if len(valid) < 12 else f"the nearest are {', '.join(near)}"
-        if kind == "setting" and "dropout" in str(name):
-            todo = "no model here has dropout"
-        elif meant:
+        if meant:
             todo = f"did you mean {meant[0]}?"
         raise UsageError(f"unknown {kind}", name, todo)
 
@@ -46,7 +45,10 @@ def replace_fields(config: Any, fields: dict[str, Any]) -> Any:
     """`dataclasses.replace` that raises UsageError for an unknown field."""
     for name in fields:
         require_name("setting", name, [f.name for f in dataclasses.fields(config)])
-    return dataclasses.replace(config, **fields)
+    made = dataclasses.replace(config, **fields)
+    require("n_layers" not in fields or made.n_layers == fields["n_layers"], "layers names another number of layers",
+            f"{getattr(made, 'n_layers', None)} names, n_layers = {fields.get('n_layers')}", "leave n_layers out")
+    return made
 
 
 Rule = tuple[bool, str, str, str | None]
@@ -83,25 +85,31 @@ def choices_of(kind: Any) -> list[Any]:
     """What a field of a declared type takes: types, and the words of a `Literal`."""
     alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     return [choice for each in alternatives
-            for choice in (typing.get_args(each) if typing.get_origin(each) is Literal else (each,))]
+            for choice in (typing.get_args(each) if typing.get_origin(each) is Literal
+                           else (typing.get_origin(each) or each,))]
 
 
 def describe_kind(kind: Any, of_python: bool = False) -> str:
     """What a field of a declared type takes, in words of Python or of the command and its files."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none",
+             tuple: "names with commas between"}
     if of_python:
-        words |= {bool: "True or False", types.NoneType: "None"}
+        words |= {bool: "True or False", types.NoneType: "None", tuple: "a list of names"}
     return " or ".join(words.get(each, repr(each) if of_python else each) for each in choices_of(kind))
 
 
 def field_text(value: Any) -> str:
     """The value of a field as `parse_field` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_field(name: str, text: str, kind: Any) -> Any:
     """The value that the text of a field means, by its declared type. Raises UsageError."""
     choices, word = choices_of(kind), text.lower()
+    if tuple in choices:
+        return tuple(filter(None, map(str.strip, text.split(","))))
     if word == "none" and types.NoneType in choices:
         return None
     if word in ("true", "false") and bool in choices:

@@ -35,8 +35,8 @@ class GatedAttentionUnit(ResidualLayer):
     fields of one by name (d_model, chunk_size, ...); other fields are those of FLASH, without
     chunk_size those of FLASH-Quad. `language_model.init_weights` lists the initial values.
 
-    `forward` takes packed documents and padding; `empty_cache` and `extend` decode (docs/guide.md,
-    section 8). Kernels have no second derivatives; `layer.impl = "reference"` has.
+    `forward` takes packed documents and padding, and with a cache the next tokens of rows. Kernels
+    have no second derivatives; `layer.impl = "reference"` has.
 
     Raises UsageError for a wrong field, and for the configuration of a model without GAUs."""
 
@@ -49,8 +49,8 @@ class GatedAttentionUnit(ResidualLayer):
         # One matmul makes u, v and z. q and k are made from z, with chunks a pair for each half.
         super().__init__(config, (e, e, s))
         self.scale_offset = ScaleOffset(2 if config.chunk_size is None else 6 if config.first_to_all else 4, s)
-        self.rel_pos_bias = RelPosBias(config.bias_len)
-        self.out_proj = nn.Linear(e if config.gate else 2 * e, config.d_model)
+        self.rel_pos_bias = RelPosBias(config.bias_len) if config.position_bias else None
+        self.out_proj = nn.Linear(e if config.gate else 2 * e, config.d_model, bias=config.bias)
         # What only options have.
         if config.chunk_pooling == "attention":
             self.chunk_scale_offset, self.chunk_bias = ScaleOffset(2, s), RelPosBias(gau_options.CHUNK_BIAS_LEN)
@@ -58,9 +58,11 @@ class GatedAttentionUnit(ResidualLayer):
         self.linear_gate = gau_options.WriteGate(config) if config.linear_gate else None
         self.init_weights(config.init_std)
 
-    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         """W_o (u * A v): `[B, T, D]`."""
-        config, bias, uvz_BTF, ids_BT = self.config, self.rel_pos_bias, self.in_proj(normed_BTD), info.segment_ids_BT
+        config, uvz_BTF, ids_BT = self.config, self.in_proj(normed_BTD), info.segment_ids_BT
+        if cache is not None and info.inputs is not None:
+            return self.project_out(self.attend_next(uvz_BTF, info, info.inputs, cache))
         convolve = None if self.key_conv is None else partial(self.key_conv, segment_ids_BT=ids_BT, ranks=info.ranks)
         if ids_BT is not None and config.n_heads > 1:  # attention heads are entries of the batch
             ids_BT = ids_BT.repeat_interleave(config.n_heads, 0)
@@ -69,20 +71,23 @@ class GatedAttentionUnit(ResidualLayer):
         # One op does all between the two matmuls, with less traffic to memory.
         if config.chunk_size is None:
             out_BTE = ops.gated_quadratic_attention(
-                uvz_BTF, self.heads_from_z(info), bias(uvz_BTF.shape[1]), scale_len=config.scale_len,
+                uvz_BTF, self.heads_from_z(info), self.bias_of(uvz_BTF.shape[1]), scale_len=config.scale_len,
                 causal=config.causal, segment_ids_BT=ids_BT, impl=self.impl)
         else:
             uvz_BTF, heads, gate_BT = self.op_inputs(uvz_BTF, info, convolve)
             out_BTE = ops.gated_chunk_attention(
-                uvz_BTF, heads, bias(bias.n), chunk_size=config.chunk_size, causal=config.causal,
+                uvz_BTF, heads, self.bias_of(config.bias_len), chunk_size=config.chunk_size, causal=config.causal,
                 segment_ids_BT=ids_BT, pooling=config.chunk_pooling, gate_BT=gate_BT, exchange=info.exchange,
                 impl=self.impl)
         return self.project_out(unfold_heads(out_BTE, config.n_heads))
 
+    def bias_of(self, length: int) -> Tensor | None:
+        """The position bias of so many tokens, `[2 length - 1]`, if there is one."""
+        return None if self.rel_pos_bias is None else self.rel_pos_bias(length)
+
     def heads_from_z(self, info: SequenceInfo) -> HeadsFromZ:
         """How FLASH's heads are made from z."""
-        assert info.rotary is not None
-        return HeadsFromZ(self.scale_offset.gamma, self.scale_offset.beta, *info.rotary)
+        return HeadsFromZ(self.scale_offset.gamma, self.scale_offset.beta, *info.angles[self.config.qk_width])
 
     def op_inputs(self, uvz_BTF: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[Tensor, Heads, Tensor | None]:
         """What an op takes: u, v, z and how FLASH's heads are made from z. Or u, v, heads that
@@ -95,11 +100,11 @@ class GatedAttentionUnit(ResidualLayer):
 
     def make_heads(self, z_BTS: Tensor, info: SequenceInfo, convolve: Convolve) -> tuple[list[Tensor], Tensor | None]:
         """The heads, and with chunk_pooling "written" gate_BT; z is after its activation."""
-        assert info.rotary is not None
         if self.config.makes_plain_heads:
             return [*make_heads(z_BTS, *self.heads_from_z(info))], None
         conv_BTS = z_BTS if convolve is None else convolve(z_BTS)
-        return gau_options.heads_of_z(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate, info.rotary)
+        return gau_options.heads_of_z(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate,
+                                      info.angles[self.config.qk_width])
 
     def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
                          convolve: Convolve) -> Tensor:
@@ -132,9 +137,6 @@ class GatedAttentionUnit(ResidualLayer):
             for part in self.chunk_scale_offset.parameters():
                 part[0] *= self.config.n_chunks / old.n_chunks
 
-    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        return self.project_out(self.attend_next(self.in_proj(normed_BND), info, inputs, cache))
-
     def attend_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """u * A v of the next tokens: out_BNE. The cache is updated. The chunks that each row fills
         are computed as in training; the tokens before and after them separately."""
@@ -149,12 +151,12 @@ class GatedAttentionUnit(ResidualLayer):
             return self.attend_tokens_next(uvz_BNF, info, inputs, cache)
         if n_first == inputs.n_new and max(n_first) == uvz_BNF.shape[1]:
             return self.attend_chunks_next(uvz_BNF, info, inputs, cache)
-        assert info.rotary is not None
         # Cut behind what fills the open chunk, or behind whole chunks. Each part comes here again.
         cut = inputs.cut(n_first)
-        angles = zip(*(cut.split(angle) for angle in info.rotary), strict=True)
-        parts = zip(cut.split(uvz_BNF), map(SequenceInfo, angles), cut.inputs, strict=True)
-        return cut.join(*(self.attend_next(*part, cache) for part in parts))
+        angles = zip(*(cut.split(angle) for angle in info.angles[self.config.qk_width]), strict=True)
+        parts = zip(cut.split(uvz_BNF), angles, cut.inputs, strict=True)
+        return cut.join(*(self.attend_next(uvz, SequenceInfo({self.config.qk_width: both}, now.position_BN), now, cache)
+                          for uvz, both, now in parts))
 
     def attend_tokens_next(self, uvz_BNF: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`attend_next` of tokens at any place."""
@@ -183,7 +185,7 @@ class GatedAttentionUnit(ResidualLayer):
         # The op begins with the cache's state, and leaves there the one after its last chunk.
         state = CarriedState(*cache.past(inputs))
         out_BNE = ops.gated_chunk_attention(
-            inputs.without_padding(uvz_BNF), heads, self.rel_pos_bias(c), chunk_size=c, causal=True,
+            inputs.without_padding(uvz_BNF), heads, self.bias_of(c), chunk_size=c, causal=True,
             segment_ids_BT=inputs.document_BN if inputs.any_begins else None, pooling=self.config.chunk_pooling,
             gate_BT=None if gate_BN is None else inputs.without_padding(gate_BN), exchange=state, impl=self.impl)
         cache.kv_BSE = state.kv_BSE
@@ -199,12 +201,12 @@ class GatedAttentionUnit(ResidualLayer):
 
     def step_in_kernel(self, uvz_B1F: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: ChunkState) -> Tensor:
         """`attend_next` of one token per row by one kernel, which writes k and v to the cache."""
-        assert cache.bias_M is not None
         uvz_B1F, heads, gate_B1 = self.op_inputs(uvz_B1F, info, self.convolve_next(inputs, cache))
         # Where in its chunk each row's token is, and what its state is divided by.
         at = inputs.for_heads(self.config.n_heads).token_position(self.config, cache.kv_BSE.dtype)
+        bias_M = cache.kv_BSE.new_zeros(cache.chunk_size) if cache.bias_M is None else cache.bias_M
         out_B1E = decode_step.chunk_decode_step(
-            uvz_B1F, heads, cache.bias_M, cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
+            uvz_B1F, heads, bias_M, cache.k_quad_BCS, cache.k_lin_BCS, cache.v_BCE, cache.kv_BSE, at.offset_B,
             at.first_B, cache.factor(at, gate_B1)[:, 0, 0])
         if at.full is not None:
             cache.close(at)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import ModelConfig
-from lineartime.model.decoding.cache import Cache
+from lineartime.model.decoding.cache import Cache, last_and_new
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ScaleOffset, fold_heads, unfold_heads
 from lineartime.ops import ablations, reference
@@ -58,22 +58,10 @@ class KeyConv(nn.Module):
     def extend(self, z_BNS: Tensor, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`forward` of the next N tokens; their rows' last z are in `cache`: `[B, N, S]`."""
         assert cache.z_BKS is not None
-        n_taps = len(self.taps)
-        place_K = torch.arange(n_taps, device=z_BNS.device)
-        before_BKS = unfold_heads(cache.z_BKS, self.n_heads)
-        index_BK1 = ((inputs.seq_lens_B[:, None] + place_K) % n_taps)[..., None]  # the oldest token first
-        row_BLS = torch.cat([before_BKS.gather(1, index_BK1.expand_as(before_BKS)), z_BNS], dim=1)
-        first_BN = inputs.position_BN - inputs.start_BN  # tokens of its document before each token
-        visible_KBN = [first_BN >= n_taps - 1 - tap for tap in range(n_taps)]
-        last_BK1 = (inputs.n_new_B[:, None] + place_K)[..., None]  # the row's last K tokens, for the cache
-        last_BKS = row_BLS.gather(1, last_BK1.expand_as(before_BKS))
-        # Position p is at place p modulo K. A repeated step writes the same.
-        index_BK1 = ((inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K)[..., None] % n_taps
-        kept_BKS = torch.zeros_like(last_BKS).scatter(1, index_BK1.expand_as(last_BKS), last_BKS)
-        if cache.wants_gradient([kept_BKS]):
-            cache.z_BKS = fold_heads(kept_BKS, self.n_heads)
-        else:  # in place, for a captured step
-            cache.z_BKS.copy_(fold_heads(kept_BKS, self.n_heads))
+        row_BLS, kept_BKS = last_and_new(unfold_heads(cache.z_BKS, self.n_heads), z_BNS, inputs)
+        cache.keep("z_BKS", fold_heads(kept_BKS, self.n_heads))
+        n_taps, age_BN = len(self.taps), inputs.position_BN - inputs.start_BN
+        visible_KBN = [age_BN >= n_taps - 1 - tap for tap in range(n_taps)]
         return weigh_tokens(row_BLS[:, 1:], self.taps, visible_KBN)
 
 

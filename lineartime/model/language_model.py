@@ -1,5 +1,7 @@
 """One language model for all models of the paper: embedding, layers, norm, and a tied head."""
 
+import importlib
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +21,7 @@ from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.layers import ResidualLayer, ScaledSin, SequenceInfo, make_norm, norm_parameters, sequence_info
-from lineartime.model.layout import Layout, check_shape, in_order, lay_out, padding_last, renamed
+from lineartime.model.layout import Layout, check_shape, lay_out, renamed
 from lineartime.model.mhsa import FeedForward, MultiHeadAttention
 from lineartime.ops.dtypes import float16_as_float32, wide_dtype
 from lineartime.ops.reference import add_norm
@@ -33,18 +35,20 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        require(config.residual and config.norm is not None, "norm = none and residual = false are for a layer alone",
+                f"norm = {config.norm}, residual = {config.residual}", "leave them out")
         self.config = config
         self.end_tokens = {config.end_of_document} - {None}
         self.activation_checkpointing = False
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.abs_pos = (ScaledSin(config.d_model) if config.abs_pos == "scaled_sin"
                         else nn.Embedding(config.context, config.d_model))
-        self.layers = nn.ModuleList()
-        for block in map(config.layer, range(config.n_layers)):
-            kinds = [GatedAttentionUnit] if block.ffn == "gau" else [MultiHeadAttention, FeedForward]
-            self.layers.extend(kind(block) for kind in kinds)
+        block = ("gau",) if config.ffn == "gau" else ("attention", "ffn")
+        self.layers = nn.ModuleList(layer_class(name)(config.of_layer(name) if config.layers else config)
+                                    for name in config.layers or block * config.n_layers)
         self.layers_per_block = len(self.layers) // config.n_layers
-        self.norm = make_norm(config)
+        self.norm = make_norm(config, config.head_norm)
+        self.head_weight = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size))
         init_weights(self)
 
@@ -98,22 +102,21 @@ class LanguageModel(nn.Module):
 
     def normed(self, x_BTD: Tensor) -> Tensor:
         """The norm behind the layers."""
-        weight, bias = norm_parameters(self.norm)
-        return add_norm(x_BTD, None, weight, bias)[1] if weight.dtype == torch.float16 else self.norm(x_BTD)
+        weight, bias, eps = norm_parameters(self.norm)
+        return add_norm(x_BTD, None, weight, bias, eps)[1] if weight.dtype == torch.float16 else self.norm(x_BTD)
 
-    def run_layers(self, embeds_BTD: Tensor, position_BT: Tensor, info: SequenceInfo,
-                   inputs: DecodeInputs | None = None, caches: Sequence[Cache] = (),
+    def run_layers(self, embeds_BTD: Tensor, position_BT: Tensor, info: SequenceInfo, caches: Sequence[Cache] = (),
                    collected: list[Tensor] | None = None) -> Tensor:
-        """All layers, without the norm after them: `[B, T, D]`. inputs: of the next tokens of rows;
-        then each layer that attends has a cache. collected: see `hidden`."""
+        """All layers, without the norm after them: `[B, T, D]`. caches: for the next tokens of rows
+        one for each layer that attends. collected: see `hidden`."""
         # For float16 float32, as layers add up more than 65,504.
         x_BTD = float16_as_float32(embeds_BTD) + self.abs_pos(position_BT)
         delta_BTD, remaining = None, iter(caches)
         for i, layer in enumerate(self.residual_layers()):
             if collected is not None and i % self.layers_per_block == 0:
                 collected.append(x_BTD if delta_BTD is None else x_BTD + delta_BTD)
-            if inputs is not None and layer.attends:
-                x_BTD, delta_BTD = layer.extend(x_BTD, delta_BTD, info, inputs, next(remaining))
+            if info.inputs is not None and layer.attends:
+                x_BTD, delta_BTD = layer.add(x_BTD, delta_BTD, info, next(remaining))
             elif self.activation_checkpointing and self.training:
                 x_BTD, delta_BTD = checkpoint(layer.add, x_BTD, delta_BTD, info, use_reentrant=False)
             else:
@@ -132,8 +135,13 @@ class LanguageModel(nn.Module):
             layer.impl = impl
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """The head: x times the transposed embedding, plus a bias: `[..., V]` for x `[..., D]`."""
-        return F.linear(x_BTD, self.embed.weight, self.head_bias)
+        """The head: x times its transposed matrix, plus a bias: `[..., V]` for x `[..., D]`."""
+        return F.linear(x_BTD, self.head_matrix, self.head_bias)
+
+    @property
+    def head_matrix(self) -> Tensor:
+        """The head's matrix, `[V, D]`: the embedding's, unless `tied_head` is off."""
+        return self.embed.weight if self.head_weight is None else self.head_weight
 
     def losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """-ln p of each target, in nats and float32 at least: `[...]` for x `[..., D]`, by
@@ -142,7 +150,7 @@ class LanguageModel(nn.Module):
         from lineartime.ops.cross_entropy import linear_cross_entropy  # loads PyTorch's compiler, for a second or two
 
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
-        return linear_cross_entropy(x_ND, self.embed.weight, self.head_bias, targets_N).view(targets.shape)
+        return linear_cross_entropy(x_ND, self.head_matrix, self.head_bias, targets_N).view(targets.shape)
 
     def check_length(self, length: int) -> None:
         """Raise UsageError for a row longer than the position tables allow."""
@@ -161,11 +169,14 @@ class LanguageModel(nn.Module):
             nn.init.normal_(self.abs_pos.weight, std=self.config.init_std)
         for name, parameter in self.norm.named_parameters():
             nn.init.constant_(parameter, 0.0 if name == "bias" else 1.0)
+        if self.head_weight is not None:
+            nn.init.normal_(self.head_weight, std=self.config.init_std)
         nn.init.zeros_(self.head_bias)
 
     def in_sizes(self) -> dict[str, tuple[int, ...]]:
         """`ResidualLayer.in_sizes` of all layers, by the name of the parameter."""
-        return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())}
+        return {f"layers.{i}.in_proj.weight": layer.in_sizes for i, layer in enumerate(self.residual_layers())
+                if layer.in_sizes}
 
     def residual_layers(self) -> Iterable[ResidualLayer]:
         return cast(Iterable[ResidualLayer], self.layers)
@@ -173,54 +184,32 @@ class LanguageModel(nn.Module):
     def decoding_state(self, batch_size: int) -> DecodingState:
         """The state of `batch_size` rows that have no token yet, with a cache for each layer that
         attends. Raises UsageError for a model that does not decode."""
-        caches = [layer.empty_cache(batch_size) for layer in self.residual_layers() if layer.attends]
-        zeros_B = torch.zeros(batch_size, dtype=torch.long, device=self.embed.weight.device)
-        return DecodingState(caches, zeros_B, zeros_B.clone(), self)
+        caches = [cache for layer in self.residual_layers() for cache in layer.caches(batch_size)]
+        return DecodingState.of_rows(batch_size, self.embed.weight.device, caches, self)
 
-    def extend(self, ids_BN: Tensor, n_new_B: Tensor, state: DecodingState,
-               collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> Tensor:
-        """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come;
-        updates the state. ids_BN: row b's next `n_new_B[b]` tokens, then padding, any ids of the
-        vocabulary. Raises UsageError past the end of a position table."""
+    def extend(self, ids_BN: Tensor, n_new_B: Tensor | None = None, cache: DecodingState | None = None,
+               collected: list[Tensor] | None = None,
+               embeds_BND: Tensor | None = None) -> tuple[Tensor, DecodingState]:
+        """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come,
+        and the cache, which is changed. ids_BN: row b's next `n_new_B[b]` tokens, by default all,
+        then padding, any ids of the vocabulary. cache: of `decoding_state`; None: the rows begin.
+        Raises UsageError past the end of a position table."""
+        state = self.decoding_state(len(ids_BN)) if cache is None else cache
         embeds_BND = self.embed(ids_BN) if embeds_BND is None else embeds_BND
         if ids_BN.numel() == 0:
-            return self.normed(embeds_BND)
-        by_document = self.config.document_grid == "own" and ids_BN.shape[1] > 1
-        extend = self.extend_by_document if by_document else self.extend_rows
-        return extend(embeds_BND, self.begins(ids_BN), n_new_B, state, collected)
+            return self.normed(embeds_BND), state
 
-    def extend_by_document(self, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor, state: DecodingState,
-                           collected: list[Tensor] | None) -> Tensor:
-        """`extend` by the new tokens of the rows' first documents, then the second, and so on."""
-        index_N = torch.arange(begins_BN.shape[1], device=begins_BN.device)
-        number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
-        outputs: list[Tensor] = []  # the hidden states of all tokens, then what is collected
-        for number in range(max(int(number_BN.max()), 0) + 1):
-            here_BN = number_BN == number
-            n_B = here_BN.sum(1)
-            order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]  # their tokens at the front of each row
-            blocks: list[Tensor] | None = None if collected is None else []
-            made = [self.extend_rows(in_order(embeds_BND, order_BN), in_order(begins_BN, order_BN), n_B, state, blocks)]
-            made += blocks or []
-            outputs = outputs or [torch.zeros_like(embeds_BND, dtype=each.dtype) for each in made]
-            for whole_BND, each_BMD in zip(outputs, made, strict=True):
-                whole_BND[here_BN] = each_BMD[index_N[: each_BMD.shape[1]] < n_B[:, None]]
+        def read(embeds_BND: Tensor, inputs: DecodeInputs) -> list[Tensor]:
+            self.check_length(inputs.longest)
+            blocks: list[Tensor] = []
+            x_BND = self.extend_layers(embeds_BND, inputs, state.caches, None if collected is None else blocks)
+            return [x_BND, *blocks]
+
+        n_new_B = torch.full_like(ids_BN[:, 0], ids_BN.shape[1]) if n_new_B is None else n_new_B
+        x_BND, *blocks = state.read(self.config, read, embeds_BND, self.begins(ids_BN), n_new_B)
         if collected is not None:
-            collected += outputs[1:]
-        return outputs[0]
-
-    def extend_rows(self, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor, state: DecodingState,
-                    collected: list[Tensor] | None) -> Tensor:
-        """`extend` by tokens that `DecodingState.inputs` takes at once."""
-        if state.seq_lens_B.is_inference() and not torch.is_inference_mode_enabled():
-            state.select(torch.arange(len(n_new_B)))  # copies: what that mode has made can be written only in it
-        # A graph reads no lengths. Elsewhere positions follow from what each row has read.
-        window = (state.reserve_in_graph(begins_BN.shape[1]) or 0) if torch.compiler.is_exporting() else None
-        inputs = state.inputs(self.config, n_new_B, begins_BN, window)
-        self.check_length(inputs.longest)
-        x_BND = self.extend_layers(embeds_BND, inputs, state.caches, collected)
-        state.seq_lens_B, state.start_B = state.seq_lens_B + n_new_B, state.starts_B(inputs)
-        return x_BND
+            collected += blocks
+        return x_BND, state
 
     def begins(self, ids_BN: Tensor) -> Tensor:
         """True for tokens that start a document."""
@@ -233,8 +222,23 @@ class LanguageModel(nn.Module):
         position_BN = inputs.position_BN
         if self.config.max_len is not None:  # padding may count past the table's end; nobody reads what it gets
             position_BN = position_BN.clamp(max=self.config.max_len - 1)
-        info = sequence_info(self.config, position_BN, wide_dtype(self.embed.weight))
-        return self.normed(self.run_layers(embeds_BND, position_BN, info, inputs, caches, collected))
+        info = sequence_info(self.config, position_BN, wide_dtype(self.embed.weight), inputs=inputs)
+        return self.normed(self.run_layers(embeds_BND, position_BN, info, caches, collected))
+
+
+def layer_class(name: str) -> type[ResidualLayer]:
+    """The class of a layer in `ModelConfig.layers`; MODULE:CLASS is imported. Raises UsageError
+    where it is not to be found."""
+    if ":" not in name:
+        return {"attention": MultiHeadAttention, "ffn": FeedForward}.get(name, GatedAttentionUnit)
+    module, _, path = name.partition(":")
+    try:
+        found = operator.attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError) as e:
+        raise UsageError("no such layer", name, f"{e}") from None
+    require(isinstance(found, type) and issubclass(found, ResidualLayer), "not a layer", name,
+            "it must be a class derived from lineartime.ResidualLayer")
+    return found
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ W ranks of a row. In decoding N counts new tokens, L cached keys. Some ops use D
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,11 +18,22 @@ from torch import Tensor, nn
 
 from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
+from lineartime.base.settings import require
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
-from lineartime.model.layout import lay_out, renamed
-from lineartime.ops.context import exchange_states
+from lineartime.model.decoding.state import DecodingState
+from lineartime.model.layout import (
+    check_segment_ids,
+    check_shape,
+    checked_mask,
+    ids_of_cu_seqlens,
+    in_order,
+    lay_out,
+    padding_last,
+    renamed,
+)
+from lineartime.ops.context import exchange_states, with_neighbours
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
 
@@ -85,25 +96,27 @@ class RelPosBias(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """x / sqrt(mean(x^2) + 1e-5) times a learned scalar (Code 5)."""
+    """x / sqrt(mean(x^2) + eps) times a learned scalar (Code 5)."""
 
-    def __init__(self) -> None:
+    def __init__(self, eps: float = NORM_EPS) -> None:
         super().__init__()
+        self.eps = eps
         self.scalar = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Of x's shape `[..., D]` and dtype; computed in float32 at least."""
-        return scale_norm(x, self.scalar).to(x.dtype)
+        return scale_norm(x, self.scalar, self.eps).to(x.dtype)
 
 
-def norm_parameters(norm: nn.LayerNorm | ScaleNorm) -> tuple[Tensor, Tensor | None]:
-    """A norm's weight and bias, as `reference.add_norm` takes them."""
-    return (norm.scalar, None) if isinstance(norm, ScaleNorm) else (norm.weight, norm.bias)
+def norm_parameters(norm: nn.LayerNorm | ScaleNorm) -> tuple[Tensor, Tensor | None, float]:
+    """A norm's weight, bias and epsilon, as `reference.add_norm` takes them."""
+    return (norm.scalar, None, norm.eps) if isinstance(norm, ScaleNorm) else (norm.weight, norm.bias, norm.eps)
 
 
-def make_norm(config: ModelConfig) -> nn.LayerNorm | ScaleNorm:
-    """LayerNorm or ScaleNorm (Code 5)."""
-    return nn.LayerNorm(config.d_model, eps=NORM_EPS) if config.norm == "layer_norm" else ScaleNorm()
+def make_norm(config: ModelConfig, kind: str | None = None) -> nn.LayerNorm | ScaleNorm:
+    """LayerNorm or ScaleNorm (Code 5). kind: in place of the configuration's, with epsilon 1e-5."""
+    eps = NORM_EPS if kind else config.norm_eps
+    return nn.LayerNorm(config.d_model, eps=eps) if (kind or config.norm) == "layer_norm" else ScaleNorm(eps)
 
 
 class ScaleOffset(nn.Module):
@@ -117,14 +130,17 @@ class ScaleOffset(nn.Module):
 
 @dataclasses.dataclass
 class SequenceInfo:
-    """Positions and documents of a batch of rows: made once, read by every attention layer."""
+    """Positions and documents of a batch of rows: made once, read by every layer."""
 
-    rotary: tuple[Tensor, Tensor] | None  # sin and cos of the positions, `[1 or B, T, width / 2]`; None without RoPE
+    angles: dict[int, tuple[Tensor, Tensor]]
+    """sin and cos of the positions, `[1 or B, T, width / 2]`, by the width of heads."""
+    position_BT: Tensor  # `[1 or B, T]`
     segment_ids_BT: Tensor | None = None  # see `layout.lay_out`; None: every row is one document
     cu_seqlens: list[int] | None = None  # for attention that runs once per document, see `cu_seqlens`
     shared_by: Ranks | None = None
     """The ranks that share the rows. The other fields are then of this rank's part, and 0 is the
     document of the token before it. None, the one default torch.compile takes: this rank alone."""
+    inputs: DecodeInputs | None = None  # in decoding: the rows are the next tokens of rows that have a cache
 
     @property
     def ranks(self) -> Ranks:
@@ -135,13 +151,41 @@ class SequenceInfo:
         """What brings the states of the rows' other parts; None if the rows are whole."""
         return None if self.ranks.size == 1 else partial(exchange_states, ranks=self.ranks)
 
+    def rotary(self, config: ModelConfig) -> tuple[Tensor, Tensor] | None:
+        """sin and cos for a layer's heads, see `angles`; None for a Transformer without RoPE."""
+        return None if config.rel_pos is None and config.ffn != "gau" else self.angles[config.qk_width]
+
+    @property
+    def age_BT(self) -> Tensor:
+        """How many tokens of its document are before each token of its row: `[1 or B, T]`."""
+        if self.inputs is not None:
+            return self.inputs.position_BN - self.inputs.start_BN
+        if self.segment_ids_BT is None:
+            return torch.arange(self.position_BT.shape[1], device=self.position_BT.device)[None]
+        ids_BT = self.segment_ids_BT
+        index_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        begins_BT = ids_BT.diff(dim=1, prepend=ids_BT[:, :1] - 1) != 0
+        return index_1T - torch.where(begins_BT, index_1T, 0).cummax(1).values
+
+    def with_last(self, x_BTF: Tensor, n: int, cache: Cache | None = None, name: str = "last_BKF") -> Tensor:
+        """x with the n tokens before it in front, in decoding those of a `LastTokens` cache, 0
+        where a row begins: `[B, n + T, F]`. `age_BT` says which are of a token's document.
+
+        Raises UsageError where ranks share the rows."""
+        require(self.ranks.size == 1, "this layer needs whole rows", "context_parallel", "set context_parallel = 1")
+        if cache is None or self.inputs is None:
+            return F.pad(x_BTF, [0, 0, n, 0])
+        return cache.append_last(name, x_BTF, self.inputs)
+
 
 def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, segment_ids_BT: Tensor | None = None,
-                  ranks: Ranks | None = None) -> SequenceInfo:
-    """The `SequenceInfo` of rows of tokens at these positions, integers `[1 or B, T]`. dtype: for
-    sin and cos. Raises UsageError for several documents in a model with learned chunk weights."""
-    angles = None if config.rel_pos is None else rotary(position_BT, config.qk_width, dtype, config.rope_base)
-    info = SequenceInfo(angles, segment_ids_BT, shared_by=ranks)
+                  ranks: Ranks | None = None, inputs: DecodeInputs | None = None) -> SequenceInfo:
+    """The `SequenceInfo` of rows of tokens at these positions, integers `[1 or B, T]`, for all
+    layers of a model. dtype: for sin and cos. Raises UsageError for several documents in a model
+    with learned chunk weights."""
+    angles = {kind.qk_width: rotary(position_BT, kind.qk_width, dtype, kind.rope_base, kind.n_rotated)
+              for kind in config.kinds if kind.rel_pos is not None or kind.ffn == "gau"}
+    info = SequenceInfo(angles, position_BT, segment_ids_BT, shared_by=ranks, inputs=inputs)
     if segment_ids_BT is None:
         return info
     # Compiled, softmax attention takes a mask: the length of `cu_seqlens` changes with the batch.
@@ -170,31 +214,34 @@ def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tens
     return [[part[:, start:stop] for part in flat] for start, stop in itertools.pairwise(info.cu_seqlens)]
 
 
-def rotate_heads(x_BTHK: Tensor, info: SequenceInfo) -> Tensor:
+def rotate_heads(x_BTHK: Tensor, info: SequenceInfo, config: ModelConfig) -> Tensor:
     """RoPE of every head at the positions of the rows; x itself in a model without RoPE."""
-    if info.rotary is None:
+    angles = info.rotary(config)
+    if angles is None:
         return x_BTHK
-    sin, cos = (angle[..., None, :] for angle in info.rotary)
+    sin, cos = (angle[..., None, :] for angle in angles)
     return rope(x_BTHK, sin, cos).to(x_BTHK.dtype)
 
 
 class ResidualLayer(nn.Module):
-    """x + f(norm(x)); a subclass defines f as `branch`.
+    """x + f(norm(x)); a subclass defines f as `branch`, and to decode `empty_cache`.
 
     A model passes the residual stream from layer to layer as a pair: x, and delta, the last
     branch's output, which the next layer adds and normalises by one op (`reference.add_norm`)."""
 
-    kind: ClassVar[str]  # what its projections are called in a list of parameters
+    kind: ClassVar[str] = "own"  # what its projections are called in a list of parameters
     attends: ClassVar[bool] = True  # whether tokens read others; then decoding needs a cache
+    in_proj: nn.Linear
     out_proj: nn.Linear
 
-    def __init__(self, config: ModelConfig, in_sizes: tuple[int, ...]):
+    def __init__(self, config: ModelConfig, in_sizes: tuple[int, ...] = ()):
         super().__init__()
         self.config = config
         self.impl: str | None = None  # "reference", "triton" or None, see the table of `ops`
-        self.norm = make_norm(config)
+        self.norm = None if config.norm is None else make_norm(config)
         self.in_sizes = in_sizes  # outputs of each matrix in `in_proj`, which holds them one below the other
-        self.in_proj = nn.Linear(config.d_model, sum(in_sizes))
+        if in_sizes:
+            self.in_proj = nn.Linear(config.d_model, sum(in_sizes), bias=config.bias)
 
     def __getstate__(self) -> dict[str, Any]:
         # Without a compiled `add`, which would run on the original's weights.
@@ -217,79 +264,150 @@ class ResidualLayer(nn.Module):
                     nn.init.normal_(parameter, std=std if isinstance(module, nn.Linear) else 0.02)
 
     def forward(self, x_BTD: Tensor, segment_ids: Tensor | None = None, token_mask: Tensor | None = None, *,
-                padding_mask: Tensor | None = None) -> Tensor:
-        """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype.
+                cu_seqlens: Tensor | Sequence[int] | None = None, cache: DecodingState | None = None,
+                padding_mask: Tensor | None = None) -> Any:
+        """x + f(norm(x)): `[B, T, D]`, for x of the weights' dtype; with a cache (y, cache).
 
         segment_ids, token_mask: `[B, T]` as in `lay_out`; by default each row is one document. No
         document sees another, and a token is computed as if its row had no padding, whose results
-        are finite and mean nothing. padding_mask: token_mask by its older name. Raises UsageError
-        for a wrong shape, dtype, segment id or mask, and a row longer than a position table."""
+        are finite and mean nothing. cu_seqlens: in place of segment_ids for a batch of one row,
+        where its documents begin, and its length: `[0, ..., T]`. cache: of `decoding_state`; x are
+        then the next tokens of its rows. It is changed, and returned. padding_mask: token_mask by
+        its older name. Raises UsageError for a wrong shape, dtype, segment id or mask, a row longer
+        than a position table, and a cache of other rows."""
         self.check_input(x_BTD)
-        laid = lay_out(self.config, x_BTD, segment_ids, renamed(token_mask, padding_mask))
+        token_mask = renamed(token_mask, padding_mask)
+        if cu_seqlens is not None:
+            require(segment_ids is None and cache is None, "cu_seqlens goes without segment_ids and cache",
+                    "cu_seqlens", "give segment_ids alone")
+            segment_ids = ids_of_cu_seqlens(cu_seqlens, x_BTD)
+        if cache is not None:
+            return self.read_next(x_BTD, segment_ids, token_mask, cache), cache
+        laid = lay_out(self.config, x_BTD, segment_ids, token_mask)
         x_BLD = laid.take(x_BTD)
         if laid.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
             x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)
         info = sequence_info(self.config, laid.position_BL, at_least_float32(x_BLD).dtype, laid.segment_ids_BL)
-        x_BLD, delta_BLD = self.add(x_BLD, None, info)
-        out_BTD = laid.give_back(x_BLD + delta_BLD)
-        return out_BTD.half() if x_BTD.dtype == torch.float16 else out_BTD
+        return laid.give_back(self.with_residual(x_BLD, info))
 
+    def read_next(self, x_BND: Tensor, segment_ids: Tensor | None, token_mask: Tensor | None,
+                  state: DecodingState) -> Tensor:
+        """`forward` of the next tokens of rows, whose past is in a state, which is changed. A
+        document begins where the id is not that of the token before, also of an earlier call."""
+        require(len(state.seq_lens_B) == len(x_BND), "the cache holds another batch",
+                f"{len(state.seq_lens_B)} rows, the input has {len(x_BND)}", "cache.select keeps and repeats rows")
+        shape = x_BND.shape[:2]
+        for name, given_BN in (("segment_ids", segment_ids), ("token_mask", token_mask)):
+            check_shape(name, given_BN, shape)
+        valid_BN = checked_mask(x_BND.new_ones(shape) if token_mask is None else token_mask)
+        begins_BN = torch.zeros_like(valid_BN)
+        if segment_ids is not None:
+            valid_BN = valid_BN & (segment_ids >= 0)
+        # Each row's tokens go to its front, its padding behind them.
+        order_BN = padding_last(valid_BN)
+        if segment_ids is not None:
+            ids_BN = torch.where(valid_BN, segment_ids, -1).long().gather(1, order_BN)
+            check_segment_ids(ids_BN)
+            begins_BN = state.begins(ids_BN)
+
+        def read(x_BND: Tensor, inputs: DecodeInputs) -> list[Tensor]:
+            info = sequence_info(self.config, inputs.position_BN, at_least_float32(x_BND).dtype, inputs=inputs)
+            return [self.with_residual(x_BND, info, *state.caches)]
+
+        (out_BND,) = state.read(self.config, read, in_order(x_BND, order_BN), begins_BN, valid_BN.sum(1))
+        return in_order(out_BND, order_BN.argsort(1))
+
+    def with_residual(self, x_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
+        """`add` with the sum, or without the residual the branch alone."""
+        x_BTD, delta_BTD = self.add(x_BTD, None, info, cache)
+        out_BTD = x_BTD + delta_BTD if self.config.residual else delta_BTD
+        return out_BTD.half() if x_BTD.dtype == torch.float16 else out_BTD
     def check_input(self, x_BTD: Tensor) -> None:
         """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Autocast
         casts all but float64, and another module in the projection's place takes any dtype."""
-        width = self.config.d_model
+        width, in_proj = self.config.d_model, getattr(self, "in_proj", None)
         if x_BTD.dim() != 3 or x_BTD.shape[-1] != width:
             raise UsageError("wrong shape of a layer's input", f"{list(x_BTD.shape)}", f"give [batch, tokens, {width}]")
-        if type(self.in_proj) is not nn.Linear or x_BTD.dtype == (dtype := self.in_proj.weight.dtype):
+        if type(in_proj) is not nn.Linear or x_BTD.dtype == (dtype := in_proj.weight.dtype):
             return
         casts = torch.is_autocast_enabled(x_BTD.device.type) and torch.float64 not in (x_BTD.dtype, dtype)
         if not (x_BTD.is_floating_point() and casts):
             raise UsageError("wrong dtype of a layer's input", f"{x_BTD.dtype}, the weights are {dtype}",
                              "convert the input or the layer with .to; torch.autocast casts all but float64")
 
-    def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """x + delta, and this layer's branch, which is the next delta: both `[B, T, D]`."""
-        x_BTD, normed_BTD = add_norm(x_BTD, delta_BTD, *norm_parameters(self.norm))
-        return x_BTD, self.branch(normed_BTD, info)
+    def add(self, x_BTD: Tensor, delta_BTD: Tensor | None, info: SequenceInfo,
+            cache: Cache | None = None) -> tuple[Tensor, Tensor]:
+        """x + delta, and this layer's branch, which is the next delta: both `[B, T, D]`. cache: the
+        rows are the next tokens of rows whose past is there; it is changed. For causal models."""
+        normed_BTD = x_BTD
+        if self.norm is not None:
+            x_BTD, normed_BTD = add_norm(x_BTD, delta_BTD, *norm_parameters(self.norm))
+        if self.config.token_shift and self.attends:
+            first_BTF, others_BTF = normed_BTD.chunk(2, dim=-1)
+            normed_BTD = torch.cat([token_before(first_BTF, info, cache), others_BTF], dim=-1)
+        return x_BTD, self.branch(normed_BTD, info, cache)
 
     def project_out(self, out: Tensor) -> Tensor:
-        """W_o of what attention or a feed-forward gives: `[..., D]`, in float32 where the matmul is
-        of float16, whose largest number is 65,504."""
-        if torch.float16 not in (norm_parameters(self.norm)[0].dtype, matmul_dtype(out)):
-            return self.out_proj(out)
-        # Each token is divided by its largest entry before the product, which is multiplied by it.
-        largest, bias = float16_as_float32(out.detach()).abs().amax(-1, keepdim=True).clamp(min=1), self.out_proj.bias
-        projected = self.out_proj((out / largest).half()).float() * largest
-        return projected if bias is None else projected + (1 - largest) * bias
-
-    def extend(self, x_BND: Tensor, delta_BND: Tensor | None, info: SequenceInfo, inputs: DecodeInputs,
-               cache: Cache) -> tuple[Tensor, Tensor]:
-        """`add` for the next N tokens of rows whose past is in `cache`, which is updated. Equal to
-        `add` of the whole rows. For causal models."""
-        x_BND, normed_BND = add_norm(x_BND, delta_BND, *norm_parameters(self.norm))
-        return x_BND, self.branch_next(normed_BND, info, inputs, cache)
+        """W_o of what attention or a feed-forward gives, with dropout before and behind it: `[...,
+        D]`, in float32 where the matmul is of float16, whose largest number is 65,504."""
+        drop = partial(F.dropout, p=self.config.dropout, training=True)
+        if drops := self.training and self.config.dropout > 0:
+            out = drop(out)
+        if torch.float16 not in (self.like.dtype, matmul_dtype(out)):
+            projected = self.out_proj(out)
+        else:  # each token is divided by its largest entry before the product, which is multiplied by it
+            largest = float16_as_float32(out.detach()).abs().amax(-1, keepdim=True).clamp(min=1)
+            bias = self.out_proj.bias
+            projected = self.out_proj((out / largest).half()).float() * largest
+            projected = projected if bias is None else projected + (1 - largest) * bias
+        return drop(projected) if drops else projected
 
     @property
     def like(self) -> Tensor:
         """A tensor without elements (a parameter may be sharded) that has the dtype and device of
-        caches: those of the norm, because matrices may be quantised."""
-        norm = next(self.norm.parameters())
-        return torch.empty(0, dtype=norm.dtype, device=norm.device)
+        caches: those of the norm if there is one, because matrices may be quantised."""
+        first = next((self.norm or self).parameters())
+        return torch.empty(0, dtype=first.dtype, device=first.device)
 
-    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        raise NotImplementedError
-
-    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
+        """f: `[B, T, D]` of x after its norm. With a cache, of `empty_cache`, x are the next tokens
+        of rows whose past is there, and f is what it would be in whole rows."""
         raise NotImplementedError
 
     def empty_cache(self, n_rows: int) -> Cache:
         """The cache of `n_rows` rows that have no token yet. Raises UsageError for a layer that
         does not decode, see `ModelConfig.decoding_rules`."""
-        raise NotImplementedError
+        raise UsageError("this layer does not decode", type(self).__name__, "define its empty_cache")
+
+    def decoding_state(self, n_rows: int) -> DecodingState:
+        """The state of `n_rows` rows without a token, for `forward`. Raises as `empty_cache`."""
+        state = DecodingState.of_rows(n_rows, self.like.device, self.caches(n_rows), self)
+        state.document_B = torch.full_like(state.start_B, -1)
+        return state
+
+    def caches(self, n_rows: int) -> list[Cache]:
+        """`empty_cache` with what `token_shift` needs; none for a layer that does not attend."""
+        if not self.attends:
+            return []
+        cache = self.empty_cache(n_rows)
+        if self.config.token_shift:
+            cache.shift_BKF = self.like.new_zeros(n_rows, 1, self.config.d_model // 2)
+        return [cache]
 
     def keep_scores(self, old: ModelConfig) -> None:
         """Scale queries, in a layer with weights of the configuration `old`, so that q k / n of
         relu(q k / n + b)^2 keeps its value, also between chunks with learned weights."""
+
+
+def token_before(x_BTF: Tensor, info: SequenceInfo, cache: Cache | None) -> Tensor:
+    """Of each token the vector of the token before it in its document, else 0: `[B, T, F]`."""
+    if info.ranks.size > 1:
+        assert info.segment_ids_BT is not None
+        row_BLF, ids_BL = with_neighbours(x_BTF, info.segment_ids_BT, (1, 0), info.ranks)
+        is_there_BT = ids_BL[:, :-1] == info.segment_ids_BT
+    else:
+        row_BLF, is_there_BT = info.with_last(x_BTF, 1, cache, "shift_BKF"), info.age_BT > 0
+    return torch.where(is_there_BT[..., None], row_BLF[:, :-1], 0.0)
 
 
 def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:

@@ -6,6 +6,7 @@ listings. With "own" positions count from each document's, which begins a chunk 
 
 import itertools
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +118,20 @@ def check_segment_ids(segment_ids_BT: Tensor) -> None:
     right_BT = torch.cat([segment_ids_BT[:, :1] >= -1, right_BT], dim=1) & (segment_ids_BT < 2**31)
     refuse(segment_ids_BT, right_BT, "segment_ids", "number the documents of a row 0, 1, 2, ...; -1 is for padding "
                                                     "at its end, a token mask for other padding")
+
+
+def ids_of_cu_seqlens(cu_seqlens: Tensor | Sequence[int], x_1TD: Tensor) -> Tensor:
+    """The segment ids of one row of documents that begin at these places, `[1, T]`; the last number
+    is T. Raises UsageError for several rows, and for numbers that are no such list."""
+    n_rows, n_tokens = x_1TD.shape[:2]
+    starts_N = torch.as_tensor(cu_seqlens, device=x_1TD.device)
+    require(n_rows == 1, "cu_seqlens is for one row that holds all documents", f"{n_rows} rows", "give segment_ids")
+    is_right = (starts_N.dim() == 1 and len(starts_N) > 1 and not starts_N.is_floating_point() and starts_N[0] == 0
+                and starts_N[-1] == n_tokens and bool((starts_N.diff() >= 0).all()))
+    require(is_right, "wrong cu_seqlens", str(starts_N.tolist())[:80],
+            f"give where each document begins, and the number of tokens: 0, ..., {n_tokens}")
+    index_1T = torch.arange(n_tokens, device=x_1TD.device)[None]
+    return torch.bucketize(index_1T, starts_N[1:].contiguous(), right=True)
 
 
 def refuse(x_BT: Tensor, right_BT: Tensor, name: str, todo: str) -> None:

@@ -14,7 +14,6 @@ from lineartime.model.attention.performer import Performer
 from lineartime.model.attention.quadratic import ReluSquared, Softmax
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.extend import empty_cache
-from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.gau_options import KeyConv, WriteGate
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ResidualLayer, ScaleOffset, SequenceInfo, make_norm
 from lineartime.ops.dtypes import float16_as_float32
@@ -50,14 +49,14 @@ class MultiHeadAttention(ResidualLayer):
                 "take lineartime.GatedAttentionUnit")
         d = config.d_model
         super().__init__(config, (d,) * (4 if config.gate else 3))  # q, k, v and perhaps a gate, by one matmul
-        self.out_proj = nn.Linear(d, d)
+        self.out_proj = nn.Linear(d, d, bias=config.bias)
         # What only some cores have: MC-TFM++'s second pair of heads, Combiner's summaries, ...
         if config.attn_type == "mixed_chunk":
             self.scale_offset = ScaleOffset(2, d)
         if config.attn_type == "rowmajor_axial":
-            self.summary_proj, self.summary_key = nn.Linear(d, d), nn.Linear(d, d)
-            self.summary_norm = make_norm(config)
-        self.rel_pos_bias = RelPosBias(config.bias_len) if config.attn_kernel == "relu2" else None
+            self.summary_proj, self.summary_key = (nn.Linear(d, d, bias=config.bias) for _ in range(2))
+            self.summary_norm = make_norm(config if config.norm else replace(config, norm="layer_norm"))
+        self.rel_pos_bias = RelPosBias(config.bias_len) if config.has_bias else None
         # The norms' gains are shared by the heads, as in Qwen3, and start as 1.
         self.query_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
         self.key_norm = nn.RMSNorm(config.qk_width, eps=1e-6) if config.qk_norm else None
@@ -75,15 +74,20 @@ class MultiHeadAttention(ResidualLayer):
             return Combiner(config, self.summary_proj, self.summary_key, self.summary_norm)
         if config.attn_type == "linear":
             return Performer(config)
-        if self.rel_pos_bias is not None:
+        if config.attn_kernel == "relu2":
             return ReluSquared(config, self.rel_pos_bias)
         return Softmax(config, self.query_norm, self.key_norm)
 
-    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         q_BTHK, k_BTHK, v_BTHK, *gate = self.project(normed_BTD)
         if self.key_conv is not None and self.config.attn_type == "quadratic":
-            k_BTHK = self.key_conv(k_BTHK.flatten(2), info.segment_ids_BT).view_as(k_BTHK)
-        return self.output(self.core.attend(q_BTHK, k_BTHK, v_BTHK, normed_BTD, info), gate)
+            k_BTD = k_BTHK.flatten(2)
+            k_BTHK = (self.key_conv(k_BTD, info.segment_ids_BT) if cache is None or info.inputs is None
+                      else self.key_conv.extend(k_BTD, info.inputs, cache)).view_as(k_BTHK)
+        qkvx = (q_BTHK, k_BTHK, v_BTHK, normed_BTD)
+        if cache is None or info.inputs is None:
+            return self.output(self.core.attend(*qkvx, info), gate)
+        return self.output(self.core.extend(*qkvx, info, info.inputs, cache), gate)
 
     def project(self, normed_BTD: Tensor) -> tuple[Tensor, ...]:
         """q, k and v, and with `gate` the gate before its activation: `[B, T, H, K]` each."""
@@ -103,12 +107,6 @@ class MultiHeadAttention(ResidualLayer):
         if self.key_conv is not None:
             self.key_conv.add_to(cache)
         return cache
-
-    def branch_next(self, normed_BND: Tensor, info: SequenceInfo, inputs: DecodeInputs, cache: Cache) -> Tensor:
-        q_BNHK, k_BNHK, v_BNHK, *gate = self.project(normed_BND)
-        if self.key_conv is not None and self.config.attn_type == "quadratic":
-            k_BNHK = self.key_conv.extend(k_BNHK.flatten(2), inputs, cache).view_as(k_BNHK)
-        return self.output(self.core.extend(q_BNHK, k_BNHK, v_BNHK, normed_BND, info, inputs, cache), gate)
 
     def keep_scores(self, old: ModelConfig) -> None:
         if self.config.attn_kernel == "relu2":
@@ -132,11 +130,11 @@ class FeedForward(ResidualLayer):
         require(config.ffn != "gau", "a model with ffn = gau has no FeedForward", f"ffn = {config.ffn}",
                 "take lineartime.GatedAttentionUnit")
         super().__init__(config, (config.d_inner,) * (2 if config.ffn == "glu" else 1))
-        self.out_proj = nn.Linear(config.d_inner, config.d_model)
+        self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=config.bias)
         with torch.random.fork_rng(devices=[]):
             self.init_weights(config.init_std)
 
-    def branch(self, normed_BTD: Tensor, info: SequenceInfo) -> Tensor:
+    def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         u_BTE, *v = self.in_proj(normed_BTD).split(self.config.d_inner, dim=-1)
         inner_BTE = float16_as_float32(ACTIVATIONS[self.config.activation](u_BTE))
         return self.project_out(inner_BTE * v[0] if v else inner_BTE)

@@ -24,13 +24,16 @@ NORM_EPS = 1e-5
 """What LayerNorm and ScaleNorm add to the variance or mean square (Code 5)."""
 
 
-def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_000.0,
+           n_rotated: int | None = None) -> tuple[Tensor, Tensor]:
     """sin and cos of position x base^(-i / half) for i < half = width / 2: angles of Codes 2 and 3.
 
-    position: integers of any shape `[...]`. Returns two tensors `[..., width / 2]` of `dtype`. All
-    is computed in float64: the error is below 1e-6 at position 10^6."""
-    half = width // 2
-    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=position.device) / half)
+    position: integers of any shape `[...]`. n_rotated: half is n_rotated / 2, and the other angles
+    are 0. Returns two tensors `[..., width / 2]` of `dtype`. All is computed in float64: the error
+    is below 1e-6 at position 10^6."""
+    half = (width if n_rotated is None else n_rotated) // 2
+    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=position.device) / max(half, 1))
+    frequency = F.pad(frequency, [0, width // 2 - half])
     angle = position.double()[..., None] * frequency
     return angle.sin().to(dtype), angle.cos().to(dtype)
 
@@ -447,13 +450,14 @@ def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_id
     return q_quad, k_quad, (q_lin / count_BT[..., None]).to(q_lin.dtype), k_lin
 
 
-def scale_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """weight x / sqrt(mean(x^2) + 1e-5) over the last axis, in float32 at least (Code 5)."""
+def scale_norm(x: Tensor, weight: Tensor, eps: float = NORM_EPS) -> Tensor:
+    """weight x / sqrt(mean(x^2) + eps) over the last axis, in float32 at least (Code 5)."""
     wide = at_least_float32(x)
-    return weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
+    return weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None,
+             eps: float = NORM_EPS) -> tuple[Tensor, Tensor]:
     """x + delta, or x if delta is None, and the norm of this sum over its last axis (Code 5).
 
     x, delta: `[..., D]`, floating. weight `[D]` with bias `[D]`: LayerNorm. weight `[1]` without
@@ -464,7 +468,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     total = x if delta is None else x + delta
     dtype = torch.promote_types(total.dtype, weight.dtype)
     if bias is not None:
-        normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), NORM_EPS)
+        normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
     else:
-        normed = scale_norm(total, weight)
+        normed = scale_norm(total, weight, eps)
     return total, normed.to(weight.dtype if weight.dtype == torch.float16 else matmul_dtype(total))

@@ -102,7 +102,7 @@ def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str], *, m
             if state is None:
                 x_BTD = model.hidden(ids_BT.clamp(min=0), token_mask_BT=None if valid_BT.all() else valid_BT)
             else:
-                x_BTD = model.extend(ids_BT, valid_BT.sum(1), state)
+                x_BTD = model.extend(ids_BT, valid_BT.sum(1), state)[0]
         np.add.at(sums_ND, [*numbers], (x_BTD.double() * valid_BT[..., None]).sum(1).cpu().numpy())
         n_read += int(valid_BT.sum())
         if progress is not None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from lineartime.model.language_model import LanguageModel
 from lineartime.training.gradient import compute_gradient, divide
 from lineartime.training.objectives import Objective
 from lineartime.training.optimizers import Muon, learning_rate_at, make_optimizer
-from lineartime.training.ordered import require_fitting
+from lineartime.training.ordered import own_rows, require_fitting
 from lineartime.training.run import Run, Wanted
 from lineartime.training.run_config import RunConfig
 from lineartime.training.runtime import StopSignal, pick_device
@@ -134,6 +135,12 @@ class Loop:
 
     def begin_micro_batch(self, step: int, number: int) -> None:
         self.stop_if_asked(step)  # a step takes minutes
+        if self.model.config.dropout > 0:
+            # A function of seed, step and the micro-batch's first row: no resume and no number of
+            # ranks changes what is drawn.
+            rows, size = self.run.config.rows_per_step, self.run.config.micro_batch_rows
+            first = int(own_rows(rows, size, self.config.shard, self.ranks)[number * size])
+            torch.manual_seed(np.random.SeedSequence((self.config.seed, step, first)).generate_state(1, np.uint64)[0])
         if self.callbacks.on_micro_batch is not None:
             self.callbacks.on_micro_batch(step, number)
 

@@ -83,15 +83,16 @@ def count_parameters(model: LanguageModel) -> dict[str, int]:
         return sum(parameter.numel() for parameter in module.parameters())
 
     config = model.config
-    parts = {"embedding, and the head's matrix": size(model.embed),
+    parts = {"embedding, and the head's matrix" if config.tied_head else "embedding": size(model.embed),
              "ScaledSin scalar" if config.abs_pos == "scaled_sin" else "position table": size(model.abs_pos)}
     for i, layer in enumerate(model.residual_layers()):
-        layers = "layers" if config.layer(i // model.layers_per_block) is config else "full layers"
+        layers = f"{config.layers[i]} layers" if config.layers else "layers"
         for name, parameter in layer.named_parameters():
             purposes = [purpose for end, purpose in PARTS.items() if name.split(".")[0].endswith(end)]
             part = f"{layers}: {(*purposes, f'{layer.kind} projections')[0]}"
             parts[part] = parts.get(part, 0) + parameter.numel()
-    return parts | {"final norm": size(model.norm), "head bias": model.head_bias.numel()}
+    head = {} if model.head_weight is None else {"head's matrix": model.head_weight.numel()}
+    return parts | {"final norm": size(model.norm), **head, "head bias": model.head_bias.numel()}
 
 
 def print_description(config: ModelConfig, title: str) -> None:

@@ -131,7 +131,7 @@ def next_bits(model: LanguageModel, ids_N: np.ndarray, state: ScoringState, prec
         read_N = np.concatenate([[state.last], next_N[:-1]])
         ids_1N, targets_N = torch.from_numpy(read_N).to(device)[None], torch.from_numpy(next_N).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            x_1ND = model.extend(ids_1N, torch.tensor([len(read_N)], device=device), state.decoding)
+            x_1ND = model.extend(ids_1N, torch.tensor([len(read_N)], device=device), state.decoding)[0]
             bits.append(model.losses(x_1ND[0], targets_N).double().cpu().numpy() / math.log(2))
         state.last, state.n_tokens = int(next_N[-1]), state.n_tokens + len(next_N)
     if not np.isfinite(np.concatenate(bits)).all():

@@ -54,7 +54,7 @@ class LineartimeCache(Cache):
         # It wants a row's padding last; then the states go back to their columns.
         order_BN = padding_last(valid_BN)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,
-                             None if embeds_BND is None else in_order(embeds_BND, order_BN))
+                             None if embeds_BND is None else in_order(embeds_BND, order_BN))[0]
         back_BN = order_BN.argsort(1)
         if collected is not None:
             collected[:] = [in_order(each_BND, back_BN) for each_BND in collected]

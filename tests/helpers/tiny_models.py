@@ -65,10 +65,16 @@ COMBINED: dict[str, ModelConfig] = {
     "mc-tfm++ near and long memory": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, **LONG_MEMORY,
                                                   local_key_conv=True),
     "flash-quad key conv": replace(FLASH_QUAD, key_conv=3),
-    "flash-quad in flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK, full_attention_interval=2,
+    "flash-quad in flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK, layers=("gau", "gau_quadratic"),
                                          attn_scale_len=512),
     "transformer++ key conv": model_config("transformer++", **SIZES, **HEADS, key_conv=3, rope_base=100.0),
     "transformer++ key conv qk norm": model_config("transformer++", **SIZES, **HEADS, key_conv=3, qk_norm=True),
+    "flash others' options": replace(FLASH, rotary_dim=4, token_shift=True, bias=False, position_bias=False),
+    "flash-quad others' options": replace(FLASH_QUAD, rel_pos=None, token_shift=True, bias=False, position_bias=False),
+    "mc-tfm++ others' options": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, token_shift=True,
+                                             rotary_dim=2, bias=False, head_norm="scale_norm", tied_head=False),
+    "hybrid": model_config("flash+", **SIZES | {"n_layers": 4}, **GAU, chunk_size=CHUNK, attn_scale_len=512,
+                           token_shift=True, layers=("gau", "gau_quadratic", "attention", "ffn")),
     "transformer++ relu2 key conv": model_config("transformer++", **SIZES, **HEADS, attn_kernel="relu2", key_conv=3),
 }
 """Options together, which `make test` has one by one."""

@@ -118,8 +118,8 @@ def test_bfloat16_is_near(name: str) -> None:
         if config.decodes:
             state = model.decoding_state(2)
             whole = model.hidden(ids_BT)
-            pieces = [model.extend(ids_BT[:, :21], torch.tensor([21, 21]), state)]
-            pieces += [model.extend(ids_BT[:, t : t + 1], torch.tensor([1, 1]), state) for t in range(21, 50)]
+            pieces = [model.extend(ids_BT[:, :21], torch.tensor([21, 21]), state)[0]]
+            pieces += [model.extend(ids_BT[:, t : t + 1], torch.tensor([1, 1]), state)[0] for t in range(21, 50)]
             assert (torch.cat(pieces, 1).float() - whole.float()).norm() / whole.float().norm() < 0.05
 
 

@@ -15,11 +15,9 @@ from lineartime.config import PRESETS
 from lineartime.model.attention.combiner import RowCache
 from lineartime.model.attention.performer import PrefixState
 from lineartime.model.decoding.cache import ChunkState, KeyValueCache
-from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
-from lineartime.model.layers import sequence_info
 from lineartime.weights.generation import generate
 from tiny_models import BOTH_GRIDS, CHUNK, CONTEXT, FLASH, case_of, difference, random_ids, random_model, with_end
 
@@ -30,7 +28,7 @@ PRESETS_FIRST = pytest.mark.parametrize("name", [case_of(name, rest=name not in 
 
 def extend(model: LanguageModel, ids_BN: Tensor, state: DecodingState, embeds_BND: Tensor | None = None) -> Tensor:
     """The hidden states of the same number of next tokens in each row."""
-    return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state, embeds_BND=embeds_BND)
+    return model.extend(ids_BN, torch.full((len(ids_BN),), ids_BN.shape[1]), state, embeds_BND=embeds_BND)[0]
 
 
 @pytest.mark.parametrize(("name", "width", "trained"), [
@@ -114,7 +112,7 @@ def test_any_split_of_rows_of_any_lengths(name: str, lengths: list[int], vocab_s
         ids_BN = random_ids(len(rows), max(n_new), seed=seed + 99)
         for row, (start, n) in enumerate(zip(done, n_new, strict=True)):
             ids_BN[row, :n] = rows[row][start : start + n]
-        x_BND = model.extend(ids_BN, torch.tensor(n_new), state)
+        x_BND = model.extend(ids_BN, torch.tensor(n_new), state)[0]
         for row, n in enumerate(n_new):
             outputs[row].append(x_BND[row, :n])
             done[row] += n
@@ -132,8 +130,9 @@ def test_what_of_a_state_grows(name: str) -> None:
     state = model.decoding_state(2)
     kinds = {"linear": PrefixState, "rowmajor_axial": RowCache, "quadratic": KeyValueCache, "mixed_chunk": ChunkState}
     growing = {RowCache: ("ks_BLCHK", "vs_BLCHK"), KeyValueCache: ("k_BL", "v_BL")}
-    for i, cache in enumerate(state.caches):
-        assert type(cache) is kinds[config.layer(i).attn_type] and cache.growing == growing.get(type(cache), ())
+    attending = [layer.config for layer in model.layers if layer.attends]
+    for of_layer, cache in zip(attending, state.caches, strict=True):
+        assert type(cache) is kinds[of_layer.attn_type] and cache.growing == growing.get(type(cache), ())
     with torch.inference_mode():  # what is made in it can be written outside
         state.reserve(3)
     at_first, n_bytes, n_tokens = [cache.tensors() for cache in state.caches], state.n_bytes, 0
@@ -177,7 +176,7 @@ def test_rows_of_any_lengths_under_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         x_BTD = model.hidden(ids_BT)
         model.extend(ids_BT[:, :15], torch.tensor([15, 6]), state)
-        found_BTD = model.extend(ids_BT[:, 6:14], torch.tensor([0, 8]), state)
+        found_BTD = model.extend(ids_BT[:, 6:14], torch.tensor([0, 8]), state)[0]
         assert difference(found_BTD[1], x_BTD[1, 6:14]) < 0.1
         for t in range(5):  # one at a time, which closes the rows' chunks at different times
             x_BD = extend(model, ids_BT[[0, 1], [15 + t, 14 + t]][:, None], state)[:, 0]
@@ -212,7 +211,7 @@ def test_nothing_to_decode(name: str) -> None:
     prompts = random_ids(2, 7).tolist()
     expected, same = (generate.prefill(model, prompts)[1] for _ in range(2))
     with torch.inference_mode():
-        x_BND = model.extend(torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, dtype=torch.long), same)
+        x_BND = model.extend(torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, dtype=torch.long), same)[0]
     assert x_BND.shape == (2, 0, 8)
     ids_B = torch.tensor([3, 4])
     assert torch.equal(generate.decode_step(model, ids_B, same), generate.decode_step(model, ids_B, expected))
@@ -228,11 +227,11 @@ def test_the_end_of_a_table(name: str) -> None:
     state = model.decoding_state(2)
     ids_BT = random_ids(2, CONTEXT)
     model.extend(ids_BT, torch.tensor([CONTEXT - 1, 3]), state)
-    x_BND = model.extend(ids_BT[:, -1:], torch.tensor([1, 1]), state)
+    x_BND = model.extend(ids_BT[:, -1:], torch.tensor([1, 1]), state)[0]
     assert difference(x_BND[0], model.hidden(ids_BT)[0, -1:]) <= 1e-12
     with pytest.raises(UsageError, match="25 tokens, the table has 24"):
         model.extend(ids_BT[:, :1], torch.tensor([1, 0]), state)
-    x_BND = model.extend(ids_BT[:, :1], torch.tensor([0, 1]), state)
+    x_BND = model.extend(ids_BT[:, :1], torch.tensor([0, 1]), state)[0]
     alone_BT = torch.cat([ids_BT[1, :3], ids_BT[1, -1:], ids_BT[1, :1]])[None]
     assert difference(x_BND[1], model.hidden(alone_BT)[0, -1:]) <= 1e-12
 
@@ -240,9 +239,7 @@ def test_the_end_of_a_table(name: str) -> None:
 @torch.no_grad()
 def test_a_layer_alone_refuses_the_token_behind_its_table() -> None:
     layer, x_BTD = GatedAttentionUnit(d_model=16, query_key_dim=8, context=4), torch.randn(1, 5, 16)
-    cache, zero_B = layer.empty_cache(1), torch.tensor([0])
+    cache = layer.decoding_state(1)
     for t in range(5):
-        inputs = DecodeInputs(zero_B + t, zero_B, zero_B + 1, torch.zeros(1, 1, dtype=torch.bool))
-        info = sequence_info(layer.config, inputs.position_BN, x_BTD.dtype)
         with pytest.raises(UsageError, match="5 tokens, the table has 4") if t == 4 else nullcontext():
-            layer.extend(x_BTD[:, t : t + 1], None, info, inputs, cache)
+            layer(x_BTD[:, t : t + 1], cache=cache)

@@ -119,7 +119,7 @@ def test_decoding_gives_the_states_of_every_block(name: str) -> None:
     for start, n in ((0, 7), (7, 1), (8, 10)):
         found: list[Tensor] = []
         part = slice(start, start + n)
-        found.append(model.extend(ids_BT[:, part], torch.tensor([n, n]), state, found, embeds_BTD[:, part]))
+        found.append(model.extend(ids_BT[:, part], torch.tensor([n, n]), state, found, embeds_BTD[:, part])[0])
         parts.append(found)
         model.extend(torch.full((2, 3), END), torch.tensor([0, 0]), state)
     for n, whole_BTD in enumerate(wanted):

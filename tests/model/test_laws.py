@@ -372,7 +372,7 @@ def test_angles_far_out(width: int) -> None:
     config, position = replace(FLASH, query_key_dim=width), torch.tensor(FAR)
     for precision in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", precision):
-            rotary_angles = sequence_info(config, position, torch.float32).rotary
+            rotary_angles = sequence_info(config, position, torch.float32).rotary(config)
             embedding = scaled_sin(position)
         assert rotary_angles is not None
         for found in (torch.stack(rotary_angles, -1), torch.stack(embedding.chunk(2, -1), -1)):
@@ -433,7 +433,7 @@ def test_state_after_a_million_tokens() -> None:
     with torch.no_grad():
         for start in range(0, n_tokens, piece):
             ids_BN = random_ids(1, piece, seed=start)
-            x32, x64 = (model.extend(ids_BN, torch.tensor([piece]), state)
+            x32, x64 = (model.extend(ids_BN, torch.tensor([piece]), state)[0]
                         for model, state in zip((model32, model64), states, strict=True))
             worst = max(worst, float((x32 - x64).abs().max() / x64.abs().max()))
     kv32, kv64 = (state.caches[0].kv_BSE for state in states)

@@ -208,7 +208,7 @@ def test_flash_in_kernels_alone(options: dict[str, object]) -> None:
         ids_BN = torch.stack([F.pad(ids_T[done : done + n], [0, max(n_new) - n])
                               for ids_T, done, n in zip(ids_BT, n_read, n_new, strict=True)])
         with torch.no_grad():
-            x_BND = model.extend(ids_BN, torch.tensor(n_new, device=DEVICE), state)
+            x_BND = model.extend(ids_BN, torch.tensor(n_new, device=DEVICE), state)[0]
         for row, (x_ND, n) in enumerate(zip(x_BND, n_new, strict=True)):
             rows[row].append(x_ND[:n])
             n_read[row] += n

@@ -199,13 +199,13 @@ def test_a_layer_that_trains_only_its_scales_steps_by_the_reference() -> None:
     model.set_impl("triton")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("scale_offset" in name)
-    x_BND = model.extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1))
+    x_BND = model.extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1))[0]
     x_BND.sum().backward()
     assert model.layers[0].scale_offset.gamma.grad is not None
     embeds_BND = torch.zeros(1, 1, 64, requires_grad=True)  # as of a prompt that is learned
     x_BND = model.requires_grad_(False).extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1),
-                                               embeds_BND=embeds_BND)
+                                               embeds_BND=embeds_BND)[0]
     x_BND.sum().backward()
     assert embeds_BND.grad is not None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # whose buffers have another type than uvz
-        assert model.extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1)).isfinite().all()
+        assert model.extend(torch.tensor([[3]]), torch.tensor([1]), model.decoding_state(1))[0].isfinite().all()

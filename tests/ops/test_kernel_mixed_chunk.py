@@ -291,7 +291,7 @@ def test_the_chunks_of_a_prompt_are_read_by_kernels(fields: dict[str, object],
             parts = [slice(start, start + n) for start, n in zip(n_read, n_new, strict=True)]
             ids_BN = torch.stack([F.pad(ids_T[part], [0, max(n_new) - n])
                                   for ids_T, part, n in zip(ids_BT, parts, n_new, strict=True)])
-            x_BND = model.extend(ids_BN, torch.tensor(n_new), state)
+            x_BND = model.extend(ids_BN, torch.tensor(n_new), state)[0]
             for row, (part, n) in enumerate(zip(parts, n_new, strict=True)):
                 made[row, part], n_read[row] = x_BND[row, :n], part.stop
         assert lengths == [128, 128]  # tokens 128 to 255, of the last row in the third part

@@ -41,7 +41,7 @@ def test_specification_reads_as_a_column_of_the_table():
 
 def test_every_parameter_is_counted():
     options = ({"overlap": True}, {"document_mask": "paper"}, LONG_MEMORY, {"n_heads": 4},
-               {"full_attention_interval": 2}, {"document_grid": "own", "end_of_document": 0})
+               {"layers": ("gau", "gau_quadratic", "gau")}, {"document_grid": "own", "end_of_document": 0})
     for config in (*(small("flash", **fields) for fields in options), *(small(preset, "c4") for preset in PRESETS)):
         assert describe(config).n_parameters == sum(p.numel() for p in LanguageModel(config).parameters())
 

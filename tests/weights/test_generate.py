@@ -104,7 +104,7 @@ def test_a_long_prompt_is_read_in_pieces_with_progress(model: LanguageModel, mon
     assert torch.allclose(whole[0], pieces[0], atol=1e-12) and read == [16, 32, 48, 64, 80, 96, 101]
     assert state.seq_lens_B.tolist() == [101, 40]
     with torch.no_grad():  # outside of inference mode
-        after = model.logits(model.extend(torch.tensor([[7], [7]]), torch.tensor([1, 1]), state)[:, 0])
+        after = model.logits(model.extend(torch.tensor([[7], [7]]), torch.tensor([1, 1]), state)[0][:, 0])
     assert torch.allclose(after[1], model(torch.tensor([[*prompt[:40], 7]]))[0, -1], atol=1e-12)
 
 

@@ -98,9 +98,9 @@ class Combiner:
     summary_norm: nn.Module
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        q_BTHK, k_BTHK = rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config)
         # Each document by itself, for its rows of C tokens begin at its first token.
-        angles = () if info.rotary is None else tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary)
+        angles = tuple(a.expand(len(x_BTD), -1, -1) for a in info.rotary(self.config) or ())
         parts = [self.attend_document(x, q, k, v, sin_cos)[0]
                  for q, k, v, x, *sin_cos in by_document((q_BTHK, k_BTHK, v_BTHK, x_BTD, *angles), info)]
         return torch.cat(parts, dim=1).view_as(v_BTHK).flatten(2)
@@ -135,8 +135,9 @@ class Combiner:
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
         assert isinstance(cache, RowCache)
-        out, c = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1]
-        new = (x_BND, rotate_heads(q_BNHK, info), rotate_heads(k_BNHK, info), v_BNHK)
+        out, c, config = torch.zeros_like(v_BNHK), cache.x_BCD.shape[1], self.config
+        rotated = info.rotary(config)
+        new = (x_BND, rotate_heads(q_BNHK, info, self.config), rotate_heads(k_BNHK, info, self.config), v_BNHK)
         buffers = (cache.x_BCD, cache.q_BCHK, cache.k_BCHK, cache.v_BCHK)
         for row in range(len(v_BNHK)):
             for start, stop, begins in inputs.documents(row):
@@ -146,8 +147,8 @@ class Combiner:
                               for old, part in zip(buffers, new, strict=True))
                 earlier = (cache.ks_BLCHK[row : row + 1, :n_full], cache.vs_BLCHK[row : row + 1, :n_full])
                 position_1T = inputs.position_BN[row, start] - n_open + torch.arange(x.shape[1], device=x.device)[None]
-                angles = () if info.rotary is None else rotary(position_1T, self.config.qk_width, info.rotary[0].dtype,
-                                                               self.config.rope_base)
+                angles = () if rotated is None else rotary(position_1T, config.qk_width, rotated[0].dtype,
+                                                           config.rope_base, config.n_rotated)
                 attended, (ks, vs) = self.attend_document(x, q, k, v, angles, earlier)
                 out[row, start:stop] = attended[0, n_open:]
                 # Rows that are full now leave their summaries; what is left is the open row.

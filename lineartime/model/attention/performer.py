@@ -90,7 +90,7 @@ class Performer:
     config: ModelConfig
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
-        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
+        heads = (rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config), v_BTHK)
         documents, exchange = by_document(heads, info), info.exchange
         pasts = [None] * len(documents) if exchange is None else self.pasts(*heads[1:], info, exchange)
         parts = [performer_attention(*qkv, causal=self.config.causal, prefix_sum=self.config.prefix_sum or "blocks",
@@ -129,7 +129,7 @@ class Performer:
                inputs: DecodeInputs, cache: Cache) -> Tensor:
         assert isinstance(cache, PrefixState)
         # A step is one update, one read and one division.
-        fq, fk = relu_features(rotate_heads(q_BNHK, info)), relu_features(rotate_heads(k_BNHK, info))
+        fq, fk = (relu_features(rotate_heads(x, info, self.config)) for x in (q_BNHK, k_BNHK))
         v1 = with_ones(v_BNHK)
         if inputs.single_token:
             if cache.wants_gradient([fq, fk, v1]):

@@ -44,7 +44,7 @@ class Softmax:
         """Queries and keys after their norm, if there is one, and RoPE."""
         q_BTHK, k_BTHK = (x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)  # in the gain's dtype
                           for x, norm in ((q_BTHK, self.query_norm), (k_BTHK, self.key_norm)))
-        return rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info)
+        return rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:
@@ -78,7 +78,7 @@ class ReluSquared:
     """relu(q k^T / n + b)^2 v, an ablation, with one bias for all heads, folded into the batch."""
 
     config: ModelConfig
-    rel_pos_bias: RelPosBias
+    rel_pos_bias: RelPosBias | None
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, x_BTD: Tensor, info: SequenceInfo) -> Tensor:
         h, ids_BT = self.config.n_heads, info.segment_ids_BT
@@ -88,7 +88,7 @@ class ReluSquared:
 
     def fold(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, info: SequenceInfo) -> tuple[Tensor, ...]:
         """q and k after RoPE, and v: `[B H, T, K]` each."""
-        heads = (rotate_heads(q_BTHK, info), rotate_heads(k_BTHK, info), v_BTHK)
+        heads = (rotate_heads(q_BTHK, info, self.config), rotate_heads(k_BTHK, info, self.config), v_BTHK)
         return tuple(fold_heads(x.flatten(2), self.config.n_heads) for x in heads)
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,

@@ -20,6 +20,8 @@ class Cache:
     constant: ClassVar[tuple[str, ...]] = ()  # tensors that say nothing of the rows, such as biases
     n_heads: int = 1  # adjacent entries of the batch that make up a row
     z_BKS: Tensor | None = None  # the last K tokens' z, or keys, of `KeyConv`; position p at place p modulo K
+    by_row: ClassVar[tuple[str, ...]] = ("shift_BKF",)  # tensors without an axis of heads
+    shift_BKF: Tensor | None = None  # with `token_shift` half of the last token's features, `[B, 1, D / 2]`
 
     def tensors(self) -> dict[str, Tensor]:
         """The state of the rows by name; the first axis counts rows times heads."""
@@ -36,7 +38,23 @@ class Cache:
         """Keep the rows rows_B, in this order; a row may occur more than once."""
         entries_B = (rows_B[:, None] * self.n_heads + torch.arange(self.n_heads, device=rows_B.device)).flatten()
         for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.index_select(0, entries_B.to(tensor.device)))
+            chosen_B = rows_B if name in self.by_row else entries_B
+            setattr(self, name, tensor.index_select(0, chosen_B.to(tensor.device)))
+
+    def append_last(self, name: str, new_BNF: Tensor, inputs: DecodeInputs) -> Tensor:
+        """The last K tokens' vectors, which the tensor `name` holds, and the new ones: `[B, K + N,
+        F]`, the oldest first. Then it holds the last K of these."""
+        row_BLF, kept_BKF = last_and_new(getattr(self, name), new_BNF, inputs)
+        self.keep(name, kept_BKF)
+        return row_BLF
+
+    def keep(self, name: str, kept: Tensor) -> None:
+        """Put new values into a tensor: in place, for a captured step, unless a gradient needs what
+        is there."""
+        if self.wants_gradient([kept]):
+            setattr(self, name, kept)
+        else:
+            getattr(self, name).copy_(kept)
 
     def reserve(self, length: int) -> None:
         """Make the tensors that grow at least so long."""
@@ -56,6 +74,28 @@ class Cache:
         """These tensors after each row's only new token, which the open chunk holds already. No
         shape depends on which rows' chunks are full, as a graph needs it."""
         return {}
+
+
+def last_and_new(last_BKF: Tensor, new_BNF: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    """The vectors of each row's last K tokens, the oldest first, then the new ones, `[B, K + N,
+    F]`; and those of the last K tokens now, `[B, K, F]`. The token at position p is at place p
+    modulo K, so that a step that is repeated writes the same."""
+    n, place_K = last_BKF.shape[1], torch.arange(last_BKF.shape[1], device=last_BKF.device)
+
+    def at(place_BK: Tensor) -> Tensor:
+        return place_BK[..., None].expand_as(last_BKF)
+
+    row_BLF = torch.cat([last_BKF.gather(1, at((inputs.seq_lens_B[:, None] + place_K) % n)), new_BNF], dim=1)
+    now_BKF = row_BLF.gather(1, at(inputs.n_new_B[:, None] + place_K))
+    place_BK = (inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K
+    return row_BLF, torch.zeros_like(now_BKF).scatter(1, at(place_BK % n), now_BKF)
+
+
+@dataclasses.dataclass
+class LastTokens(Cache):
+    """Vectors of the last K tokens of each row, for a layer that reads no others."""
+
+    last_BKF: Tensor
 
 
 @dataclasses.dataclass

@@ -20,18 +20,25 @@ from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 
 
 def extend_row(q_BNS: Tensor, k_BNS: Tensor, v_BNE: Tensor, inputs: DecodeInputs, cache: KeyValueCache,
-               rel_pos_bias: RelPosBias, config: ModelConfig) -> Tensor:
+               rel_pos_bias: RelPosBias | None, config: ModelConfig) -> Tensor:
     """Quadratic attention of the next tokens over the whole row: out_BNE. Appends k and v."""
-    k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs, itertools.chain((q_BNS,), rel_pos_bias.parameters()))
+    parameters = [] if rel_pos_bias is None else rel_pos_bias.parameters()
+    k_BLS, v_BLE = cache.append(k_BNS, v_BNE, inputs, itertools.chain((q_BNS,), parameters))
+    bias = None if rel_pos_bias is None else row_bias(inputs, cache, rel_pos_bias)
+    score_BNL = decode_scores(q_BNS, k_BLS, bias, config)
+    return weigh_values(attention_weights(score_BNL, inputs.visible(), config.attn_kernel), v_BLE)
+
+
+def row_bias(inputs: DecodeInputs, cache: KeyValueCache, rel_pos_bias: RelPosBias) -> Tensor:
+    """The position bias of the next tokens and all keys so far, `[L]` or `[B or 1, N, L]`."""
     # The bias is kept. A gradient needs a new one, and so does a graph, for rows of any length.
     makes_graph, length = torch.compiler.is_exporting(), inputs.longest
     if cache.bias_L is None or makes_graph or torch.is_grad_enabled() or len(cache.bias_L) < length:
         cache.bias_L = rel_pos_bias.before(cache.k_BL.shape[1])
     require(makes_graph or length <= len(cache.bias_L), "row longer than the position table",
             f"{length} tokens, the table has {len(cache.bias_L)}", "make it with a larger context")
-    bias, index_BNL = cache.bias_L[cache.bias_L.shape[0] - length :], inputs.bias_index()
-    score_BNL = decode_scores(q_BNS, k_BLS, bias if index_BNL is None else bias[index_BNL], config)
-    return weigh_values(attention_weights(score_BNL, inputs.visible(), config.attn_kernel), v_BLE)
+    bias_L, index_BNL = cache.bias_L[cache.bias_L.shape[0] - length :], inputs.bias_index()
+    return bias_L if index_BNL is None else bias_L[index_BNL]
 
 
 def decode_scores(q_BNS: Tensor, k_BLS: Tensor, bias: Tensor | None, config: ModelConfig) -> Tensor:

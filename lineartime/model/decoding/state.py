@@ -4,7 +4,7 @@ the model and of all that is in it: a state of another model and a damaged file 
 import copy
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from lineartime.base.errors import CheckpointError, UsageError
 from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 from lineartime.base.tensor_bytes import tensors_sha256
-from lineartime.config import REMOVED, ModelConfig, to_dict
+from lineartime.config import LATER, REMOVED, ModelConfig, to_dict
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
+from lineartime.model.layout import in_order, padding_last
 
 REMOVED_BEFORE = {"linear_rope": ("linear_scale_init", "local_scale_init"),
-                  "full_attention_interval": ("linear_divisor",), "qk_norm": ("keys_start_as_queries",)}
+                  "layers": ("linear_divisor", "full_attention_interval"), "qk_norm": ("keys_start_as_queries",)}
 """Removed fields, and the fields they preceded: the hash counts them, so that old files open."""
+Read = Callable[[Tensor, DecodeInputs], list[Tensor]]
+"""What is computed of the next tokens' vectors: `[B, N, ...]` each."""
 
 
 @dataclasses.dataclass
@@ -33,9 +36,16 @@ class DecodingState:
     seq_lens_B: Tensor
     start_B: Tensor
     model: Any = dataclasses.field(default=None, repr=False, compare=False)
-    """The `LanguageModel` whose state this is, which `deepcopy` shares."""
+    """The `LanguageModel` or layer whose state this is, which `deepcopy` shares."""
     text: str = ""  # the last word that `read` has read: it is tokenised together with what follows it
     tokenizer_sha256: str = ""
+    document_B: Tensor | None = None  # of a layer alone: the segment id of each row's last token, -1 without one
+
+    @classmethod
+    def of_rows(cls, n_rows: int, device: torch.device, caches: list[Cache], model: Any) -> "DecodingState":
+        """The state of rows that have no token yet."""
+        zeros_B = torch.zeros(n_rows, dtype=torch.long, device=device)
+        return cls(caches, zeros_B, zeros_B.clone(), model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         return self.repeated(len(self.seq_lens_B))
@@ -58,6 +68,53 @@ class DecodingState:
     def load(cls, path: Path | str, model: Any) -> "DecodingState":
         """The state in a file, on the model's device. Raises as `load_state` does."""
         return load_state(Path(path), model)[0]
+
+    def to(self, device: torch.device | str) -> "DecodingState":
+        """The state itself, with all its tensors on a device."""
+        for part in (self, *self.caches):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor):
+                    setattr(part, name, value.to(device))
+        return self
+
+    def begins(self, segment_ids_BN: Tensor) -> Tensor:
+        """True for the next tokens that begin a document, by their ids and that of the token before
+        them; -1 is for padding behind them. Keeps the last ids."""
+        assert self.document_B is not None
+        before_BN = torch.cat([self.document_B[:, None], segment_ids_BN[:, :-1]], dim=1)
+        last_B = segment_ids_BN.gather(1, ((segment_ids_BN >= 0).sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
+        self.document_B = torch.where(last_B >= 0, last_B, self.document_B)
+        return (segment_ids_BN != before_BN) & (segment_ids_BN >= 0)
+
+    def read(self, config: ModelConfig, read: Read, x_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor) -> list[Tensor]:
+        """What `read` gives of the rows' next tokens; the positions move on. With `document_grid`
+        "own" the new tokens of the rows' first documents, then those of the second, and so on."""
+        if config.document_grid == "row" or x_BND.shape[1] == 1:
+            return self.read_rows(config, read, x_BND, begins_BN, n_new_B)
+        index_N = torch.arange(begins_BN.shape[1], device=begins_BN.device)
+        number_BN = torch.where(index_N < n_new_B[:, None], begins_BN.cumsum(1) - begins_BN[:, :1].int(), -1)
+        outputs: list[Tensor] = []
+        for number in range(max(int(number_BN.max()), 0) + 1):
+            here_BN = number_BN == number
+            n_B = here_BN.sum(1)
+            order_BN = padding_last(here_BN)[:, : max(int(n_B.max()), 1)]  # their tokens at the front of each row
+            made = self.read_rows(config, read, in_order(x_BND, order_BN), in_order(begins_BN, order_BN), n_B)
+            outputs = outputs or [torch.zeros_like(x_BND, dtype=each.dtype) for each in made]
+            for whole_BND, each_BMD in zip(outputs, made, strict=True):
+                whole_BND[here_BN] = each_BMD[index_N[: each_BMD.shape[1]] < n_B[:, None]]
+        return outputs
+
+    def read_rows(self, config: ModelConfig, read: Read, x_BND: Tensor, begins_BN: Tensor,
+                  n_new_B: Tensor) -> list[Tensor]:
+        """`read` by tokens that `inputs` takes at once."""
+        if self.seq_lens_B.is_inference() and not torch.is_inference_mode_enabled():
+            self.select(torch.arange(len(n_new_B)))  # copies: what that mode has made can be written only in it
+        # A graph reads no lengths. Elsewhere positions follow from what each row has read.
+        window = (self.reserve_in_graph(begins_BN.shape[1]) or 0) if torch.compiler.is_exporting() else None
+        inputs = self.inputs(config, n_new_B, begins_BN, window)
+        made = read(x_BND, inputs)
+        self.seq_lens_B, self.start_B = self.seq_lens_B + n_new_B, self.starts_B(inputs)
+        return made
 
     def in_grid_B(self, config: ModelConfig) -> Tensor:
         """Tokens of each row so far; with `document_grid` "own" of its current document."""
@@ -86,7 +143,8 @@ class DecodingState:
         longest = int(self.seq_lens_B.max()) if len(self.seq_lens_B) else 0  # a cache that grows has room for more
         of_caches = {f"{n}.{name}": (tensor[:, :longest] if name in cache.growing else tensor).contiguous()
                      for n, cache in enumerate(self.caches) for name, tensor in cache.tensors().items()}
-        return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **of_caches}
+        documents = {} if self.document_B is None else {"document_B": self.document_B}
+        return {"seq_lens_B": self.seq_lens_B, "start_B": self.start_B, **documents, **of_caches}
 
     def take(self, tensors: dict[str, Tensor]) -> None:
         """Take over the tensors that `tensors` of another state of the same model gave."""
@@ -121,7 +179,9 @@ class DecodingState:
         rows_B = rows_B.to(self.seq_lens_B.device)
         for cache in self.caches:
             cache.select(rows_B)
-        self.seq_lens_B, self.start_B = self.seq_lens_B.index_select(0, rows_B), self.start_B.index_select(0, rows_B)
+        for name in ("seq_lens_B", "start_B", "document_B"):
+            of_rows_B = getattr(self, name)
+            setattr(self, name, None if of_rows_B is None else of_rows_B.index_select(0, rows_B))
 
 
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
@@ -147,7 +207,7 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
     state = model.decoding_state(len(tensors["seq_lens_B"]))
     if tensors.keys() != state.tensors().keys():
         raise CheckpointError("the state of another version", path, "read the text again")
-    state.take({name: tensor.to(model.embed.weight.device) for name, tensor in tensors.items()})
+    state.take({name: tensor.to(state.seq_lens_B.device) for name, tensor in tensors.items()})
     state.text, state.tokenizer_sha256 = text, tokenizer_sha256
     return state, facts
 
@@ -157,7 +217,8 @@ def model_sha256(model: Any) -> str:
     fields: dict[str, Any] = {}
     for name, value in to_dict(model.config).items():
         fields |= {gone: REMOVED[gone][0] for gone in REMOVED_BEFORE.get(name, ())}
-        fields[name] = value
+        if name not in LATER or value != getattr(ModelConfig, name):
+            fields[name] = value
     return tensors_sha256(model.state_dict(), json.dumps(fields))
 
 

@@ -45,7 +45,7 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], progress: Ca
         ids_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
         require(bool(((ids_BN >= 0) & (ids_BN < model.config.vocab_size)).all()), "token outside the vocabulary",
                 f"{model.config.vocab_size} tokens", "use the model's own tokenizer")
-        x_BND = model.extend(ids_BN, torch.tensor([*map(len, parts)], device=device), state)
+        x_BND = model.extend(ids_BN, torch.tensor([*map(len, parts)], device=device), state)[0]
         for row, part in enumerate(parts):
             if part:
                 last_BD[row] = x_BND[row, len(part) - 1]
@@ -84,7 +84,7 @@ def read(model: LanguageModel, tokenizer: Tokenizer, blocks: Iterable[str], *,
 def decode_step(model: LanguageModel, ids_B: Tensor, state: DecodingState) -> Tensor:
     """Append one token to every row; returns the logits of the next, `[B, V]`. Constant time and
     memory for FLASH. Raises UsageError past the end of a position table."""
-    return model.logits(model.extend(ids_B[:, None], torch.ones_like(ids_B), state)[:, 0])
+    return model.logits(model.extend(ids_B[:, None], torch.ones_like(ids_B), state)[0][:, 0])
 
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: float | None,
