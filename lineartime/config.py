@@ -5,7 +5,6 @@ The first fields of `ModelConfig` are rows of Tables 8-10 (models for C4, Wiki-4
 of `TrainConfig` rows of Tables 6-7 (hyperparameters), and presets are columns."""
 
 import dataclasses
-import functools
 import math
 import re
 import sys
@@ -102,6 +101,7 @@ class ModelConfig:
             object.__setattr__(self, "n_layers", len(self.layers) or self.n_layers)
         check_fields(self)
         check_bounds(self)
+        object.__setattr__(self, "of_hybrid", tuple(dict.fromkeys(map(self.of_layer, self.layers))))
         for rules in (self._use_rules, self._chunk_rules, self._layer_rules):
             check_rules(self, rules())
 
@@ -190,10 +190,10 @@ class ModelConfig:
             fields["n_heads"] = math.gcd(self.d_model, max(self.d_model // 64, 1))
         return replace(preset, **fields)
 
-    @functools.cached_property
+    @property
     def kinds(self) -> tuple["ModelConfig", ...]:
         """The configurations of the layers, each once."""
-        return tuple(dict.fromkeys(map(self.of_layer, self.layers))) or (self,)
+        return self.__dict__["of_hybrid"] or (self,)
 
     @property
     def d_inner(self) -> int:
@@ -599,7 +599,8 @@ SOURCES = {
 
 def to_dict(config: ModelConfig | TrainConfig) -> dict[str, Any]:
     """The fields of a configuration by name, JSON-serialisable."""
-    return dataclasses.asdict(config)
+    return {name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(config).items()}
 
 
 @dataclass(frozen=True)

@@ -59,14 +59,16 @@ def unsupported_rows(uvz: Tensor, heads: HeadsFromZ) -> str | None:
     return unsupported_sizes(uvz, (uvz.shape[-1] - s) // 2, None, width)
 
 
-def unsupported_chunks(uvz: Tensor, heads: Heads, chunk_size: int, pooling: str) -> str | None:
-    """Why no kernel runs mixed chunk attention; None if one does. PyTorch makes narrow heads."""
+def unsupported_chunks(uvz: Tensor, heads: Heads, chunk_size: int, pooling: str, gated: bool = True) -> str | None:
+    """Why no kernel runs mixed chunk attention; None if one does. PyTorch makes narrow heads. Not
+    gated: of values alone."""
     s, other = heads[0].shape[-1], None
     if s > QUERY_KEY_DIM:
         other = f"query_key_dim {s}, kernels have at most {QUERY_KEY_DIM}"
     elif pooling == "written" and uvz.dtype == torch.float16:
         other = 'sums of chunk_pooling "written" do not fit float16'
-    return unsupported_sizes(uvz, (uvz.shape[-1] - s * isinstance(heads, HeadsFromZ)) // 2, chunk_size, other)
+    e = (uvz.shape[-1] - s * isinstance(heads, HeadsFromZ)) // (2 if gated else 1)
+    return unsupported_sizes(uvz, e, chunk_size, other)
 
 
 def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
@@ -116,7 +118,7 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
     return not reason
 
 
-def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor) -> bool:
+def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor,
     for whole rows, but not in float16 or under an autocast that changes x's dtype. Not in
     `torch.func` or forward mode."""
@@ -197,5 +199,5 @@ def on_own_device(launch: Callable[Args, Result]) -> Callable[Args, Result]:
 
 def schema_of(inputs: type) -> str:
     """The fields of a NamedTuple as the arguments in an op's schema."""
-    names = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", bool: "bool"}
+    names = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool"}
     return ", ".join(f"{names[kind]} {name}" for name, kind in get_type_hints(inputs).items())

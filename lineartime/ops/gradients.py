@@ -176,7 +176,7 @@ def score_parts(n_rows: int, row_len: int, bm: int, bn: int) -> list[Part]:
 
 
 def score_gradients(heads_NBTS: Tensor, v_BTE: Tensor, do_BTE: Tensor, w: Tensor, documents_BT: Tensor | None,
-                    each_BT: Tensor | None, dheads_NBTS: Tensor, *, row_len: int, scale_len: int,
+                    each_BT: Tensor | None, dheads_NBTS: Tensor, *, row_len: int, scale_len: float,
                     causal: bool) -> Tensor:
     """The gradients of relu(q k^T / n + b)^2 v, within rows of `row_len` tokens: returns dw,
     float32 `[2 row_len - 1]`, and writes those of q and k after RoPE to dheads_NBTS[0] and [1].

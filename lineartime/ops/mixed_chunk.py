@@ -6,6 +6,7 @@ A chunk passes on the sum of k v over the tokens visited so far of the document 
 chunk's far edge. The state that enters a chunk is this sum times a scale, see `DocumentTables`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,10 +64,11 @@ def visible_range(begins, ends, here, token, n_tokens, start, OF_QUERIES: tl.con
 @triton.jit
 def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_out, states, n_tokens, n_chunks, E, F,
                 C: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
-                DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr):
+                DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr, GATED: tl.constexpr):
     """The state that enters each chunk in direction R. A program visits a row, for BE columns.
 
     Forward, states[b, g] is the scaled sum of k v entering chunk g, x is v before silu, x_out is v.
+    Not GATED there is no silu and no gate, and x_out is x.
     BACKWARD reverses the direction: states[b, g] is the gradient of the sum that chunk g adds, x is
     the gradient of the output, and x_out is that of the attention output before the gate. Without
     WHOLE, a program takes one chunk, and states[b, g] is the sum of this chunk alone, in float32,
@@ -96,9 +98,9 @@ def walk_states(x, x_stride, uvz, heads, begins, ends, scales, first, last, x_ou
         for start in range(0, C, BC):  # add k v of the tokens whose document leaves the chunk
             token = start + tl.arange(0, BC)
             x_tile = load_tile(x + here * x_stride, token, column, n_here, x_stride).to(tl.float32)
-            if BACKWARD:  # dout times the gate
+            if GATED and BACKWARD:  # dout times the gate
                 x_tile *= silu(load_tile(uvz + here * F, token, column, n_here, F).to(tl.float32))
-            else:
+            elif GATED:
                 x_tile = silu(x_tile)
             if R == 0:
                 store_tile(x_out + here * E, token, column, n_here, E, x_tile)
@@ -196,9 +198,9 @@ def gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD: tl.const
 def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
                    KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
-                   BACKWARD: tl.constexpr):
+                   BACKWARD: tl.constexpr, GATED: tl.constexpr):
     """out = u (P v + q_lin state) for BM queries of a chunk, with the weights P computed once and
-    kept in registers. BACKWARD: the gradients of u and of q_lin from dout.
+    kept in registers. BACKWARD: the gradients of u and of q_lin from dout. Not GATED there is no u.
 
     Registers hold the weights of KEPT tiles of keys. More keys need another ROUND, which adds to
     the partial result of the previous round in memory. Each of the first rounds reads the state of
@@ -210,14 +212,14 @@ def attend_queries(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
             attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks,
-                           E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD)
+                           E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, BACKWARD, GATED)
 
 
 @triton.jit
 def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz, dq_lin, n_tokens, n_chunks, E, F,
                    finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
                    BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
-                   DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr):
+                   DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr, GATED: tl.constexpr):
     """`attend_queries` with N tiles of keys. query and key are indices in the chunk."""
     # Chunk g of row b: its first token in the row (start) and the batch (here), and its tokens.
     dtype = uvz.dtype.element_ty
@@ -249,8 +251,9 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         if DIRECTED:
             state_tile = load_tile(state, size, column, SIZE, E)
             if BACKWARD:  # the gradient of q_lin is that of what attention returns, times the state
-                u = load_tile(uvz + here * F, query, column, n_here, F, AGAIN=True).to(tl.float32)
-                do = load_tile(dout + here * E, query, column, n_here, E, AGAIN=True).to(tl.float32) * silu(u)
+                do = load_tile(dout + here * E, query, column, n_here, E, AGAIN=True).to(tl.float32)
+                if GATED:
+                    do *= silu(load_tile(uvz + here * F, query, column, n_here, F, AGAIN=True).to(tl.float32))
                 dq = dot(do.to(dtype), tl.trans(state_tile), dq)
             acc = read_state(q_lin, state_tile, head + 2 * per_head, query, n_here, state, column, E, acc, BS)
             acc = tl.where(read, acc, 0.0)
@@ -259,8 +262,11 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
         for j in tl.static_range(N):
             tile = (ROUND * KEPT + j) * BN
             acc = dot(weights[j], load_tile(v + (here + tile) * E, other, column, n_here - tile, E), acc)
-        by = gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD)
-        store_tile(result + here * width, query, column, n_here, width, tl.where(finish, acc * by, acc))
+        if GATED:
+            by = gate_factor(uvz, dout, here, query, column, n_here, E, F, BACKWARD)
+            acc = tl.where(finish, acc * by, acc)
+        if GATED or not BACKWARD:
+            store_tile(result + here * width, query, column, n_here, width, acc)
     # Only queries whose document crosses the edge read the state. Directions add up.
     if BACKWARD and DIRECTED:
         dq = tl.where(read, dq, 0.0)
@@ -272,21 +278,22 @@ def attend_n_tiles(uvz, heads, v, states, w, begins, ends, each, out, dout, duvz
 @triton.jit
 def differentiate_keys(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                        C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
-                       KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+                       KEPT: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+                       GATED: tl.constexpr):
     """The gradients of v and of k_lin for BM keys of a chunk: `attend_queries` turned round."""
     n_tiles = C // BN - (tl.program_id(0) % (C // BM) * BM // BN if CAUSAL else 0)
     finish = (n_tiles <= ROUND * KEPT + KEPT) & (CAUSAL or ROUND > 0)
     for n in tl.static_range(1 if CAUSAL else 0, KEPT + 1):
         if n == tl.maximum(tl.minimum(n_tiles - ROUND * KEPT, KEPT), 0):
             differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks,
-                                  E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS)
+                                  E, F, finish, n, C, BM, BN, BE, BS, KEPT, ROUND, CAUSAL, DOCUMENTS, GATED)
 
 
 @triton.jit
 def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duvz, dk_lin, n_tokens, n_chunks, E, F,
                           finish, N: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                           BE: tl.constexpr, BS: tl.constexpr, KEPT: tl.constexpr, ROUND: tl.constexpr,
-                          CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+                          CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr):
     """`differentiate_keys` with N tiles of queries; see `attend_n_tiles`."""
     # The chunk as there, with a tile of keys. AT: this round's first tile of queries.
     dtype = uvz.dtype.element_ty
@@ -297,6 +304,7 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
     key = tl.program_id(0) % (C // BM) * BM + tl.arange(0, BM)
     first, last = visible_range(begins, ends, here, key, n_here, start, False, CAUSAL, DOCUMENTS)
     AT: tl.constexpr = C // BN - ROUND * KEPT - N
+    of_v = here * F + (E if GATED else 0)
     # The weights of all tiles of queries of this round, in registers.
     weights = ()
     for i in tl.static_range(AT, AT + N):
@@ -321,12 +329,14 @@ def differentiate_n_tiles(uvz, heads, v, do, dstates, w, begins, ends, each, duv
             acc = read_state(k_lin, state_tile, head + 3 * per_head, key, n_here, state, column, E, acc, BS)
             acc = tl.where(adds, acc, 0.0)
         if ROUND > 0:
-            acc += load_tile(duvz + here * F + E, key, column, n_here, F).to(tl.float32)
+            acc += load_tile(duvz + of_v, key, column, n_here, F).to(tl.float32)
         for i in tl.static_range(N):
             tile = (AT + i) * BN
             acc = dot(weights[i], load_tile(do + (here + tile) * E, other, column, n_here - tile, E), acc)
-        by = silu_slope(load_tile(uvz + here * F + E, key, column, n_here, F).to(tl.float32))
-        store_tile(duvz + here * F + E, key, column, n_here, F, tl.where(finish, acc * by, acc))
+        if GATED:
+            by = silu_slope(load_tile(uvz + of_v, key, column, n_here, F).to(tl.float32))
+            acc = tl.where(finish, acc * by, acc)
+        store_tile(duvz + of_v, key, column, n_here, F, acc)
     if DIRECTED:
         dk = tl.where(adds, dk, 0.0)
         if ROUND > 0:
@@ -434,10 +444,11 @@ def attention_tiles(dtype: torch.dtype, causal: bool, of: Literal["out", "querie
 
 
 def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: DocumentTables, chunk_size: int,
-                backward: bool, first_RBSE: Tensor | None = None,
-                last_RBSE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                backward: bool, first_RBSE: Tensor | None = None, last_RBSE: Tensor | None = None, *,
+                gated: bool = True) -> tuple[Tensor, Tensor]:
     """v = silu(x) and the state that enters each chunk, or backward do = x silu(u) and the gradient
-    of the sum that each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz.
+    of the sum that each chunk adds: x_out_BTE and states_RBGSE, in the dtype of uvz. Not gated v
+    and do are x.
 
     x_BTE: v before silu, or backward dout. first_RBSE, last_RBSE: see `walk_states`; float32."""
     n_rows, n_tokens, f = uvz_BTF.shape
@@ -459,7 +470,7 @@ def make_states(uvz_BTF: Tensor, x_BTE: Tensor, heads_4BTS: Tensor, documents: D
         walk_states[(n_tiles * n_places,)](
             x_BTE, x_BTE.stride(1), uvz_BTF, heads_4BTS, begins, ends, scales, first, last, x_out_BTE, sums, n_tokens,
             n_chunks, e, f, C=chunk_size, BE=tiles.columns, BC=tiles.keys, R=r, BACKWARD=backward,
-            DOCUMENTS=ends is not None, WHOLE=whole, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
+            DOCUMENTS=ends is not None, WHOLE=whole, GATED=gated, num_warps=tiles.n_warps, num_stages=tiles.n_stages)
         if not whole:
             scan_states[triton.cdiv(s * e, SCAN_COLUMNS), n_rows](
                 sums, begins, ends, scales, first, last, states, n_tokens, n_chunks, s * e, C=chunk_size,
@@ -487,7 +498,7 @@ def run_rounds(kernel: triton.JITFunction, of: Literal["out", "queries", "keys"]
 
 class FlashInputs(NamedTuple):
     """What the custom op takes, contiguous. Heads are made from z; or `heads` of 128 dimensions are
-    given, then uvz has no z, and gamma, beta, sin and cos are None."""
+    given, then uvz has no z, and gamma, beta, sin and cos are None. Not gated, uvz is v."""
 
     uvz: Tensor
     gamma: Tensor | None
@@ -508,6 +519,7 @@ class FlashInputs(NamedTuple):
     causal: bool
     carries: bool
     """Whether the sums that leave the rows are wanted."""
+    gated: bool
 
     @property
     def documents(self) -> DocumentTables:
@@ -522,7 +534,7 @@ class FlashInputs(NamedTuple):
     @property
     def width_of_v(self) -> int:
         """E: columns of u and of v in the projection."""
-        return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // 2
+        return (self.uvz.shape[-1] - (0 if self.gamma is None else self.gamma.shape[-1])) // (2 if self.gated else 1)
 
 
 @on_own_device
@@ -538,11 +550,11 @@ def flash_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     if heads is None:
         made = heads = launch_make_heads(uvz, *given.made_by)
     left = torch.empty_like(given.past) if given.carries and given.past is not None else None
-    v, states = make_states(uvz, uvz[..., e : 2 * e], heads, documents, given.chunk_size, backward=False,
-                            first_RBSE=given.past, last_RBSE=left)
+    v, states = make_states(uvz, uvz[..., e : 2 * e] if given.gated else uvz, heads, documents, given.chunk_size,
+                            backward=False, first_RBSE=given.past, last_RBSE=left, gated=given.gated)
     out = uvz.new_empty(*uvz.shape[:2], e, dtype=wide_dtype(uvz))
     run_rounds(attend_queries, "out", (uvz, heads, v, states, given.w), documents, (out, None, None, None),
-               given.chunk_size, given.causal, BACKWARD=False)
+               given.chunk_size, given.causal, BACKWARD=False, GATED=given.gated)
     return out, out.new_empty(0, dtype=torch.float32) if left is None else left, made, v, states
 
 
@@ -565,14 +577,16 @@ def flash_backward(dout: Tensor, dleft: Tensor | None, heads: Tensor, v: Tensor,
     `flash_forward`."""
     given = FlashInputs(*inputs)
     uvz, w, documents, chunk_size, causal = given.uvz, given.w, given.documents, given.chunk_size, given.causal
+    gated = given.gated
     # The gradients of states, of u and q_lin, of v and k_lin, of q, k and the bias, of z.
     dpast = None if given.past is None else torch.empty_like(given.past)
-    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast)
+    do, dstates = make_states(uvz, dout, heads, documents, chunk_size, backward=True, first_RBSE=dleft, last_RBSE=dpast,
+                              gated=gated)
     duvz, dheads, none = torch.empty_like(uvz), torch.empty_like(heads), given.scales.new_empty(0)
     run_rounds(attend_queries, "queries", (uvz, heads, v, states, w), documents, (None, dout, duvz, dheads[2]),
-               chunk_size, causal, BACKWARD=True)
+               chunk_size, causal, BACKWARD=True, GATED=gated)
     run_rounds(differentiate_keys, "keys", (uvz, heads, v, do, dstates, w), documents, (duvz, dheads[3]), chunk_size,
-               causal)
+               causal, GATED=gated)
     dw = score_gradients(heads, v, do, w, given.ids, given.each, dheads, row_len=chunk_size, scale_len=chunk_size,
                          causal=causal)
     dpast = none.clone() if dpast is None else dpast
@@ -596,8 +610,8 @@ def save_for_flash_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
     _, _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # no zeros for the gradients of what is kept
-    *tensors, chunk_size, causal, carries = inputs
-    ctx.how = chunk_size, causal, carries
+    *tensors, chunk_size, causal, carries, gated = inputs
+    ctx.how = chunk_size, causal, carries, gated
     ctx.save_for_backward(*kept, *tensors)
 
 
@@ -610,7 +624,7 @@ def flash_gradients(ctx: Any, dout: Tensor | None, dleft: Tensor | None, *_: Non
         dout, None if dleft is None else dleft.contiguous(), made if given.heads is None else given.heads, v, states,
         *given)
     dscales = (dgamma, dbeta, None, None, None) if given.heads is None else (None, None, None, None, dheads)
-    return duvz, *dscales, dw, None if given.past is None else dpast, *[None] * 8
+    return duvz, *dscales, dw, None if given.past is None else dpast, *[None] * 9
 
 
 flash_op = torch.library.custom_op(
@@ -625,11 +639,12 @@ flash_backward_op = torch.library.custom_op(
 flash_backward_op.register_fake(empty_flash_gradients)
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
-                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                          exchange: Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention` in kernels, for inputs that `dispatch.unsupported_chunks`
-    allows. Given heads of fewer than 128 dimensions get zeros. With "written" q is divided here.
+def attention_in_kernels(uvz_BTF: Tensor, heads: Heads, w: Tensor | None = None, *, gated: bool, chunk_size: int,
+                         causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                         gate_BT: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
+    """`reference.gated_chunk_attention`, or not gated `reference.chunk_attention`, in kernels, for
+    inputs that `dispatch.unsupported_chunks` allows. Given heads of fewer than 128 dimensions get
+    zeros. With "written" q is divided here.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. Raises
     RuntimeError in forward-mode differentiation."""
@@ -645,24 +660,28 @@ def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_siz
         of_gates = CarriedState(count_B.new_empty(len(count_B), 0, 0), count_B)
     elif exchange is not None:
         segment_ids_BT = reference.ids_or_zeros(segment_ids_BT, uvz_BTF)
-        past = _, count_RB = past_of_rows(uvz_BTF, heads, gate_BT, segment_ids_BT, causal, exchange)
+        past = _, count_RB = past_of_rows(uvz_BTF, heads, gate_BT, segment_ids_BT, causal, exchange, gated)
         of_gates = lambda *_: count_RB[..., None]  # noqa: E731
+    attend = partial(attend_documents, w=reference.bias_or_zeros(w, uvz_BTF, chunk_size), exchange=exchange,
+                     chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT, pooling=pooling, gated=gated)
     if isinstance(heads, HeadsFromZ):
-        return attend_documents(uvz_BTF, heads, None, w, past, exchange, chunk_size, causal, segment_ids_BT, pooling)
+        return attend(uvz_BTF, heads, None, past)
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal, of_gates)
     if past is not None and gate_BT is not None:  # the tables only need to know that there may be tokens outside
         past = past[0], torch.ones_like(past[1])
-    heads_4BTS = with_zeros(torch.stack(list(heads)), -1)
-    out_BTE = attend_documents(uvz_BTF, [None] * 4, heads_4BTS, w, past, exchange, chunk_size, causal, segment_ids_BT,
-                               pooling)
+    out_BTE = attend(uvz_BTF, [None] * 4, with_zeros(torch.stack(list(heads)), -1), past)
     if isinstance(exchange, CarriedState) and isinstance(of_gates, CarriedState) and gate_BT is not None:
         exchange.count_B = of_gates.count_B
     return out_BTE
 
 
-def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None, w: Tensor,
-                     past: tuple[Tensor, Tensor] | None, exchange: Exchange | None, chunk_size: int, causal: bool,
-                     segment_ids_BT: Tensor | None, pooling: str) -> Tensor:
+gated_chunk_attention = partial(attention_in_kernels, gated=True)
+chunk_attention = partial(attention_in_kernels, gated=False)
+
+
+def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4BTS: Tensor | None,
+                     past: tuple[Tensor, Tensor] | None, *, w: Tensor, exchange: Exchange | None, chunk_size: int,
+                     causal: bool, segment_ids_BT: Tensor | None, pooling: str, gated: bool) -> Tensor:
     """Run `flash_op`; a `CarriedState` gets what leaves. past: kv_RBSE and count_RB that enter."""
     # The tables of documents, contiguous tensors, and the kernels.
     (n_rows, n_tokens, _), carries = uvz_BTF.shape, isinstance(exchange, CarriedState)
@@ -672,7 +691,7 @@ def attend_documents(uvz_BTF: Tensor, made_by: Sequence[Tensor | None], heads_4B
                                   "mean" if pooling == "mean" else "sum", uvz_BTF.device, count_RB, goes_on=carries)
     past_RBSE = None if kv_RBSE is None else with_zeros(kv_RBSE.float(), -2).contiguous()
     tensors = [None if x is None else x.contiguous() for x in (uvz_BTF, *made_by, heads_4BTS, w)]
-    out_BTE, left_RBSE, *_ = flash_op(*tensors, past_RBSE, *documents, chunk_size, causal, carries)
+    out_BTE, left_RBSE, *_ = flash_op(*tensors, past_RBSE, *documents, chunk_size, causal, carries, gated)
     # The next part gets the last document's sums, without added zeros, and its tokens.
     if isinstance(exchange, CarriedState):
         kv_BSE, count_B, begins_BT = exchange.kv_BSE, exchange.count_B, documents.begins_BT
@@ -689,13 +708,13 @@ def with_zeros(x: Tensor, axis: int) -> Tensor:
 
 
 def past_of_rows(uvz_BTF: Tensor, heads: Heads, gate_BT: Tensor | None, segment_ids_BT: Tensor, causal: bool,
-                 exchange: Exchange) -> tuple[Tensor, Tensor]:
+                 exchange: Exchange, gated: bool) -> tuple[Tensor, Tensor]:
     """What enters parts of rows: sums of k v, past_RBSE, and their tokens or gates, count_RB."""
     # Of heads that are made in the kernels the linear half's keys alone are needed here.
     if isinstance(heads, HeadsFromZ):
         gamma_4S, beta_4S, *angles = heads
         heads = HeadsFromZ(gamma_4S[3:], beta_4S[3:], *angles)
-    _, v_BTE, (*_, k_lin_BTS) = reference.split_projection(uvz_BTF, heads)
+    _, v_BTE, (*_, k_lin_BTS) = reference.split_projection(uvz_BTF, heads) if gated else (None, uvz_BTF, heads)
     # The part is one chunk of the reference, so that one matmul makes what it hands on.
     states = reference.states_of_rows(k_lin_BTS[:, None], v_BTE[:, None], segment_ids_BT[:, None],
                                       None if gate_BT is None else gate_BT[:, None], causal=causal, exchange=exchange)

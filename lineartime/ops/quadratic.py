@@ -15,7 +15,7 @@ from torch import Tensor
 from lineartime.ops.dispatch import on_own_device, refuse_forward_mode, schema_of
 from lineartime.ops.dtypes import wide_dtype
 from lineartime.ops.gradients import base_gradient, launch_make_heads, score_gradients, score_parts
-from lineartime.ops.reference import HeadsFromZ
+from lineartime.ops.reference import HeadsFromZ, bias_or_zeros
 from lineartime.ops.tiles import SIZE, dot, head_product, load_tile, silu, silu_slope, store_tile, visible_tile
 
 
@@ -95,7 +95,7 @@ def split_columns(tile):
 
 
 def sum_weighted(heads: Tensor, values: Tensor, w: Tensor, documents: Tensor | None, gate: Tensor, dout: Tensor | None,
-                 out: Tensor, scale_len: int, causal: bool, *, of_queries: bool, backward: bool) -> None:
+                 out: Tensor, scale_len: float, causal: bool, *, of_queries: bool, backward: bool) -> None:
     """Launch `weigh` and `add_up` for SCORES_AT_ONCE weights at a time.
 
     gate and out: contiguous but for the stride of tokens."""
@@ -132,7 +132,7 @@ class QuadInputs(NamedTuple):
     cos: Tensor
     w: Tensor
     documents: Tensor | None
-    scale_len: int
+    scale_len: float
     causal: bool
 
 
@@ -201,13 +201,14 @@ quad_backward_op = torch.library.custom_op(
 quad_backward_op.register_fake(empty_quad_gradients)
 
 
-def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
+def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor | None, *, scale_len: float, causal: bool,
                               segment_ids_BT: Tensor | None = None) -> Tensor:
     """`reference.gated_quadratic_attention` in kernels, where `dispatch.unsupported_rows` has no
     reason.
 
     First derivatives only, and none of sin and cos. Sums are float32 and deterministic. The
     backward pass needs only the inputs. Raises RuntimeError in forward-mode differentiation."""
+    w = bias_or_zeros(w, uvz_BTF, uvz_BTF.shape[1])
     tensors = [x.contiguous() for x in (uvz_BTF, *heads, w)]
     refuse_forward_mode(*tensors)
     documents_BT = None if segment_ids_BT is None else segment_ids_BT.int().contiguous()

@@ -93,6 +93,11 @@ def ids_or_zeros(segment_ids: Tensor | None, x: Tensor) -> Tensor:
     return torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device) if segment_ids is None else segment_ids
 
 
+def bias_or_zeros(w: Tensor | None, x: Tensor, n_tokens: int) -> Tensor:
+    """The position bias of n_tokens; zeros of x's dtype, float32 at least, where there is none."""
+    return at_least_float32(x.new_zeros(2 * n_tokens - 1)) if w is None else w
+
+
 def same_document(segment_ids_BGC: Tensor, key_segment_ids_BGM: Tensor | None = None) -> Tensor:
     """True where query c and key m are of one document: `[B, G, C, M]`; keys may be queries."""
     keys = segment_ids_BGC if key_segment_ids_BGM is None else key_segment_ids_BGM
@@ -151,14 +156,14 @@ def scores(q_BGCS: Tensor, k_BGMS: Tensor, scale: float, w: Tensor | None) -> Te
     return score_BGCM if w is None else score_BGCM + toeplitz(w, *score_BGCM.shape[-2:])
 
 
-def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
-                        segment_ids_BGC: Tensor | None = None) -> Tensor:
+def quadratic_attention(q_BGCS: Tensor, k_BGCS: Tensor, v_BGCE: Tensor, w: Tensor | None, *, scale_len: float,
+                        causal: bool, segment_ids_BGC: Tensor | None = None) -> Tensor:
     """relu(q k^T / n + b)^2 v inside each chunk: with one chunk FLASH-Quad (Code 6).
 
     q_BGCS, k_BGCS `[B, G, C, S]` and v_BGCE `[B, G, C, E]`: one floating dtype. w `[2 C - 1]`: the
-    position bias, see `toeplitz`. scale_len: n. segment_ids_BGC: integers, the document of each
-    token, -1 for padding; None: one document. Returns `[B, G, C, E]`, of v's dtype or autocast's,
-    or float32 for float16."""
+    position bias, see `toeplitz`; None: without one. scale_len: n. segment_ids_BGC: integers, the
+    document of each token, -1 for padding; None: one document. Returns `[B, G, C, E]`, of v's dtype
+    or autocast's, or float32 for float16."""
     visible = visible_keys(q_BGCS, k_BGCS.shape[-2], causal, segment_ids_BGC)
     a_BGCM = attention_weights(scores(q_BGCS, k_BGCS, float(scale_len), w), visible)
     return weigh_values(a_BGCM, v_BGCE)
@@ -357,7 +362,7 @@ def tokens_read(states: list[States], segment_ids_BGC: Tensor,
 
 
 def mixed_chunk_attention(q_quad_BGCS: Tensor, k_quad_BGCS: Tensor, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor,
-                          v_BGCE: Tensor, w: Tensor, *, scale_len: int, causal: bool,
+                          v_BGCE: Tensor, w: Tensor | None, *, scale_len: float, causal: bool,
                           segment_ids_BGC: Tensor | None = None, pooling: str = "mean",
                           gate_BGC: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
     """Quadratic attention inside a chunk plus linear attention across (Section 3.2, Code 8): `[B,
@@ -405,7 +410,7 @@ def split_projection(uvz_BTF: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Ite
     return u_BTE, v_BTE, heads
 
 
-def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, scale_len: int, causal: bool,
+def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor | None, *, scale_len: float, causal: bool,
                               segment_ids_BT: Tensor | None = None) -> Tensor:
     """FLASH-Quad between its projections (Code 6): silu, q, k from z, u * (relu(q k^T / n + b)^2
     v).
@@ -417,20 +422,30 @@ def gated_quadratic_attention(uvz_BTF: Tensor, heads: HeadsFromZ, w: Tensor, *, 
                                        causal=causal, segment_ids_BGC=segment_ids_B1T)[:, 0]
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
+def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor | None, *, chunk_size: int, causal: bool,
                           segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
                           exchange: Exchange | None = None) -> Tensor:
     """FLASH between its projections (Code 8): silu, heads from z, u * (mixed chunk attention of v).
 
     Arguments: see `ops.gated_chunk_attention`. Returns `[B, T, E]`."""
     u_BTE, v_BTE, made = split_projection(uvz_BTF, heads)
+    return u_BTE * chunk_attention(v_BTE, made, w, chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
+                                   pooling=pooling, gate_BT=gate_BT, exchange=exchange)
+
+
+def chunk_attention(v_BTE: Tensor, heads: Iterable[Tensor], w: Tensor | None = None, *, chunk_size: int, causal: bool,
+                    segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
+                    exchange: Exchange | None = None) -> Tensor:
+    """Mixed chunk attention of rows of any length (Code 8).
+
+    Arguments: see `ops.chunk_attention`. Returns `[B, T, E]`."""
     # Rows are cut into chunks, and the padding of the last chunk is cut off again.
-    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in made)
+    q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS = (to_chunks(head_BTS, chunk_size) for head_BTS in heads)
     out_BGCE = mixed_chunk_attention(
         q_quad_BGCS, k_quad_BGCS, q_lin_BGCS, k_lin_BGCS, to_chunks(v_BTE, chunk_size), w, scale_len=chunk_size,
         causal=causal, segment_ids_BGC=chunk_ids(segment_ids_BT, v_BTE, chunk_size, causal), pooling=pooling,
         gate_BGC=None if gate_BT is None else to_chunks(gate_BT, chunk_size), exchange=exchange)
-    return u_BTE * from_chunks(out_BGCE, u_BTE.shape[1])
+    return from_chunks(out_BGCE, v_BTE.shape[1])
 
 
 def divided_by_gates(heads: Sequence[Tensor], gate_BT: Tensor | None, segment_ids_BT: Tensor | None, chunk_size: int,

@@ -263,12 +263,14 @@ TakeGradient = Callable[[slice, slice, list[Tensor]], None]
 """(rows, span of tokens, gradients of their heads, each `[B, T, S]`) -> None."""
 
 
-def open_window(uv_BTF: Tensor, heads_of: HeadsOf, documents: DocumentWeights, bias_CC: Tensor, rows: slice,
-                window: slice) -> tuple[slice, DocumentWeights, Tensor, WindowInputs]:
-    """The span of tokens of a window, its documents, u_BTE, and what attention takes."""
+def open_window(uv_BTF: Tensor, heads_of: HeadsOf, documents: DocumentWeights, bias_CC: Tensor, gated: bool,
+                rows: slice, window: slice) -> tuple[slice, DocumentWeights, Tensor | None, WindowInputs]:
+    """The span of tokens of a window, its documents, u_BTE if there is a gate, and what attention
+    takes."""
     span = slice(window.start * len(bias_CC), window.stop * len(bias_CC))
-    here = documents.part(rows, window)
-    u_BTE, v_BTE = (F.silu(part) for part in uv_BTF[rows, span].chunk(2, dim=-1))
+    here, u_BTE, v_BTE = documents.part(rows, window), None, uv_BTF[rows, span]
+    if gated:
+        u_BTE, v_BTE = (F.silu(part) for part in v_BTE.chunk(2, dim=-1))
     return span, here, u_BTE, make_inputs(heads_of(rows, span), v_BTE, here, bias_CC)
 
 
@@ -280,19 +282,20 @@ def states_of_cut_row(added: Sequence[Tensor], documents: DocumentWeights, like:
     return states_read(added_GFE, like.new_zeros(1, *added_GFE.shape[1:]), documents, backwards=backwards)
 
 
-def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights,
-                chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.gated_chunk_attention` of u and v. For the backward pass also what attention
-    returns before the gate, attended_BTE, and the states that chunks read, kv_BGFE. s: width of
-    heads."""
-    (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // 2
+def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents: DocumentWeights, chunk_size: int,
+                gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.gated_chunk_attention` of u and v, or not gated `reference.chunk_attention` of v.
+    For the backward pass also what attention returns before the gate, attended_BTE, and the states
+    that chunks read, kv_BGFE. s: width of heads."""
+    (n_rows, n_tokens, _), e = uv_BTF.shape, uv_BTF.shape[-1] // (2 if gated else 1)
     n_chunks, bias_CC = -(-n_tokens // chunk_size), bias_of_chunk(w, chunk_size, documents.causal)
     windows = windows_of(n_rows, n_chunks, chunk_size)
     states_first = not documents.causal and windows[0][1].stop < n_chunks  # see the top of this file
-    out_BTE, attended_BTE = (uv_BTF.new_empty(n_rows, n_tokens, e) for _ in range(2))
+    attended_BTE = uv_BTF.new_empty(n_rows, n_tokens, e)
+    out_BTE = torch.empty_like(attended_BTE) if gated else attended_BTE
     kv_BGFE = uv_BTF.new_empty(n_rows, n_chunks, s * documents.weight_BGCD.shape[-1], e)
 
-    opened = partial(open_window, uv_BTF, heads_of, documents, bias_CC)
+    opened = partial(open_window, uv_BTF, heads_of, documents, bias_CC, gated)
 
     def added_by(inputs: WindowInputs) -> Tensor:
         return torch.bmm(inputs.k_lin_NCF.mT, inputs.v_NCE)
@@ -302,29 +305,35 @@ def attend_rows(uv_BTF: Tensor, s: int, heads_of: HeadsOf, w: Tensor, documents:
             added = [added_by(opened(rows, part)[-1]) for _, part in windows_of(1, n_chunks, chunk_size)]
             kv_BGFE[rows] = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC)
         span, here, u_BTE, inputs = opened(rows, window)
+        part_BTE = attended_BTE[rows, span]
         # The states that the window's chunks read.
         if not states_first:
             if window.start == 0:  # a row begins: nothing was read before
-                state_BFE = bias_CC.new_zeros(len(u_BTE), *kv_BGFE.shape[2:])
-            kv_BGFE[rows, window] = states_read(added_by(inputs), state_BFE, here).unflatten(0, (len(u_BTE), -1))
+                state_BFE = bias_CC.new_zeros(len(part_BTE), *kv_BGFE.shape[2:])
+            kv_BGFE[rows, window] = states_read(added_by(inputs), state_BFE, here).unflatten(0, (len(part_BTE), -1))
         # Attention, and the gate.
-        attended_BTE[rows, span] = tokens(attend(inputs, kv_BGFE[rows, window].flatten(0, 1)), u_BTE)
-        torch.mul(u_BTE, attended_BTE[rows, span], out=out_BTE[rows, span])
+        part_BTE[:] = tokens(attend(inputs, kv_BGFE[rows, window].flatten(0, 1)), part_BTE)
+        if u_BTE is not None:
+            torch.mul(u_BTE, part_BTE, out=out_BTE[rows, span])
     return out_BTE, attended_BTE, kv_BGFE
 
 
-def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: Tensor, attended_BTE: Tensor,
+def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: Tensor, attended_BTE: Tensor | None,
                        kv_BGFE: Tensor, documents: DocumentWeights, chunk_size: int, duv_BTF: Tensor,
                        take_gradient: TakeGradient) -> Tensor:
-    """The gradient of w. Those of uv and heads go to duv_BTF and to `take_gradient`."""
+    """The gradient of w. Those of uv and heads go to duv_BTF and to `take_gradient`.
+
+    attended_BTE: from `attend_rows`; None: without a gate."""
     n_rows, n_chunks, *state_size = kv_BGFE.shape
     bias_CC = bias_of_chunk(w, chunk_size, documents.causal)
     dbias_CC, windows = torch.zeros_like(bias_CC), windows_of(n_rows, n_chunks, chunk_size)
     states_first = not documents.causal and windows[0][1].stop < n_chunks
 
-    def opened(rows: slice, window: slice) -> tuple[slice, DocumentWeights, Tensor, WindowInputs, Tensor]:
-        span, here, u_BTE, inputs = open_window(uv_BTF, heads_of, documents, bias_CC, rows, window)
-        return span, here, u_BTE, inputs, chunks(dout_BTE[rows, span] * u_BTE, chunk_size)
+    def opened(rows: slice, window: slice) -> tuple[slice, DocumentWeights, WindowInputs, Tensor]:
+        span, here, u_BTE, inputs = open_window(uv_BTF, heads_of, documents, bias_CC, attended_BTE is not None, rows,
+                                                window)
+        part_BTE = dout_BTE[rows, span]
+        return span, here, inputs, chunks(part_BTE if u_BTE is None else part_BTE * u_BTE, chunk_size)
 
     def added_by(inputs: WindowInputs, dattended_NCE: Tensor) -> Tensor:
         return torch.bmm(inputs.q_lin_NCF.mT, dattended_NCE)
@@ -333,13 +342,14 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
         if states_first and window.stop == n_chunks:
             added = [added_by(*opened(rows, part)[-2:]) for _, part in windows_of(1, n_chunks, chunk_size)]
             dkv_GFE = states_of_cut_row(added, documents.part(rows, slice(None)), bias_CC, backwards=True)
-        span, here, u_BTE, inputs, dattended_NCE = opened(rows, window)
+        span, here, inputs, dattended_NCE = opened(rows, window)
+        part_BTE, duv_part_BTF = dout_BTE[rows, span], duv_BTF[rows, span]
         # States' gradients walk backwards: from chunks that read a state to those that made it.
         if states_first:
             dkv_NFE = dkv_GFE[window]
         else:
             if window.stop == n_chunks:  # a row ends, where the backward pass begins: nothing reads the state after it
-                dstate_BFE = bias_CC.new_zeros(len(u_BTE), *state_size)
+                dstate_BFE = bias_CC.new_zeros(len(part_BTE), *state_size)
             dkv_NFE = states_read(added_by(inputs, dattended_NCE), dstate_BFE, here, backwards=True)
         (dq_quad, dk_quad, dq_lin, dk_lin), d_own, dv_NCE = differentiate(
             dattended_NCE, inputs, kv_BGFE[rows, window].flatten(0, 1), dkv_NFE, dbias_CC)
@@ -348,25 +358,29 @@ def differentiate_rows(dout_BTE: Tensor, uv_BTF: Tensor, heads_of: HeadsOf, w: T
         if d_own is not None and here.own_BGC is not None:
             dq_lin, dk_lin = dq_lin + weighted(d_own[0], here.own_BGC[..., None]), dk_lin + d_own[1]
         dheads = dq_quad / chunk_size, dk_quad, dq_lin, dk_lin
-        take_gradient(rows, span, [tokens(dhead_NCS, u_BTE) for dhead_NCS in dheads])
-        (u_raw_BTE, v_raw_BTE), (du_BTE, dv_BTE) = (x[rows, span].chunk(2, dim=-1) for x in (uv_BTF, duv_BTF))
-        silu_backward(dout_BTE[rows, span] * attended_BTE[rows, span], u_raw_BTE, grad_input=du_BTE)
-        silu_backward(tokens(dv_NCE, u_BTE), v_raw_BTE, grad_input=dv_BTE)
+        take_gradient(rows, span, [tokens(dhead_NCS, part_BTE) for dhead_NCS in dheads])
+        if attended_BTE is None:
+            duv_part_BTF[:] = tokens(dv_NCE, part_BTE)
+            continue
+        (u_raw_BTE, v_raw_BTE), (du_BTE, dv_BTE) = (x.chunk(2, dim=-1) for x in (uv_BTF[rows, span], duv_part_BTF))
+        silu_backward(part_BTE * attended_BTE[rows, span], u_raw_BTE, grad_input=du_BTE)
+        silu_backward(tokens(dv_NCE, part_BTE), v_raw_BTE, grad_input=dv_BTE)
     return diagonal_sums(dbias_CC).to(w.dtype)
 
 
-class GatedChunkAttention(torch.autograd.Function):
-    """`attend_rows`, and the gradients of uvz, w and heads: four, or with `from_z` a `HeadsFromZ`,
-    whose angles have none."""
+class WindowedAttention(torch.autograd.Function):
+    """`attend_rows`, and the gradients of uvz, or if not gated v; of w; and of heads: four, or with
+    `from_z` a `HeadsFromZ`, whose angles have none."""
 
     @staticmethod
-    def forward(ctx: Any, uvz_BTF: Tensor, w: Tensor, definition: Callable[..., Tensor], from_z: bool,
+    def forward(ctx: Any, uvz_BTF: Tensor, w: Tensor, definition: Callable[..., Tensor], gated: bool, from_z: bool,
                 documents: DocumentWeights, chunk_size: int, *heads: Tensor) -> Tensor:
         s = heads[0].shape[-1]
         uv_BTF = uvz_BTF[..., :-s] if from_z else uvz_BTF
-        out_BTE, *kept = attend_rows(uv_BTF, s, heads_in_parts(uvz_BTF, heads, from_z), w, documents, chunk_size)
+        out_BTE, attended_BTE, kv_BGFE = attend_rows(uv_BTF, s, heads_in_parts(uvz_BTF, heads, from_z), w, documents,
+                                                     chunk_size, gated)
         ctx.how = definition, from_z, documents, chunk_size
-        ctx.save_for_backward(uvz_BTF, w, *kept, *heads)
+        ctx.save_for_backward(uvz_BTF, w, attended_BTE if gated else None, kv_BGFE, *heads)
         return out_BTE
 
     @staticmethod
@@ -374,9 +388,9 @@ class GatedChunkAttention(torch.autograd.Function):
         uvz_BTF, w, attended_BTE, kv_BGFE, *heads = ctx.saved_tensors
         definition, from_z, documents, chunk_size = ctx.how
         if must_be_followed(dout_BTE):  # what is written in place below could not be differentiated again
-            wanted = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[6:]]
+            wanted = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[7:]]
             followed = reference_gradients(definition, (uvz_BTF, w, *heads), dout_BTE, wanted)
-            return *followed[:2], None, None, None, None, *followed[2:]
+            return *followed[:2], *[None] * 5, *followed[2:]
         uv_BTF, duv_BTF = uvz_BTF, (duvz_BTF := torch.empty_like(uvz_BTF))
         if from_z:
             uv_BTF, duv_BTF = (x[..., : -heads[0].shape[-1]] for x in (uvz_BTF, duvz_BTF))
@@ -388,7 +402,7 @@ class GatedChunkAttention(torch.autograd.Function):
         dw = differentiate_rows(dout_BTE, uv_BTF, heads_in_parts(uvz_BTF, heads, from_z), w, attended_BTE, kv_BGFE,
                                 documents, chunk_size, duv_BTF, take_gradient)
         made = [dx.to(x.dtype) for dx, x in zip(dheads, heads, strict=False)]
-        return duvz_BTF, dw, None, None, None, None, *made, *[None] * (4 - len(made))
+        return duvz_BTF, dw, *[None] * 5, *made, *[None] * (4 - len(made))
 
 
 def heads_in_parts(uvz_BTF: Tensor, heads: Sequence[Tensor], from_z: bool) -> HeadsOf:
@@ -452,19 +466,24 @@ def diagonal_sums(x_CC: Tensor) -> Tensor:
     return x_CC.new_zeros(2 * len(x_CC) - 1).index_add_(0, at_CC.flatten(), x_CC.flatten())
 
 
-def gated_chunk_attention(uvz_BTF: Tensor, heads: Heads, w: Tensor, *, chunk_size: int, causal: bool,
-                          segment_ids_BT: Tensor | None = None, pooling: str = "mean", gate_BT: Tensor | None = None,
-                          exchange: reference.Exchange | None = None) -> Tensor:
-    """`reference.gated_chunk_attention`, for what `dispatch.use_windows` allows."""
+def attention_in_windows(uvz_BTF: Tensor, heads: Heads, w: Tensor | None = None, *, gated: bool, chunk_size: int,
+                         causal: bool, segment_ids_BT: Tensor | None = None, pooling: str = "mean",
+                         gate_BT: Tensor | None = None, exchange: reference.Exchange | None = None) -> Tensor:
+    """`reference.gated_chunk_attention`, or not gated `reference.chunk_attention`, for what
+    `dispatch.use_windows` allows."""
     assert exchange is None
-    from_z = isinstance(heads, HeadsFromZ)
+    from_z, op = isinstance(heads, HeadsFromZ), reference.gated_chunk_attention if gated else reference.chunk_attention
     # Heads with their divisor already, so that "written" is a sum below.
     heads = reference.divided_by_gates(heads, gate_BT, segment_ids_BT, chunk_size, causal)
     documents = weigh_documents(segment_ids_BT, uvz_BTF, chunk_size, pooling, causal)
 
     def definition(uvz_BTF: Tensor, w: Tensor, *heads: Tensor) -> Tensor:
-        return reference.gated_chunk_attention(uvz_BTF, HeadsFromZ(*heads) if from_z else heads, w,
-                                               chunk_size=chunk_size, causal=causal, segment_ids_BT=segment_ids_BT,
-                                               pooling="mean" if pooling == "mean" else "sum")
+        return op(uvz_BTF, HeadsFromZ(*heads) if from_z else heads, w, chunk_size=chunk_size, causal=causal,
+                  segment_ids_BT=segment_ids_BT, pooling="mean" if pooling == "mean" else "sum")
 
-    return GatedChunkAttention.apply(uvz_BTF, w, definition, from_z, documents, chunk_size, *heads)
+    return WindowedAttention.apply(uvz_BTF, reference.bias_or_zeros(w, uvz_BTF, chunk_size), definition, gated,
+                                     from_z, documents, chunk_size, *heads)
+
+
+gated_chunk_attention = partial(attention_in_windows, gated=True)
+chunk_attention = partial(attention_in_windows, gated=False)

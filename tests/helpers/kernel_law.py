@@ -21,6 +21,11 @@ def flat(op) -> Callable[..., Tensor]:
     return lambda uvz, gamma, beta, sin, cos, w, **how: op(uvz, HeadsFromZ(gamma, beta, sin, cos), w, **how)
 
 
+def without_bias(op) -> Callable[..., Tensor]:
+    """The op with w = None; the w given counts nothing."""
+    return lambda x, heads, w, **how: op(x, heads, None, **how) + 0 * w.sum()
+
+
 def run(op, inputs: dict[str, Tensor], **how) -> list[Tensor]:
     inputs = {name: x.detach() for name, x in inputs.items()}
     leaves = [inputs[name].requires_grad_() for name in NAMES[1:]]

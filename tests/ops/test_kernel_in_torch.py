@@ -95,7 +95,7 @@ def test_derivatives_that_are_not_there(made) -> None:
 
 
 def test_an_op_returns_what_it_says() -> None:
-    """As `torch.compile` sees it: with a past or not, heads made or given."""
+    """As `torch.compile` sees it: with a past or not, heads made or given, values alone."""
     def check(op, *args, more=()) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", *more))
 
@@ -103,9 +103,10 @@ def test_an_op_returns_what_it_says() -> None:
     tables = mixed_chunk.make_document_tables(ids_BT, 2, 5, 128, True, "mean", torch.device("cpu"))
     *made_by, w = inputs.values()
     uv, heads = inputs["uvz"][..., :128].contiguous(), random(4, 2, 5, S, seed=2).bfloat16()
-    for given in ((*made_by, None), (uv, None, None, None, None, heads)):
+    nothing, v = [None] * 4, uv[..., :64].contiguous()
+    for given in ((*made_by, None), (uv, *nothing, heads), (v, *nothing, heads)):
         for past, carries in ((random(1, 2, S, 64, seed=1), True), (None, False)):
-            args = (*given, w, past, *tables, 128, True, carries)
+            args = (*given, w, past, *tables, 128, True, carries, given[0] is not v)
             check(mixed_chunk.flash_op, *args)
             _, left, made, *kept = out = mixed_chunk.flash_op(*args)
             check(mixed_chunk.flash_backward_op, out[0], left if carries else None,

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kernel_law
 from kernel_law import S, assert_near, documents, flat, gated_heads, head_inputs, make_inputs, random, run_heads, tiny
+from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import token_losses
@@ -101,6 +102,40 @@ def test_heads_that_are_made_outside_are_held_to_float64(pooling: str, s: int, c
     ours, theirs = (run_heads(op, inputs, **how)
                     for op in (mixed_chunk.gated_chunk_attention, reference.gated_chunk_attention))
     assert_near(ours, theirs, exact, names=("out", *inputs))
+
+
+@pytest.mark.parametrize(("dtype", "s", "chunk", "causal", "pooling", "with_documents"), [
+    (torch.bfloat16, 128, 128, True, "sum", True), (torch.bfloat16, 64, 128, False, "mean", True), *rest(
+        (torch.bfloat16, 128, 128, False, "written", True), (torch.float16, 128, 128, True, "mean", False),
+        (torch.bfloat16, 128, 256, False, "mean", False), (torch.bfloat16, 64, 512, True, "written", True))])
+def test_values_as_they_are_are_held_to_float64(dtype: torch.dtype, s: int, chunk: int, causal: bool, pooling: str,
+                                                with_documents: bool) -> None:
+    """With a position bias and without one; chunks in rounds."""
+    n_tokens, gated = chunk + 142, pooling == "written"
+    inputs = head_inputs(2, n_tokens, s, dtype, chunk)
+    how = {"chunk_size": chunk, "causal": causal, "pooling": pooling,
+           "segment_ids_BT": documents(2, n_tokens) if with_documents else None}
+    for wrap in (kernel_law.without_bias, lambda op: op):
+        exact = run_heads(wrap(reference.chunk_attention), {name: x.double() for name, x in inputs.items()}, gated,
+                          **how)
+        ours, theirs = (run_heads(wrap(module.chunk_attention), inputs, gated, **how)
+                        for module in (mixed_chunk, reference))
+        assert_near(ours, theirs, exact, 1e-3 if dtype == torch.float16 else 1e-6, names=("out", *inputs))
+
+
+def test_values_as_they_are_in_parts() -> None:
+    """By kernels with a carried state: the whole rows of the reference, and their gradients."""
+    v_BTE, *heads = (random(1, 256, 64, seed=n) / 3 for n in range(5))
+    made = []
+    for impl, spans in (("reference", [slice(0, 256)]), ("triton", [slice(0, 128), slice(128, 256)])):
+        leaves = [x.detach().requires_grad_() for x in (v_BTE, *heads)]
+        state = CarriedState(torch.zeros(1, 64, 64), torch.zeros(1))
+        parts = [[x[:, span] for x in leaves] for span in spans]
+        out = torch.cat([ops.chunk_attention(v, heads, chunk_size=128, causal=True, exchange=state, impl=impl)
+                         for v, *heads in parts], 1)
+        made.append([out, state.kv_BSE, *torch.autograd.grad(out.square().sum() + state.kv_BSE.sum(), leaves)])
+    for whole, cut in zip(*made, strict=True):
+        assert 0 < (whole - cut).norm() <= 1e-6 * whole.norm()
 
 
 @pytest.mark.parametrize("fields", [LONG_MEMORY, *rest({"query_key_dim": 64}, {"n_heads": 2, **LONG_MEMORY})], ids=str)
@@ -343,3 +378,4 @@ def test_what_is_too_large_for_kernels_or_of_another_width():
         made = [empty(2, 300, s, dtype=dtype)] * 4
         assert dispatch.unsupported_chunks(empty(2, 300, 2 * 64, dtype=dtype), made, 256, pooling) == words
     assert dispatch.unsupported_rows(empty(1, 5, 256), heads(64)) == "query_key_dim 64, kernels have 128"
+    assert dispatch.unsupported_chunks(empty(2, 300, 64), [empty(2, 300, S)] * 4, 256, "sum", gated=False) is None

@@ -6,12 +6,19 @@ import pytest
 import torch
 
 import kernel_law
-from kernel_law import NAMES, S, documents, error, make_inputs, run
+from kernel_law import NAMES, S, documents, error, make_inputs, run, without_bias
 from lineartime.ops import gradients, quadratic, reference
 from lineartime.ops.reference import rotary
 from marks import rest
 
 assert_held = partial(kernel_law.assert_held, quadratic.gated_quadratic_attention, reference.gated_quadratic_attention)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_bias_and_divided_by_a_root(causal: bool) -> None:
+    kernel_law.assert_held(*(without_bias(module.gated_quadratic_attention) for module in (quadratic, reference)),
+                           make_inputs(2, 67, torch.bfloat16, d_inner=16, chunk=None), scale_len=S ** 0.5,
+                           causal=causal)
 
 
 SMALL = [(2, 11, 16, True, True, 128), (2, 70, 48, False, False, 1000)]

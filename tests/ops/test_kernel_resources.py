@@ -123,6 +123,9 @@ def gated_attention(case: Case) -> Tensor:
     inputs = (numbers(n_rows, t, 2 * D_INNER + S, dtype=getattr(torch, case.dtype)), heads,
               numbers(2 * (case.chunk or t) - 1))
     mask = {"causal": case.causal, "segment_ids_BT": torch.zeros(n_rows, t, dtype=torch.long)}
+    if case.op == "chunk_attention":
+        z_BTS = numbers(n_rows, t, S, dtype=getattr(torch, case.dtype))
+        return mixed_chunk.chunk_attention(inputs[0][..., :D_INNER], [z_BTS] * 4, chunk_size=case.chunk, **mask)
     if case.chunk:
         return mixed_chunk.gated_chunk_attention(*inputs, chunk_size=case.chunk, **mask)
     return quadratic.gated_quadratic_attention(*inputs, scale_len=512, **mask)
@@ -143,7 +146,7 @@ def one_token(case: Case) -> Tensor:
 
 OPS: dict[str, Callable[[Case], Tensor]] = {
     "gated_chunk_attention": gated_attention, "gated_quadratic_attention": gated_attention,
-    "chunk_decode_step": one_token, "chunk_decode_step, made heads": one_token}
+    "chunk_decode_step": one_token, "chunk_decode_step, made heads": one_token, "chunk_attention": gated_attention}
 
 
 def cases_for(arch: int, everything: bool) -> list[Case]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kernel_law import S, assert_held, assert_near, flat, head_inputs, make_inputs, run_heads
+from kernel_law import S, assert_held, assert_near, flat, head_inputs, make_inputs, run_heads, without_bias
 from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.config import model_config
@@ -33,10 +33,11 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
     monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
     ids_BT = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     inputs = {name: x.double() for name, x in head_inputs(3, 300, 16, torch.float64, chunk).items()}
-    ours, theirs = (run_heads(module.gated_chunk_attention, inputs, pooling == "written", chunk_size=chunk,
-                              causal=causal, segment_ids_BT=ids_BT, pooling=pooling) for module in (windows, reference))
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
+    how = {"chunk_size": chunk, "causal": causal, "segment_ids_BT": ids_BT, "pooling": pooling}
+    for op in (lambda module: module.gated_chunk_attention, lambda module: without_bias(module.chunk_attention)):
+        ours, theirs = (run_heads(op(module), inputs, pooling == "written", **how) for module in (windows, reference))
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a - b).norm() <= 2e-15 * max(float(b.norm()), 1.0)
     if pooling != "written":
         inputs = make_inputs(3, 300, torch.float64, chunk=chunk, parameters=None)
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
