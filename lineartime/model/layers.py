@@ -299,6 +299,8 @@ class ResidualLayer(nn.Module):
         shape = x_BND.shape[:2]
         for name, given_BN in (("segment_ids", segment_ids), ("token_mask", token_mask)):
             check_shape(name, given_BN, shape)
+        if x_BND.numel() == 0:
+            return x_BND
         valid_BN = checked_mask(x_BND.new_ones(shape) if token_mask is None else token_mask)
         begins_BN = torch.zeros_like(valid_BN)
         if segment_ids is not None:

@@ -32,13 +32,15 @@ BEGIN = [(), (12, 24, 36), (16, 32), (16,), (15, 31)]
 SHARED = ["flash", "flash heads", "flash softmax", "flash no gate", "flash scale_norm", "flash sum", "flash local",
           "flash global", "flash key conv", "flash write gate", "flash rope base", "flash+",
           "flash global heads long memory", "mc-tfm++", "mc-tfm++ long memory", "performer", "performer blocks",
-          "performer, own grid"]
+          "performer, own grid",
+           "flash others' options"]
 """Of `BOTH_GRIDS`, the models whose rows ranks can share."""
-ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "performer, own grid"]
+ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "performer, own grid",
+           "flash others' options"]
 """A model for each thing that ranks exchange."""
 OFTEN = ["flash+"]  # what 2, 3 and 4 ranks share; the others 3
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
-           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "flash, own grid"]
+           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "hybrid", "flash, own grid"]
 NEXT_TOKEN, MASKED_TOKENS = (kind(None, None, None) for kind in (NextToken, MaskedTokens))
 SHARDED = {"shard": True, "clip_scope": "global"}
 

@@ -47,6 +47,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "flash write gate": replace(FLASH, linear_gate=True, linear_rope=False),
     "flash rope base": replace(FLASH, rope_base=100.0),
     "flash+": model_config("flash+", **SIZES, **GAU, chunk_size=CHUNK),
+    "flash others' options": replace(FLASH, rotary_dim=2, token_shift=True, bias=False, position_bias=False),
 }
 """Every preset and every option that changes what attention computes; all causal."""
 
@@ -69,7 +70,6 @@ COMBINED: dict[str, ModelConfig] = {
                                          attn_scale_len=512),
     "transformer++ key conv": model_config("transformer++", **SIZES, **HEADS, key_conv=3, rope_base=100.0),
     "transformer++ key conv qk norm": model_config("transformer++", **SIZES, **HEADS, key_conv=3, qk_norm=True),
-    "flash others' options": replace(FLASH, rotary_dim=4, token_shift=True, bias=False, position_bias=False),
     "flash-quad others' options": replace(FLASH_QUAD, rel_pos=None, token_shift=True, bias=False, position_bias=False),
     "mc-tfm++ others' options": model_config("mc-tfm++", **SIZES, **HEADS, chunk_size=CHUNK, token_shift=True,
                                              rotary_dim=2, bias=False, head_norm="scale_norm", tied_head=False),
@@ -82,7 +82,7 @@ CONFIGS |= COMBINED
 
 OWN_GRID = {f"{name}, own grid": replace(CONFIGS[name], document_grid="own") for name in (
     "flash", "flash+", "transformer++", "flash-quad", "mc-tfm++", "performer", "combiner", "flash overlap",
-    "flash near and long memory", "flash-quad key conv", "flash-quad in flash+")}
+    "flash near and long memory", "flash-quad key conv", "flash-quad in flash+", "flash others' options", "hybrid")}
 """Models whose documents have positions and chunks of their own in a packed row."""
 BOTH_GRIDS = CONFIGS | OWN_GRID
 OWN_ON_PUSH = ("flash, own grid", "flash+, own grid", "transformer++, own grid")

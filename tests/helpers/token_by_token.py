@@ -23,14 +23,26 @@ def normed(x: Tensor, w: Weights, name: str = "norm") -> Tensor:
     return w[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() + w[f"{name}.bias"]
 
 
+def shifted(config: ModelConfig, x_TD: Tensor, ids: list[int]) -> Tensor:
+    """With `token_shift` half of the features are those of the token before, if of the document."""
+    if not config.token_shift:
+        return x_TD
+    half, none_F = config.d_model // 2, torch.zeros_like(x_TD[0, config.d_model // 2 :])
+    return torch.stack([torch.cat([x_TD[t - 1, :half] if t and ids[t - 1] == ids[t] else none_F, x_D[half:]])
+                        for t, x_D in enumerate(x_TD)])
+
+
 def dense(x: Tensor, w: Weights, name: str) -> Tensor:
-    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
 
-def turned(x_K: Tensor, position: int, base: float = 10000.0) -> Tensor:
-    """RoPE: pairs (k, k + K / 2) turned by position x base^(-2 k / K)."""
+def turned(x_K: Tensor, position: int, base: float = 10000.0, n_turned: int | None = None) -> Tensor:
+    """RoPE: pairs (k, k + K / 2) turned by position x base^(-2 k / K); with n_turned in place of K
+    the first n_turned / 2 pairs alone."""
     a, b = x_K.chunk(2)
-    angle = position * base ** (-torch.arange(len(a), dtype=x_K.dtype) / len(a))
+    n = len(a) if n_turned is None else n_turned // 2
+    angle = torch.zeros(len(a), dtype=x_K.dtype)
+    angle[:n] = position * base ** (-torch.arange(n, dtype=x_K.dtype) / n)
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 
@@ -71,7 +83,7 @@ def quadratic(config: ModelConfig, w: Weights, q_TK: Tensor, k_TK: Tensor, v_TE:
     if not keys or config.chunk_parts == "global":
         return torch.zeros_like(v_TE[t])
     bias_L: Tensor | float = 0.0
-    if config.ffn == "gau" or config.attn_kernel == "relu2":
+    if config.position_bias and (config.ffn == "gau" or config.attn_kernel == "relu2"):
         bias_L = torch.stack([position_bias(w, "rel_pos_bias", j - t) for j in keys])
     kernel = "softmax" if config.cls_softmax and t == 0 else config.attn_kernel
     return weights(kernel, q_TK[t], k_TK[keys], bias_L, config.scale_len) @ v_TE[keys]
@@ -137,14 +149,16 @@ def linear_by_learned_weights(config: ModelConfig, w: Weights, z_TS: Tensor, q_T
 def gau(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
     """Eqs. 3-5, and Section 3.2 with chunks; a head takes its slice of z's scaled copies and v."""
     n_tokens, e, s, n_heads = len(x_TD), config.d_inner, config.query_key_dim, config.n_heads
-    u_TE, v_TE, z_TS = activation(config, dense(normed(x_TD, w), w, "in_proj")).split([e, e, s], dim=1)
+    u_TE, v_TE, z_TS = activation(config, dense(shifted(config, normed(x_TD, w), ids), w,
+                                                "in_proj")).split([e, e, s], dim=1)
     near_TS = convolved(config, w, z_TS, ids)
     made = []
     for n, (gamma, beta) in enumerate(zip(w["scale_offset.gamma"], w["scale_offset.beta"], strict=True)):
         of_near = {1} if config.chunk_size is None else {1, 3} if config.local_key_conv else {3}
         x_TS = (near_TS if n in of_near else z_TS) * gamma + beta
-        base = config.rope_base if config.linear_rope or n not in (2, 3) else None
-        made.append([x_TK if base is None else torch.stack([turned(x_K, t, base) for t, x_K in enumerate(x_TK)])
+        turns = config.rel_pos is not None and (config.linear_rope or n not in (2, 3))
+        made.append([torch.stack([turned(x_K, t, config.rope_base, config.rotary_dim) for t, x_K in enumerate(x_TK)])
+                     if turns else x_TK
                      for x_TK in x_TS.split(s // n_heads, dim=1)])
     rows = []
     for t in range(n_tokens):
@@ -175,14 +189,15 @@ def gained(x_TD: Tensor, gain_K: Tensor) -> Tensor:
 def multi_head(config: ModelConfig, w: Weights, x_TD: Tensor, ids: list[int]) -> Tensor:
     """Softmax, relu^2, MC-TFM++, Performer or Combiner; perhaps gated (Eq. 3)."""
     n_tokens, n_heads, width = len(x_TD), config.n_heads, config.d_model // config.n_heads
-    xn_TD = normed(x_TD, w)
+    xn_TD = shifted(config, normed(x_TD, w), ids)
     q_TD, k_TD, v_TD, *gate = dense(xn_TD, w, "in_proj").split(config.d_model, dim=1)
 
     def heads(x_TD: Tensor, rotate: bool = True) -> list[Tensor]:
         split = x_TD.view(n_tokens, n_heads, width).unbind(1)
         if config.rel_pos is None or not rotate:
             return list(split)
-        return [torch.stack([turned(x_K, t, config.rope_base) for t, x_K in enumerate(x_TK)]) for x_TK in split]
+        return [torch.stack([turned(x_K, t, config.rope_base, config.rotary_dim) for t, x_K in enumerate(x_TK)])
+                for x_TK in split]
 
     near_TD = convolved(config, w, k_TD, ids)
     if config.chunk_size is None:

@@ -42,6 +42,7 @@ def cold_ranks(tmp_path):
 GLOBAL = {"clip_scope": "global"}
 MUON = {"optimizer": "muon"}
 SHARDED = GLOBAL | {"shard": True}
+DROPS = {"dropout": 0.2, "token_shift": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_a_timeout_that_is_none_is_refused(seconds):
         pass
 
 
-@pytest.mark.parametrize("settings", [{}, MUON | GLOBAL, *rest(SHARDED)], ids=["whole", "muon", "sharded"])
+@pytest.mark.parametrize("settings", [{}, MUON | GLOBAL | DROPS, *rest(SHARDED | DROPS)], ids=str)
 def test_a_run_goes_on_with_another_number_of_ranks(settings, data, ranks, tmp_path):
     settings = SIZES | settings | {"steps": 40, "eval_every": 20, "save_every": 15}
     assert ranks.run(1, command(data, tmp_path / "whole", **settings)) == [0]

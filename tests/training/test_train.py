@@ -212,7 +212,8 @@ def whole(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("how", "stops", "changes"), [
-    ("asked", [1, 2, 3, 4, 5, 6, 7, 8], {}), ("dies", [3, 4, 6], {}), ("dies", [4], {"optimizer": "muon"})])
+    ("asked", [1, 2, 3, 4, 5, 6, 7, 8], {}), ("dies", [3, 4, 6], {}),
+    ("dies", [4], {"optimizer": "muon", "dropout": 0.2})])
 def test_resumed_at_any_step_it_is_the_uninterrupted_run(how, stops, changes, data, tmp_path, whole, caplog):
     out = tmp_path / "run"
     if changes:
