@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from lineartime.data.prepare import prepare
     from lineartime.data.tokens import open_split
     from lineartime.folders import model_folder
+    from lineartime.model.decoding.cache import Cache, LastTokens
+    from lineartime.model.decoding.state import DecodingState
     from lineartime.model.gau import GatedAttentionUnit
     from lineartime.model.language_model import LanguageModel
+    from lineartime.model.layers import ResidualLayer, SequenceInfo
     from lineartime.model.mhsa import FeedForward, MultiHeadAttention
     from lineartime.tasks.pooling import embed
     from lineartime.tasks.qa.finetune import finetune
@@ -28,12 +31,15 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "PRESETS", "DecodeStep", "FeedForward", "FineTuning", "GatedAttentionUnit", "LanguageModel", "LineartimeError",
-    "ModelConfig", "MultiHeadAttention", "TrainConfig", "embed", "evaluate", "evaluate_questions", "finetune",
-    "generate", "load_model", "load_span_model", "model_config", "model_folder", "open_split", "prepare", "read",
-    "read_questions", "score", "train"]
+    "PRESETS", "Cache", "DecodeStep", "DecodingState", "FeedForward", "FineTuning", "GatedAttentionUnit",
+    "LanguageModel", "LastTokens", "LineartimeError", "ModelConfig", "MultiHeadAttention", "ResidualLayer",
+    "SequenceInfo", "TrainConfig", "embed", "evaluate", "evaluate_questions", "finetune", "generate", "load_model",
+    "load_span_model", "model_config", "model_folder", "open_split", "prepare", "read", "read_questions", "score",
+    "train"]
 _HOME = dict.fromkeys(("PRESETS", "ModelConfig", "TrainConfig", "model_config"), "config") | {
     "LineartimeError": "base.errors", "model_folder": "folders", "prepare": "data.prepare", "open_split": "data.tokens",
+    "ResidualLayer": "model.layers", "SequenceInfo": "model.layers", "LastTokens": "model.decoding.cache",
+    "Cache": "model.decoding.cache", "DecodingState": "model.decoding.state",
     "GatedAttentionUnit": "model.gau", "MultiHeadAttention": "model.mhsa", "FeedForward": "model.mhsa",
     "LanguageModel": "model.language_model", "load_model": "weights.load", "load_span_model": "weights.load",
     "generate": "weights.generation.generate", "read": "weights.generation.generate",
