@@ -126,8 +126,8 @@ def ids_of_cu_seqlens(cu_seqlens: Tensor | Sequence[int], x_1TD: Tensor) -> Tens
     n_rows, n_tokens = x_1TD.shape[:2]
     starts_N = torch.as_tensor(cu_seqlens, device=x_1TD.device)
     require(n_rows == 1, "cu_seqlens is for one row that holds all documents", f"{n_rows} rows", "give segment_ids")
-    is_right = (starts_N.dim() == 1 and len(starts_N) > 1 and not starts_N.is_floating_point() and starts_N[0] == 0
-                and starts_N[-1] == n_tokens and bool((starts_N.diff() >= 0).all()))
+    is_right = bool(starts_N.dim() == 1 and len(starts_N) > 1 and not starts_N.is_floating_point() and starts_N[0] == 0
+                and starts_N[-1] == n_tokens and (starts_N.diff() >= 0).all())
     require(is_right, "wrong cu_seqlens", str(starts_N.tolist())[:80],
             f"give where each document begins, and the number of tokens: 0, ..., {n_tokens}")
     index_1T = torch.arange(n_tokens, device=x_1TD.device)[None]

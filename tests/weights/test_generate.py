@@ -140,7 +140,7 @@ def test_texts_give_texts_and_ids_give_ids() -> None:
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [7, 0, 8]]
 """At different places of their chunks; one has begun a second document."""
 NO_GRAPH = [name for name in BOTH_GRIDS if name.startswith("combiner")]
-GROWING = [name for name in BOTH_GRIDS if name.startswith(("transformer", "flash-quad"))]
+GROWING = [name for name in BOTH_GRIDS if name.startswith(("transformer", "flash-quad", "hybrid"))]
 
 
 def begun(name):
