@@ -50,6 +50,30 @@ def test_a_long_prompt() -> None:
     assert (short, long) == (1_000, 1_400) and bytes_short == bytes_long
 
 
+@torch.no_grad()
+def test_mossformer_without_its_witness() -> None:
+    """A padded row is the row alone, whatever the padding has. Parts of any length are the whole row,
+    and the state stays as small. The witness: tests/ecosystem/test_mossformer.py."""
+    torch.manual_seed(0)
+    made = example("mossformer")
+    x_BTD, n_bytes = torch.randn(2, 200, 64).double(), []
+    for causal in (True, False):
+        layer = made["MossFormerLayer"](64, group_size=32, causal=causal).double().eval()
+        nn.init.normal_(layer.qk_offset_scale["gamma"])
+        padded_BTD = torch.cat([x_BTD[:, :90], torch.full((2, 30, 64), torch.nan).double()], 1)
+        change = layer(padded_BTD, padded_BTD.isnan()[..., 0])[:, :90] - layer(x_BTD[:, :90])
+        assert change.abs().max() <= 1e-12
+    layer = made["MossFormerLayer"](64, group_size=32, causal=True, look_ahead=0).double().eval()
+    nn.init.normal_(layer.qk_offset_scale["gamma"])
+    whole_BTD = layer(x_BTD)
+    for sizes in ([1] * 40 + [24, 64, 8, 64], [33, 100, 67]):
+        state: dict[str, torch.Tensor] = {}
+        parts = [layer(part, state=state) for part in x_BTD.split(sizes, 1)]
+        assert (torch.cat(parts, 1) - whole_BTD).abs().max() <= 1e-12
+        n_bytes.append(sum(each.nbytes for each in state.values()))
+    assert n_bytes[0] == n_bytes[1] and made["main"]() < 1e-4
+
+
 @pytest.mark.rest
 @pytest.mark.filterwarnings("default")
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
