@@ -52,8 +52,8 @@ def test_a_long_prompt() -> None:
 
 @torch.no_grad()
 def test_mossformer_without_its_witness() -> None:
-    """A padded row is the row alone, whatever the padding has. Parts of any length are the whole row,
-    and the state stays as small. The witness: tests/ecosystem/test_mossformer.py."""
+    """A padded row is the row alone, whatever the padding has. Parts of any length are the whole
+    row, and the state stays as small. The witness: tests/ecosystem/test_mossformer.py."""
     torch.manual_seed(0)
     made = example("mossformer")
     x_BTD, n_bytes = torch.randn(2, 200, 64).double(), []

@@ -1,5 +1,5 @@
-"""The example of MossFormer2's layer against the class in ClearerVoice's wheel (make ecosystem). One
-module of the wheel is read: the package itself imports what is not installed."""
+"""The example of MossFormer2's layer against the class in ClearerVoice's wheel (make ecosystem).
+One module of the wheel is read: the package itself imports what is not installed."""
 
 import importlib.util
 import runpy
