@@ -184,11 +184,9 @@ class ModelConfig:
         is_gau = self.ffn == "gau"
         if ":" in name or (name == "gau" and is_gau) or (name in ("attention", "ffn") and not is_gau):
             return replace(self, layers=())
-        preset, shared = (FLASH_QUAD, OF_GAU[-2:]) if name.startswith("gau") else (TRANSFORMER_PLUS_PLUS, ())
-        fields = {each: getattr(self, each) for each in SHARED + (OF_GAU if is_gau and shared else shared)}
-        if not shared:  # heads as wide as the paper's
-            fields["n_heads"] = math.gcd(self.d_model, max(self.d_model // 64, 1))
-        return replace(preset, **fields)
+        preset, own = (FLASH_QUAD, OF_GAU[-2:]) if name.startswith("gau") else (TRANSFORMER_PLUS_PLUS, ())
+        fields = {each: getattr(self, each) for each in SHARED + (OF_GAU if is_gau and own else own)}
+        return replace(preset, **({} if own else {"n_heads": heads_of(self.d_model)}) | fields)
 
     @property
     def kinds(self) -> tuple["ModelConfig", ...]:
@@ -283,10 +281,11 @@ class ModelConfig:
         """Whether text can be generated token by token."""
         return not any(is_wrong for kind in self.kinds for is_wrong, *_ in kind.decoding_rules())
 
-    @property
-    def by_document(self) -> bool:
-        """Whether attention runs once per document of a packed row, without a mask."""
-        return any(kind.ffn != "gau" and kind.attn_type != "mixed_chunk" and kind.attn_kernel != "relu2"
+    def by_document(self, in_graph: bool = False) -> bool:
+        """Whether attention of a layer runs once per document of a packed row. In a graph softmax
+        attention takes a mask: there the lengths of documents change from call to call."""
+        types = ("linear", "rowmajor_axial") if in_graph else ("linear", "rowmajor_axial", "quadratic")
+        return any(kind.ffn != "gau" and kind.attn_kernel != "relu2" and kind.attn_type in types
                    for kind in self.kinds)
 
     @property
@@ -331,6 +330,11 @@ SHARED = ("d_model", "abs_pos", "norm", "norm_eps", "rel_pos", "rope_base", "rot
 OF_GAU = ("n_heads", "attn_kernel", "activation", "expansion_factor", "gate", "cls_softmax", "key_conv",
           "position_bias", "query_key_dim")
 """Fields that a GAU over whole rows has from a model of GAUs in chunks; the last two from any."""
+
+
+def heads_of(d_model: int) -> int:
+    """As many heads as make them 64 wide, as in the paper, or the next number that goes."""
+    return math.gcd(d_model, max(d_model // 64, 1))
 
 
 def layer_name(layer: str | type) -> str:
@@ -427,6 +431,9 @@ def layer_config(config: ModelConfig | None, preset: ModelConfig, fields: dict[s
     if config is None:  # any width will do: a layer has no absolute positions
         if fields.get("residual") is False:  # f(x) alone, unless a norm is asked for
             fields = {"norm": None, **fields}
+        width = fields.get("d_model", preset.d_model)
+        if "n_heads" not in fields and type(width) is int and width > 0 and width % preset.n_heads:
+            fields = {"n_heads": heads_of(width), **fields}
         config = replace_fields(replace(preset, abs_pos="learned"), fields)
         narrow = max(ModelConfig.d_model / config.d_model, 1)
         return config if "init_std" in fields else replace(config, init_std=ModelConfig.init_std * narrow**0.5)

@@ -188,8 +188,7 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
     info = SequenceInfo(angles, position_BT, segment_ids_BT, shared_by=ranks, inputs=inputs)
     if segment_ids_BT is None:
         return info
-    # Compiled, softmax attention takes a mask: the length of `cu_seqlens` changes with the batch.
-    if config.by_document and not (torch.compiler.is_compiling() and config.attn_type == "quadratic"):
+    if config.by_document(in_graph=torch.compiler.is_compiling()):
         info.cu_seqlens = cu_seqlens(segment_ids_BT)
     if config.chunk_pooling == "attention" and not (
             (segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():

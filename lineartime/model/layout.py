@@ -44,7 +44,7 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
     begins_BT is True. token_mask_BT: bool, or numbers 0 and 1, False or 0 for padding, which may be
     anywhere in a row and have any segment id. Raises UsageError for wrong segment ids or masks."""
     reads = ((config.document_grid == "own" and config.grid_size > 1) or config.chunk_pooling == "attention"
-             or (config.by_document and not (torch.compiler.is_exporting() and config.attn_type == "quadratic")))
+             or config.by_document(in_graph=torch.compiler.is_exporting()))
     for name, given_BT in (("segment_ids", segment_ids_BT), ("token_mask", token_mask_BT), ("ids", begins_BT)):
         check_shape(name, given_BT, x_BT.shape[:2])
         hidden = given_BT is not None and (torch.compiler.is_exporting() or unwrapped(given_BT).dim() > 2)

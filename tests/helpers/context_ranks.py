@@ -40,7 +40,8 @@ ON_PUSH = ["flash", "flash key conv", "flash+", "mc-tfm++", "performer", "perfor
 """A model for each thing that ranks exchange."""
 OFTEN = ["flash+"]  # what 2, 3 and 4 ranks share; the others 3
 REFUSED = ["transformer", "transformer+", "transformer++", "flash-quad", "combiner", "flash overlap",
-           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "hybrid", "flash, own grid"]
+           "mc-tfm++ overlap", "transformer++ relu2", "flash-quad key conv", "flash-quad in flash+", "hybrid",
+           "flash, own grid"]
 NEXT_TOKEN, MASKED_TOKENS = (kind(None, None, None) for kind in (NextToken, MaskedTokens))
 SHARDED = {"shard": True, "clip_scope": "global"}
 

@@ -82,7 +82,7 @@ def test_a_packed_document_is_what_it_is_alone(name: str, causal: bool) -> None:
     first = int((valid_BT[0].cumsum(0) == 7).nonzero()[0])  # the third document begins behind 6 tokens
     for each_BTD, alone_1TD in zip(collected, blocks, strict=True):
         assert each_BTD.shape == x_BTD.shape and same(each_BTD[0, first].detach(), alone_1TD[0, 0].detach())
-    if not (config.by_document or config.max_len):
+    if not (config.by_document() or config.max_len):
         by_row = random_model(replace(config, document_grid="row")).hidden(ids_BT, token_mask_BT=valid_BT)
         assert not same(by_row[valid_BT].detach(), alone_ND.detach())
 
