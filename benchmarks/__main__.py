@@ -21,13 +21,13 @@ VERBS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "reproduce": (verbs.reproduce, ["reproduce lm_pg19 --scale cpu --texts TEXTS"]),
     "recall": (verbs.recall, ["recall flash transformer++ --task pairs", "recall run --task text --data data"]),
     "laws": (verbs.measure_laws, ["laws mamba2 --law right-padding", "laws flash llama qwen3_next",
-                                  "laws flash --set chunk_size=16"]),
+                                  "laws flash --set chunk_size=16", "laws my_layers:SlidingWindow"]),
     "report": (verbs.report, ["report lm_pg19", "report speed", "report --into page.md --images images"]),
 }
 """The verbs, with examples for the end of their --help."""
 PROGRAM = "python -m benchmarks"
 for name, (verb, examples) in VERBS.items():
-    add_verb(app, PROGRAM, name, verb, examples)
+    add_verb(app, PROGRAM, name, verb, examples, name not in ("run", "reproduce", "report"))
 
 
 @app.callback()

@@ -41,6 +41,8 @@ def shaped_config(preset: str, task: str = "wiki40b", shape: dict[str, Any] | No
     plain, shape = model_config(preset, task), shape or {}
     fields = {name: value for name, value in shape.items() if not isinstance(value, dict)}
     fields |= shape.get("gau" if plain.ffn == "gau" else "pairs", {})
+    if settings and settings.get("layers"):  # they say how many there are
+        fields.pop("n_layers", None)
     fields |= settings or {}
     skipped = {"chunk_size", "chunk_parts", "chunk_pooling"} if plain.chunk_size is None else set()
     skipped |= {"n_heads"} if plain.ffn == "gau" else {"query_key_dim"}

@@ -552,19 +552,29 @@ def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in REMOVED}
 
 
+NOT_IMPORTED = "the model has a layer of a module that is not imported"
+
+
 def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
     """`config` with the fields in a file, which may be older. Raises UsageError for an unknown or
     wrong field, CheckpointError for a removed one that had an effect, and for a layer of a module
     that has not been imported: a file never makes us import one."""
-    if interval := fields.get("full_attention_interval"):  # layers n, 2 n, ... were FLASH-Quad's
-        every = ["gau"] * (interval - 1) + ["gau_quadratic"]
-        fields = {**fields, "layers": (every * fields["n_layers"])[: fields["n_layers"]], "full_attention_interval": 0}
-    for name in fields.get("layers", ()):
-        module = str(name).partition(":")[0]
-        if ":" in str(name) and module not in sys.modules:
-            raise CheckpointError("the model has a layer of a module that is not imported", name,
-                                  f"if you trust it, import {module} before, with the command: --import {module}")
-    return replace_fields(config, without_removed(fields))
+    made = replace_fields(config, without_removed(with_layers(fields)))
+    for name in getattr(made, "layers", ()):
+        module = name.partition(":")[0]
+        if ":" in name and module not in sys.modules:
+            raise CheckpointError(NOT_IMPORTED, name, f"if you trust it, `import {module}` before")
+    return made
+
+
+def with_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with `layers` for an older `full_attention_interval`: layers n, 2 n, ... were
+    FLASH-Quad's."""
+    interval, n_layers = fields.get("full_attention_interval"), fields.get("n_layers")
+    if not (type(interval) is type(n_layers) is int and interval > 0 and n_layers <= LARGEST["n_layers"]):
+        return dict(fields)
+    layers = ["gau" if number % interval else "gau_quadratic" for number in range(1, n_layers + 1)]
+    return {**fields, "full_attention_interval": 0, "layers": layers}
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:

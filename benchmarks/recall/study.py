@@ -20,7 +20,7 @@ from benchmarks.peers import build_peer
 from benchmarks.provenance import installed_version, provenance, rows_in
 from benchmarks.recall.measure import Model, OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import DIGITS, FORMS, TASKS, TEXT, Task, commonest, text_task
-from lineartime.base.settings import require, require_name
+from lineartime.base.settings import field_text, require, require_name
 from lineartime.base.words import in_markdown, markdown
 from lineartime.config import MODEL_FIELDS, REMOVED, TRAIN_FIELDS, ModelConfig, TrainConfig, without_removed
 from lineartime.model.language_model import LanguageModel
@@ -132,7 +132,7 @@ def measure_model(model: str, name: str, task: Task, settings: Mapping[str, Any]
     config = config_of(model, task, {each: value for each, value in settings.items() if each in MODEL_FIELDS})
     train = training(name, task, settings)
     # Where a row comes from, without the folders of the machine.
-    words = [word for each, value in settings.items() for word in ("--set", f"{each}={str(value).lower()}")]
+    words = [word for each, value in settings.items() for word in ("--set", f"{each}={field_text(value)}")]
     command = shlex.join(["python", "-m", "benchmarks", "recall", model, "--task", name, *words])
     versions = {"transformers": installed_version("transformers")} if peer_of(model) else {}
 

@@ -101,7 +101,7 @@ def describe_kind(kind: Any, of_python: bool = False) -> str:
 def field_text(value: Any) -> str:
     """The value of a field as `parse_field` reads it."""
     if isinstance(value, list | tuple):
-        return ",".join(value)
+        return ",".join(map(str, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -10,9 +10,12 @@ Why typer: tyro and jsonargparse read dataclasses by themselves, but a mistake p
 and we promise one line; and typer completes names in the shell."""
 
 import dataclasses
+import importlib
 import inspect
+import os
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
@@ -20,10 +23,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lineartime.base.errors import UsageError, raised_as
+from lineartime.base.errors import CheckpointError, UsageError, raised_as
 from lineartime.base.settings import require
 from lineartime.base.stores import is_address
-from lineartime.config import PRESETS, TASKS
+from lineartime.cli.terminal import OWN_MODULES
+from lineartime.config import NOT_IMPORTED, PRESETS, TASKS
 from lineartime.training.run_config import SIZES, parse_setting
 
 Model = Annotated[str, f"A model: {', '.join(PRESETS)}.", "MODEL", PRESETS]
@@ -34,6 +38,9 @@ Setting = Annotated[dict[str, Any], "Set any field that `lineartime config` list
 Device = Annotated[str | None, "cpu or cuda; by default cuda if there is one."]
 Precision = Annotated[Literal["float32", "bfloat16"], "bfloat16 is faster and less exact."]
 RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it has not answered for so many seconds."]
+IMPORT = Parameter("imports", Parameter.KEYWORD_ONLY, default=(), annotation=Annotated[
+    tuple[str, ...], "A module with layers of yours, also of this folder. May be given again.", "--import MODULE"])
+"""What every verb takes that makes or opens a model."""
 
 
 def numbers(kind: type, text: str | None) -> tuple[Any, ...]:
@@ -53,7 +60,25 @@ def settings_of(pairs: list[str] | None) -> dict[str, Any]:
     """The settings of texts NAME=VALUE. Raises UsageError."""
     settings = [parse_setting(pair) for pair in pairs or ()]
     require(len(dict(settings)) == len(settings), "a setting is given twice", " ".join(pairs or ()), "give it once")
+    import_own(*own_modules(dict(settings).get("layers", ())))
     return dict(settings)
+
+
+def own_modules(layers: Iterable[str]) -> list[str]:
+    """The modules of the layers with names MODULE:CLASS, each once."""
+    return [*dict.fromkeys(name.partition(":")[0] for name in layers if ":" in name)]
+
+
+def import_own(*modules: str) -> None:
+    """Import modules of the user's, from the current folder if they are not installed. Raises
+    UsageError for whatever they raise."""
+    for module in modules:
+        OWN_MODULES.add(module)
+        try:
+            sys.path += {os.getcwd()} - {*sys.path}
+            importlib.import_module(module)
+        except (Exception, SystemExit) as e:
+            raise UsageError("cannot import the module", module, f"{type(e).__name__}: {e}") from e
 
 
 AGAIN = list[str] | None
@@ -71,13 +96,14 @@ FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
 """Types of ours that typer does not take: what it takes instead, and what makes our value of it."""
 
 
-def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer takes it. A dataclass checks the values of its fields."""
+def with_options(verb: Callable[..., None], has_model: bool = True) -> Callable[..., None]:
+    """The verb as typer takes it; has_model: with `IMPORT`. A dataclass checks its fields."""
     parameters = inspect.signature(verb, eval_str=True).parameters.values()
     options = {each.name: options_of(each) for each in parameters}
 
-    def call(**given: Any) -> None:  # by typer, with the values of all options
+    def call(imports: AGAIN = None, **given: Any) -> None:  # by typer, with the values of all options
         arguments = {}
+        import_own(*(imports or ()))
         for parameter in parameters:
             values = {option.name: given[option.name] for option in options[parameter.name]}
             for option in options[parameter.name]:
@@ -87,11 +113,17 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
                     values[option.name] = FORMS[kind][1](values[option.name])
             takes_many = dataclasses.is_dataclass(parameter.annotation)
             arguments[parameter.name] = parameter.annotation(**values) if takes_many else values[parameter.name]
-        verb(**arguments)
+        try:
+            verb(**arguments)
+        except CheckpointError as e:
+            if e.what != NOT_IMPORTED:
+                raise
+            module = str(e.where).partition(":")[0]  # the command's words take the place of Python's
+            raise CheckpointError(e.what, e.where, f"if you trust it, add --import {module}") from None
 
     call.__name__, call.__doc__ = verb.__name__, verb.__doc__
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [typer_parameter(option) for name in options for option in options[name]])
+        [typer_parameter(option) for each in (*options.values(), [IMPORT] * has_model) for option in each])
     return call
 
 

@@ -16,6 +16,9 @@ from lineartime.base.errors import LineartimeError, Stopped, escaped
 from lineartime.base.ranks import launched, speaks_first
 from lineartime.base.words import part_of
 
+OWN_MODULES: set[str] = set()
+"""Modules of the user's that the command has imported: what they raise is told as theirs."""
+
 
 class Screen:
     """stdout or stderr, where text from files cannot steer the terminal: control characters, and
@@ -186,7 +189,10 @@ def exit_code(call: Callable[[], int | None], *, debug: bool = False) -> int:
             return fail(e, 6, debug, "out of memory")
         refused = getattr(e, "format_message", None)  # what typer does not understand, such as an unknown option
         text = str(e).partition("\nException raised from")[0]  # the rest is the stack of PyTorch's C++
-        what = refused() if refused else f"internal: {type(e).__name__}: {text}; run again with --debug and report it"
+        own = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(e.__traceback__)
+               if frame.f_globals.get("__name__") in OWN_MODULES]
+        begin, end = (own[-1], "--debug shows more") if own else ("internal", "run again with --debug and report it")
+        what = refused() if refused else f"{begin}: {type(e).__name__}: {text}; {end}"
         return fail(e, 2 if refused else 1, debug, what)
 
 

@@ -16,7 +16,7 @@ from lineartime.base.files import read_toml
 from lineartime.base.ranks import TIMEOUT_S, launched
 from lineartime.base.settings import describe_kind, field_text, replace_fields, require, require_name
 from lineartime.base.stores import exists, is_address, joined, require_there
-from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task
+from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task, import_own, own_modules
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
 from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TASKS, TRAIN_FIELDS, model_config
 from lineartime.data.prepare_config import PrepareSettings
@@ -83,8 +83,10 @@ class RunOptions:
         UsageError for an option that is among `more` too."""
         given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
         is_file = (self.model or "-").endswith(".toml")
-        file = dict(parse_setting(f"{name}={value}") if name in MODEL_FIELDS + TRAIN_FIELDS else (name, value)
+        fields = MODEL_FIELDS + TRAIN_FIELDS
+        file = dict(parse_setting(f"{name}={field_text(value)}") if name in fields else (name, value)
                     for name, value in (read_toml(Path(given.pop("model"))) if is_file else {}).items())
+        import_own(*own_modules(file.get("layers", ())))
         for name in sorted(given.keys() & more.keys()):
             raise UsageError("a setting is given twice", f"{name} and --set {name}", "give it once")
         whole = {"steps", "tokens_per_step"} | (set() if "from" in file | given else {"n_layers", "d_model"})
@@ -174,7 +176,8 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     config, out, scores = done.config, done.out, done.scores["held_out"]
     say(summary("held-out", scores))
     texts = [*read_mixture(config.data)]
-    evaluate = f"lineartime evaluate {quote(str(out))} --data {quote(texts[0])} --split validation"
+    imports = "".join(f" --import {module}" for module in own_modules(config.model.layers))
+    evaluate = f"lineartime evaluate {quote(str(out))} --data {quote(texts[0])} --split validation{imports}"
     if n_held_out > config.train.last_eval_tokens:
         say(f"         a part of the {n_held_out:,} tokens, because the run was short; all of "
             f"{'them' if len(texts) == 1 else texts[0]}: {evaluate}")
@@ -185,7 +188,7 @@ def say_trained(done: "TrainResult", n_held_out: int) -> None:
     others = "; `lineartime export` writes them for transformers" if in_parts else " or transformers"
     say(f"weights  {out / 'latest'}  (open with lineartime.load_model{others})")
     say(f"files    {out / 'loss.png'}, {out / 'metrics.jsonl'}, {out / 'result.json'}")
-    generate = f"lineartime generate {quote(str(out))} \"Once more\" --temperature 0.8\n         "
+    generate = f"lineartime generate {quote(str(out))} \"Once more\" --temperature 0.8{imports}\n         "
     say(f"next     {generate * config.model.causal}{evaluate}")
 
 

@@ -40,16 +40,18 @@ VERBS: dict[Callable[..., None], list[str]] = {
 """The verbs, with examples for the end of their --help."""
 
 
-def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str]) -> None:
-    """Make a function a verb of a program, whose help ends with examples."""
+def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str],
+             has_model: bool = True) -> None:
+    """Make a function, as `with_options` takes it, a verb whose help ends with examples."""
     lines = (line if f"{program} " in line else f"{program} {line}" for line in examples)
-    app.command(name, epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines))(with_options(verb))
+    app.command(name, epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines))(
+        with_options(verb, has_model))
 
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Train, evaluate and run FLASH and the models of 'Transformer Quality in Linear Time'.")
 for verb, examples in VERBS.items():
-    add_verb(app, "lineartime", verb.__name__, verb, examples)
+    add_verb(app, "lineartime", verb.__name__, verb, examples, verb not in (train.prepare, train.config))
 
 
 def say_version(asked: bool) -> None:

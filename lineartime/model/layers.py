@@ -373,7 +373,7 @@ class ResidualLayer(nn.Module):
     def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         """f: `[B, T, D]` of x after its norm. With a cache, of `empty_cache`, x are the next tokens
         of rows whose past is there, and f is what it would be in whole rows."""
-        raise NotImplementedError
+        raise UsageError("this layer has no branch", type(self).__name__, "define branch(normed_BTD, info, cache=None)")
 
     def empty_cache(self, n_rows: int) -> Cache:
         """The cache of `n_rows` rows that have no token yet. Raises UsageError for a layer that

@@ -84,6 +84,8 @@ def size_settings(size: str, model: str, given: dict[str, Any]) -> dict[str, Any
         del own["query_key_dim"]
     if preset.chunk_size is None:
         del own["chunk_size"]
+    if given.get("layers"):  # they say how many there are
+        del own["n_layers"]
     both = own | given
     if both.get("optimizer") == "muon" and type(both["learning_rate"]) is float:
         # In units of AdamW's, the best of "Muon" in docs/results.md.

@@ -71,7 +71,7 @@ def specification(config: ModelConfig, n_parameters: int) -> list[tuple[str, str
     rows = (("# of attention heads", c.n_heads), ("Attention kernel", c.attn_kernel), ("Attention type", c.attn_type),
             ("FFN type", c.ffn), ("Activation", c.activation), ("Norm. type", c.norm),
             ("Absolute position emb.", c.abs_pos), ("Relative position emb.", c.rel_pos),
-            ("# of layers", n if c.ffn == "gau" else f"{n}+{n}"), ("Hidden size", c.d_model),
+            ("# of layers", n if c.ffn == "gau" or c.layers else f"{n}+{n}"), ("Hidden size", c.d_model),
             ("Expansion rate", f"{c.expansion_factor:g}"), ("Chunk size", c.chunk_size),
             ("Params (M)", f"{n_parameters / 1e6:.0f}"))
     return [(row, "--" if value is None else NAMES.get(str(value), str(value))) for row, value in rows]
@@ -86,10 +86,10 @@ def count_parameters(model: LanguageModel) -> dict[str, int]:
     parts = {"embedding, and the head's matrix" if config.tied_head else "embedding": size(model.embed),
              "ScaledSin scalar" if config.abs_pos == "scaled_sin" else "position table": size(model.abs_pos)}
     for i, layer in enumerate(model.residual_layers()):
-        layers = f"{config.layers[i]} layers" if config.layers else "layers"
+        layers, kind = (f"{config.layers[i]}: ", "") if config.layers else ("layers: ", f"{layer.kind} ")
         for name, parameter in layer.named_parameters():
             purposes = [purpose for end, purpose in PARTS.items() if name.split(".")[0].endswith(end)]
-            part = f"{layers}: {(*purposes, f'{layer.kind} projections')[0]}"
+            part = layers + (*purposes, f"{kind}projections")[0]
             parts[part] = parts.get(part, 0) + parameter.numel()
     head = {} if model.head_weight is None else {"head's matrix": model.head_weight.numel()}
     return parts | {"final norm": size(model.norm), **head, "head bias": model.head_bias.numel()}
@@ -113,4 +113,5 @@ def print_description(config: ModelConfig, title: str) -> None:
             ("Parameters", [(part, millions(n)) for part, n in (*described.parts.items(), ("total", total))]),
             ("Memory in float32", [("weights", mib(4 * total)), ("with gradient and AdamW's state", mib(16 * total)),
                                    ("decoding state of a row", state)])):
-        print(head, *(f"{name:<32} {value:>14}" for name, value in rows), "", sep="\n")
+        width = max([32, *(len(name) for name, _ in rows)])
+        print(head, *(f"{name:<{width}} {value:>14}" for name, value in rows), "", sep="\n")
