@@ -6,7 +6,7 @@ import shlex
 import statistics
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from benchmarks.recall.measure import Model, OnStep, ask_at_lengths, measure
 from benchmarks.recall.tasks import DIGITS, FORMS, TASKS, TEXT, Task, commonest, text_task
 from lineartime.base.settings import field_text, require, require_name
 from lineartime.base.words import in_markdown, markdown
-from lineartime.config import MODEL_FIELDS, REMOVED, TRAIN_FIELDS, ModelConfig, TrainConfig, without_removed
+from lineartime.config import MODEL_FIELDS, REMOVED, TRAIN_FIELDS, ModelConfig, TrainConfig, to_dict, without_removed
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.evaluation import load_with_split
 
@@ -84,8 +84,8 @@ def training(name: str, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
 
 def key_of(model: str, task: str, config: ModelConfig, train: TrainConfig) -> Row:
     """The columns of a row by which a run is found again."""
-    settings, own = ({each.name: getattr(given, each.name) for each in fields(given)
-                      if getattr(given, each.name) != each.default and each.name not in ("learning_rate", "seed")}
+    settings, own = ({name: value for name, value in to_dict(given).items()
+                      if getattr(given, name) != getattr(type(given), name) and name not in ("learning_rate", "seed")}
                      for given in (config, train))
     if peer := peer_of(model):
         settings = {"peer": peer, "vocab_size": config.vocab_size, "context": config.context}
