@@ -323,6 +323,7 @@ class ResidualLayer(nn.Module):
         x_BTD, delta_BTD = self.add(x_BTD, None, info, cache)
         out_BTD = x_BTD + delta_BTD if self.config.residual else delta_BTD
         return out_BTD.half() if x_BTD.dtype == torch.float16 else out_BTD
+
     def check_input(self, x_BTD: Tensor) -> None:
         """Raise UsageError unless x is `[B, T, D]` and has the dtype of the projection. Autocast
         casts all but float64, and another module in the projection's place takes any dtype."""
@@ -354,7 +355,7 @@ class ResidualLayer(nn.Module):
         drop = partial(F.dropout, p=self.config.dropout, training=True)
         if drops := self.training and self.config.dropout > 0:
             out = drop(out)
-        if torch.float16 not in (self.like.dtype, matmul_dtype(out)):
+        if torch.float16 not in (self.small_weight.dtype, matmul_dtype(out)):
             projected = self.out_proj(out)
         else:  # each token is divided by its largest entry before the product, which is multiplied by it
             largest = float16_as_float32(out.detach()).abs().amax(-1, keepdim=True).clamp(min=1)
@@ -364,11 +365,14 @@ class ResidualLayer(nn.Module):
         return drop(projected) if drops else projected
 
     @property
+    def small_weight(self) -> Tensor:
+        """The norm's weight, or without a norm the first parameter: matrices may be quantised."""
+        return next(self.parameters()) if self.norm is None else norm_parameters(self.norm)[0]
+
+    @property
     def like(self) -> Tensor:
-        """A tensor without elements (a parameter may be sharded) that has the dtype and device of
-        caches: those of the norm if there is one, because matrices may be quantised."""
-        first = next((self.norm or self).parameters())
-        return torch.empty(0, dtype=first.dtype, device=first.device)
+        """A tensor without elements (a parameter may be sharded) of caches' dtype and device."""
+        return torch.empty(0, dtype=self.small_weight.dtype, device=self.small_weight.device)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         """f: `[B, T, D]` of x after its norm. With a cache, of `empty_cache`, x are the next tokens
