@@ -1,5 +1,6 @@
 """Other libraries with the model that ships: see docs/ecosystem.md (make ecosystem)."""
 
+import copy
 import json
 import os
 import subprocess
@@ -11,12 +12,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported; nothing h
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import lineartime
 import lineartime.hf  # registers the classes
 from lineartime.base.errors import UsageError
+from lineartime.data.tokenizer import byte_tokenizer
+from lineartime.folders import model_config_json
 from lineartime.model.language_model import token_losses
+from lineartime.weights import checkpoint, from_flash_pytorch
 
 pytestmark = pytest.mark.ecosystem
 SMALL = str(lineartime.model_folder("small"))
@@ -261,6 +267,90 @@ def test_onnx_by_transformers_decodes_from_a_cache():
                                              position_ids=torch.arange(300)[at].repeat(2, 1))
             cache = out.past_key_values
             assert (out.logits - wanted_BTV[:, at]).abs().max() < 1e-5
+
+
+def of_flash_pytorch(kind, norm, dropout=0.0, rotary=None, **arguments):
+    """A module of FLASH-pytorch in float64 whose weights have moved, so that every part counts. Its
+    frequencies are made again, as theirs are rounded to float32."""
+    from flash_pytorch import flash_pytorch as package
+
+    if kind == "FLASHTransformer":
+        arguments |= {"norm_type": norm, "attn_dropout": dropout}
+    else:
+        norms = {"layernorm": torch.nn.LayerNorm, "scalenorm": package.ScaleNorm}
+        arguments |= {"norm_klass": norms[norm], "dropout": dropout}
+    if rotary:
+        arguments["rotary_pos_emb"] = package.RotaryEmbedding(dim=rotary)
+    module = getattr(package, kind)(**arguments).eval().double()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name.endswith((".freqs", ".inv_freq")):
+            tensor.data = 10_000.0 ** -(torch.arange(len(tensor)).double() / len(tensor))
+        elif tensor.requires_grad:
+            tensor.data += torch.randn_like(tensor) * (0.5 if "offset" in name else 0.05)
+    return module
+
+
+def farthest(found, wanted):
+    """The largest difference, as a share of the largest number that is wanted."""
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+yes_or_no, LENGTH = st.booleans(), 70
+OF_LAYER = {"dim": st.sampled_from([16, 24]), "query_key_dim": st.sampled_from([8, 32, 48]), "causal": yes_or_no,
+            "expansion_factor": st.sampled_from([1.0, 1.5, 2.0]), "norm": st.sampled_from(["layernorm", "scalenorm"]),
+            "dropout": st.sampled_from([0.0, 0.1])}
+OF_GROUPS = {**OF_LAYER, "group_size": st.sampled_from([1, 16, 33, 80]), "shift_tokens": yes_or_no}
+FLASH_PYTORCH = {
+    "GAU": st.fixed_dictionaries({**OF_LAYER, "add_residual": yes_or_no}),
+    "FLASH": st.fixed_dictionaries({**OF_GROUPS, "rotary": st.sampled_from([None, 4, 8])}),
+    "FLASHTransformer": st.fixed_dictionaries({**OF_GROUPS, "depth": st.integers(1, 3), "num_tokens": st.just(259)})}
+
+
+@pytest.mark.parametrize("kind", FLASH_PYTORCH)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99))
+@torch.no_grad()
+def test_flash_pytorch_weights_give_its_outputs(kind, data, seed):
+    """In float64 within 1e-12 of the largest. From these, in float32, ours are at most thrice as
+    far as theirs, which round the angles of far positions, or 3e-6."""
+    torch.manual_seed(seed)
+    arguments = data.draw(FLASH_PYTORCH[kind])
+    theirs, is_model = of_flash_pytorch(kind, **arguments), kind == "FLASHTransformer"
+    rows = torch.randint(259, (2, LENGTH)) if is_model else torch.randn(2, LENGTH, arguments["dim"])
+    module, wide = copy.deepcopy(theirs).float(), rows if is_model else rows.double()
+    assert farthest(from_flash_pytorch(theirs, LENGTH)(wide), exact := theirs(wide)) < 1e-12
+    ours = from_flash_pytorch(module, LENGTH)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32} and not ours.training
+    assert farthest(ours(rows), exact) < 3 * max(farthest(module(rows), exact), 1e-6)
+
+
+@pytest.mark.parametrize("kind", FLASH_PYTORCH)
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_flash_pytorch_weights_decode_and_take_padding(kind, causal, tmp_path):
+    """What theirs have not: the next tokens from a state, and padding that changes nothing. And a
+    model is saved and opened."""
+    more = {"GAU": {}, "FLASH": {"group_size": 16, "rotary": 8, "shift_tokens": True},
+            "FLASHTransformer": {"group_size": 16, "depth": 2, "num_tokens": 259}}[kind]
+    torch.manual_seed(0)
+    theirs = of_flash_pytorch(kind, "scalenorm", dim=16, query_key_dim=32, causal=causal, **more)
+    is_model, ours = kind == "FLASHTransformer", from_flash_pytorch(theirs, LENGTH)
+    rows = torch.randint(259, (2, LENGTH)) if is_model else torch.randn(2, LENGTH, 16).double()
+    mask_BT = torch.arange(LENGTH) < torch.tensor([[LENGTH], [41]])
+    padded, row = ours(rows, None, mask_BT)[1:, :41], rows[1:, :41]
+    assert farthest(padded, ours(row)) < 1e-12
+    print("theirs are away from the row alone by", farthest(theirs(rows, mask=mask_BT)[1:, :41], theirs(row)))
+    if causal:
+        cache, steps = ours.decoding_state(2), []
+        for new in rows.split([1] * 40 + [LENGTH - 40], dim=1):
+            step, cache = ours.extend(new, cache=cache) if is_model else ours(new, cache=cache)
+            steps.append(ours.logits(step) if is_model else step)
+        assert farthest(torch.cat(steps, 1), theirs(rows)) < 1e-12
+    if is_model:
+        ours, config = ours.float(), model_config_json(ours.config)
+        folder = checkpoint.save(tmp_path, 1, run="theirs", tensors={"model": dict(ours.named_parameters())}, keep=1,
+                                 files={"config.json": config, "tokenizer.json": byte_tokenizer(mlm=True).json})
+        assert torch.equal(lineartime.load_model(folder)[0](rows), ours(rows))
 
 
 if __name__ == "__main__":
