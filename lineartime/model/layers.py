@@ -293,6 +293,7 @@ class ResidualLayer(nn.Module):
                   state: DecodingState) -> Tensor:
         """`forward` of the next tokens of rows, whose past is in a state, which is changed. A
         document begins where the id is not that of the token before, also of an earlier call."""
+        require(self.config.causal, "only a causal layer decodes", "causal = false", "give it whole rows")
         require(len(state.seq_lens_B) == len(x_BND), "the cache holds another batch",
                 f"{len(state.seq_lens_B)} rows, the input has {len(x_BND)}", "cache.select keeps and repeats rows")
         shape = x_BND.shape[:2]

@@ -47,8 +47,9 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
              or config.by_document(in_graph=torch.compiler.is_exporting()))
     for name, given_BT in (("segment_ids", segment_ids_BT), ("token_mask", token_mask_BT), ("ids", begins_BT)):
         check_shape(name, given_BT, x_BT.shape[:2])
-        hidden = given_BT is not None and (torch.compiler.is_exporting() or unwrapped(given_BT).dim() > 2)
-        require(not (reads and hidden), "vmap and torch.export hide documents and padding, which this model must read",
+        hidden = given_BT is not None and (torch.compiler.is_exporting() or torch.jit.is_tracing()
+                                           or unwrapped(given_BT).dim() > 2)
+        require(not (reads and hidden), "vmap, traces and exports hide documents and padding, which this must read",
                 name, "call it as it is, or export lineartime.DecodeStep, which takes one token of each row")
     order_BT, are_given = None, segment_ids_BT is not None
     valid_BT = None if token_mask_BT is None else checked_mask(token_mask_BT)
@@ -75,7 +76,7 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
 def padding_last(valid_BT: Tensor) -> Tensor:
     """The order with each row's tokens first and its padding last, see `in_order`."""
     # Not a stable sort, which ONNX does not have.
-    count_BT, padding_BT = valid_BT.cumsum(1), (~valid_BT).cumsum(1)
+    count_BT, padding_BT = valid_BT.long().cumsum(1), (~valid_BT).long().cumsum(1)
     return torch.where(valid_BT, count_BT, count_BT[:, -1:] + padding_BT).argsort(1)
 
 

@@ -226,7 +226,7 @@ def test_documents_and_padding_under_vmap_and_torch_export(name: str, given: str
     def gradient(x_TD: Tensor, number_T: Tensor) -> Tensor:
         return (layer(x_TD[None], **{given: number_T[None]})[0] * number_T[:, None]).sum()
 
-    by_example, words = torch.func.vmap(torch.func.grad(gradient)), f"vmap and torch.export hide.*: {given}; call it"
+    by_example, words = torch.func.vmap(torch.func.grad(gradient)), f"vmap, traces and exports hide.*: {given}; call it"
     if name in ("flash", "flash-quad"):
         assert same(by_example(x_BTD, number_BT), torch.stack([*map(torch.func.grad(gradient), x_BTD, number_BT)]))
         words = f"wrong {given}: under vmap; "
