@@ -27,7 +27,9 @@ collect_ignore_glob = [] if HAS_TRITON else ["*/test_kernel_*.py"]
 
 def pytest_configure(config):
     """Kernels run in Triton's interpreter, but in tests for a GPU. It is chosen before they are
-    imported."""
+    imported. Those in C are kept in pytest's own cache."""
+    if hasattr(config, "cache"):
+        os.environ.setdefault("LINEARTIME_CACHE", str(config.cache.mkdir("compiled")))
     if HAS_TRITON and config.option.markexpr != "gpu":
         import interpreter  # noqa: F401
 

@@ -10,6 +10,7 @@ from lineartime.base.settings import field_text
 from lineartime.base.words import mib, millions
 from lineartime.config import MODEL_FIELDS, SOURCES, ModelConfig
 from lineartime.model.language_model import LanguageModel, empty_model
+from lineartime.ops import compiled
 
 NAMES = {"relu2": "relu²", "quadratic": "Quadratic", "mixed_chunk": "Mixed Chunk", "silu": "SiLU/Swish", "gelu": "GELU",
          "layer_norm": "LayerNorm", "scale_norm": "ScaleNorm", "scaled_sin": "ScaledSin", "learned": "Learnable",
@@ -112,6 +113,7 @@ def print_description(config: ModelConfig, title: str) -> None:
             ("Beside the paper's table", [(name, field_text(getattr(config, name))) for name in changed]),
             ("Parameters", [(part, millions(n)) for part, n in (*described.parts.items(), ("total", total))]),
             ("Memory in float32", [("weights", mib(4 * total)), ("with gradient and AdamW's state", mib(16 * total)),
-                                   ("decoding state of a row", state)])):
+                                   ("decoding state of a row", state)]),
+            ("What runs", [("on a processor", escaped(compiled.in_words()))])):
         width = max([32, *(len(name) for name, _ in rows)])
         print(head, *(f"{name:<{width}} {value:>14}" for name, value in rows), "", sep="\n")
