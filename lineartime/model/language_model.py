@@ -181,6 +181,12 @@ class LanguageModel(nn.Module):
     def residual_layers(self) -> Iterable[ResidualLayer]:
         return cast(Iterable[ResidualLayer], self.layers)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it writes token by token: by its configuration, and by its own layers."""
+        return self.config.decodes and not any(
+            layer.attends and type(layer).empty_cache is ResidualLayer.empty_cache for layer in self.residual_layers())
+
     def decoding_state(self, batch_size: int) -> DecodingState:
         """The state of `batch_size` rows that have no token yet, with a cache for each layer that
         attends. Raises UsageError for a model that does not decode."""

@@ -61,7 +61,7 @@ def batches_of(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows
     """What is read at once: the numbers of documents, their windows, and the state that is carried
     through a long document, whose windows come one by one."""
     config, rows = model.config, []
-    carries = config.decodes and config.max_len is None  # a position table ends
+    carries = model.decodes and config.max_len is None  # a position table ends
     chunk = (config.chunk_size or 1) if carries else 1
     size = config.context // chunk * chunk or config.context
     for i, ids_N in enumerate(documents):

@@ -191,7 +191,7 @@ def score_and_sample(run: Run, model: LanguageModel, ranks: Ranks, *, stop: Stop
         result["by_source"] = {name: each.to_dict() for name, each in by_source.items()}
     result["peak_mib"] = float(gather(torch.tensor(peak_mib), ranks).max())
     # All weights of a sharded model would be gathered for every token.
-    if ranks.is_first and not run.is_sharded and config.model.decodes:
+    if ranks.is_first and not run.is_sharded and model.decodes:
         stream = held_out.streams[0] if isinstance(held_out, Mixture) else held_out
         tokenizer = load_tokenizer(stream.folder / TOKENIZER_FILE)
         length = min(200, (config.model.max_len or 201) - 1)

@@ -65,7 +65,7 @@ def export(run: Path, out: Name, *, data: Name | None, about: str, device: torch
             scores[split] = evaluate_data(model, stream, batch_rows=8, progress=watched)[0]
             n_documents[split] = sum(manifest.splits[split].documents for manifest in manifests)
     sample = generate(model, [""], tokenizer=tokenizer, max_new_tokens=SAMPLE_TOKENS,
-                      temperature=SAMPLE_TEMPERATURE)[0] if model.config.decodes else None
+                      temperature=SAMPLE_TEMPERATURE)[0] if model.decodes else None
     card += [card_scores(model.config, n_documents, scores), card_end(sample)]
     return scores, write_folder(out, model, tokenizer, "\n\n".join(card))
 
@@ -109,7 +109,7 @@ def card_head(about: str, run: dict[str, Any], config: ModelConfig) -> str:
              ("Context", f"{config.context:,}"), ("Vocabulary", f"{config.vocab_size:,}"),
              ("Parameters", f"{described.n_parameters:,}"),
              ("Weights", f"bfloat16, {2 * described.n_parameters / 1e6:.1f} MB")]
-    if config.decodes and not described.decoding.per_token:
+    if described.decoding.constant and not described.decoding.per_token:
         lines.append(("Decoding state", f"{mib(described.decoding.constant)} in float32, at any length"))
     return "\n\n".join([about if about.startswith("---") else front_matter(config) + about,
                         "## Model", markdown(["", ""], lines)])

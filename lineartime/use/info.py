@@ -47,14 +47,16 @@ class Description(NamedTuple):
 def describe(config: ModelConfig) -> Description:
     """Describe a model without allocating it. One that does not decode has a state of 0 bytes."""
     parts = count_parameters(empty_model(config))
-    return Description(specification(config, sum(parts.values())), parts,
-                       decoding_bytes(config) if config.decodes else DecodingBytes(0, 0))
+    return Description(specification(config, sum(parts.values())), parts, decoding_bytes(config))
 
 
 def decoding_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> DecodingBytes:
     """The decoding state of one row, with weights of `dtype`; sums are in float32 at least."""
+    model = empty_model(config).to(dtype)
+    if not model.decodes:
+        return DecodingBytes(0, 0)
     with torch.device("meta"):
-        caches = empty_model(config).to(dtype).decoding_state(1).caches
+        caches = model.decoding_state(1).caches
     constant = per_token = 0
     summary_tokens = config.chunk_size or 1 if config.attn_type == "rowmajor_axial" else 1
     for cache in caches:
@@ -102,7 +104,7 @@ def print_description(config: ModelConfig, title: str) -> None:
     changed = [name for name in MODEL_FIELDS if name not in SOURCES["Tables 8-10"]
                and (name in ("context", "vocab_size", "causal") or getattr(config, name) != getattr(ModelConfig, name))]
     total, (constant, per_token) = described.n_parameters, described.decoding
-    if not config.decodes:
+    if not any(described.decoding):
         state = "none: the model " + ("does not decode" if config.causal else "is not causal")
     elif per_token == 0:
         state = f"{mib(constant)} at any length"

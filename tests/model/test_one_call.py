@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from lineartime import FeedForward, GatedAttentionUnit, MultiHeadAttention
 from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.config import model_config
 from lineartime.model.decoding.state import DecodingState
+from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import ResidualLayer
 from tiny_models import BOTH_GRIDS, difference, drawn, random_model
 
@@ -123,3 +125,21 @@ def test_dropout_is_of_training_alone_and_keeps_the_mean(make: type[ResidualLaye
     drawn_NBTD = torch.stack([layer(x_BTD).detach() for _ in range(100)])
     assert (drawn_NBTD == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
     assert float((drawn_NBTD.mean(0) - exact).norm() / exact.norm()) < 0.2  # 1 / (100 p)^1/2, and of W_o's input
+
+
+class Halved(ResidualLayer):
+    """A layer of a user who forgets a shape, and a cache."""
+
+    def branch(self, normed_BTD, info, cache=None):  # type: ignore[no-untyped-def]
+        return normed_BTD.mean(1, keepdim=True)
+
+
+def test_what_a_layer_of_ones_own_lacks_is_said() -> None:
+    layer = Halved(model_config("flash", d_model=8))
+    with pytest.raises(UsageError, match=r"a layer's branch: Halved gives \[2, 1, 8\]; give \[2, 5, 8\]"):
+        layer(torch.randn(2, 5, 8))
+    with pytest.raises(UsageError, match="this layer does not decode: Halved; define its empty_cache"):
+        layer.decoding_state(1)
+    sizes = {"d_model": 8, "query_key_dim": 4, "chunk_size": 4, "vocab_size": 13}
+    assert not LanguageModel(model_config("flash", layers=[Halved], **sizes)).decodes
+    assert LanguageModel(model_config("flash", layers=["gau", "ffn"], **sizes)).decodes

@@ -4,7 +4,7 @@ the model and of all that is in it: a state of another model and a damaged file 
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +174,9 @@ class DecodingState:
         made.select(torch.arange(n_rows).clamp(max=n_own - 1))
         return made
 
-    def select(self, rows_B: Tensor) -> None:
-        """Keep the rows rows_B, in this order; a row may occur more than once."""
-        rows_B = rows_B.to(self.seq_lens_B.device)
+    def select(self, rows_B: Tensor | Sequence[int]) -> None:
+        """Keep the rows rows_B, in this order, in place; a row may occur more than once."""
+        rows_B = torch.as_tensor(rows_B, device=self.seq_lens_B.device)
         for cache in self.caches:
             cache.select(rows_B)
         for name in ("seq_lens_B", "start_B", "document_B"):
