@@ -18,10 +18,10 @@ def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(compiled.CACHE, str(tmp_path / "cache"))
     plain = compiled.output_of
 
-    def output_of(command: list[str]) -> str:
+    def output_of(command: list[str], folder: Path | None = None) -> str:
         with open(tmp_path / "commands", "a") as log:
             log.write("made\n" if "-o" in command else "asked\n")
-        return plain(command)
+        return plain(command, folder)
 
     monkeypatch.setattr(compiled, "output_of", output_of)
     return tmp_path
