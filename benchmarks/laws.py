@@ -6,11 +6,13 @@ would be without what it is about (the mask, the cache): if that is nothing, it 
 import copy
 import dataclasses
 import inspect
+import io
 import json
 import math
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,18 +162,22 @@ def beams(model: Any, draw: Draw) -> tuple[float, float]:
     return gap(scores(ids_BT, True), right), gap(scores(ids_BT.flip(1), False), right)
 
 
-def rollback(model: Any, draw: Draw) -> tuple[float, float]:
-    """Five tokens are read and taken back, then others are read."""
+def rollback(model: Any, draw: Draw, by_copy: bool = False) -> tuple[float, float]:
+    """Five tokens are read and taken back, by a deep copy or else `crop`; then others are read."""
     prompt, wrong, others = draw(1, N), draw(1, 5), draw(1, PIECE)
     right, _ = read(model, [prompt, others])
     kept, _ = read(model, [prompt, wrong, others])
     _, cache = read(model, [prompt])
-    if getattr(cache, "is_croppable", True) is False:
+    if by_copy:
+        cache, other = copy.deepcopy(cache), cache
+        read(model, [wrong], other, N)
+    elif getattr(cache, "is_croppable", True) is False:
         raise NoAnswerError(REFUSED, "cache.is_croppable is False")
-    if hasattr(cache, "activate_past_recording"):
-        cache.activate_past_recording()
-    _, cache = read(model, [wrong], cache, N)
-    cache.crop(-5)
+    else:
+        if hasattr(cache, "activate_past_recording"):
+            cache.activate_past_recording()
+        _, cache = read(model, [wrong], cache, N)
+        cache.crop(-5)
     got, _ = read(model, [others], cache, N)
     return gap(got, right[:, N:]), gap(kept[:, -PIECE:], right[:, N:])
 
@@ -211,10 +217,45 @@ def export(model: Any, draw: Draw) -> tuple[float, float]:
     model = copy.deepcopy(model)
     model.config.use_cache = False
     free = {"input_ids": {1: torch.export.Dim.AUTO}}
-    graph = torch.export.export(model, (), {"input_ids": draw(1, PIECE)}, dynamic_shapes=free, strict=False).module()
+    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):  # where it fails, pages of its graph
+        graph = torch.export.export(model, (), {"input_ids": draw(1, PIECE)}, dynamic_shapes=free, strict=False)
     ids_1T = draw(1, N)
     right, _ = forward(model, ids_1T)
-    return gap(graph(input_ids=ids_1T).logits, right), gap(graph(input_ids=ids_1T.flip(1)).logits, right)
+    run = graph.module()
+    return gap(run(input_ids=ids_1T).logits, right), gap(run(input_ids=ids_1T.flip(1)).logits, right)
+
+
+def causal(model: Any, draw: Draw) -> tuple[float, float]:
+    """What later tokens change in a token."""
+    ids_BT = draw(2, N)
+    right, _ = forward(model, ids_BT)
+    got, _ = forward(model, torch.cat([ids_BT[:, :PIECE], draw(2, N - PIECE)], 1))
+    return gap(got[:, :PIECE], right[:, :PIECE]), gap(got[:, PIECE:], right[:, PIECE:])
+
+
+def splits(model: Any, draw: Draw) -> tuple[float, float]:
+    """A row in two pieces, cut at every place, which is longer than many windows."""
+    n = 2 * N
+    ids_BT = draw(2, n)
+    right, _ = forward(model, ids_BT)
+    got = torch.stack([read(model, ids_BT.split([first, n - first], 1))[0] for first in range(1, n)])
+    forgetful, _ = forward(model, ids_BT[:, PIECE:])
+    return gap(got, right), gap(forgetful, right[:, PIECE:])
+
+
+def in_documents(model: Any, draw: Draw) -> tuple[float, float]:
+    """`splits` of rows in which the token 0 begins documents."""
+    return splits(model, lambda *shape: draw(*shape).masked_fill(torch.arange(shape[1]) % 70 == 10, 0))
+
+
+def with_fields(model: Any, draw: Draw, law: Law, **fields: Any) -> tuple[float, float]:
+    """A law of a model with the same weights, and with other fields."""
+    config = copy.deepcopy(model.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    other = type(model)(config).eval().double()
+    other.load_state_dict(model.state_dict())
+    return law(other, draw)
 
 
 LAWS: dict[str, Law] = {
@@ -222,16 +263,23 @@ LAWS: dict[str, Law] = {
     "left-padding": partial(padded, side="left"), "right-padding": partial(padded, side="right"), "batch": batch,
     "packed": isolated, "packed-lengths": partial(isolated, return_flash_attn_kwargs=True, return_seq_idx=True),
     "packed-alone": alone, "beams": beams, "rollback": rollback, "saved": saved, "export": export}
+OF_LAYERS: dict[str, Law] = LAWS | {
+    "rollback": partial(rollback, by_copy=True), "export": partial(with_fields, law=export, document_grid="row"),
+    "packed-in-row": partial(with_fields, law=isolated, document_grid="row"), "causal": causal, "splits": splits,
+    "documents": partial(with_fields, law=in_documents, end_of_document=0)}
+"""What a layer MODULE:CLASS is asked, behind a GAU; chunks begin with documents or the row."""
 
 
 def tiny_model(name: str, settings: dict[str, Any]) -> Any:
     """Raises UsageError for an unknown name or setting."""
     logging.set_verbosity_error()  # no warnings that kernels are not installed
-    fields = CLASSES.get(name, {}) | settings
+    of_layer = {"preset": "flash", "layers": ["gau", name], "document_grid": "own"} if ":" in name else {}
+    fields = of_layer | CLASSES.get(name, {}) | settings
     preset = fields.pop("preset", name)
     torch.manual_seed(0)
     if preset in PRESETS:
-        own = {name: size for name, size in SIZES["ours"].items() if getattr(model_config(preset), name) is not None}
+        own = {name: size for name, size in SIZES["ours"].items() if getattr(model_config(preset), name) is not None
+               and not (name == "n_layers" and fields.get("layers"))}
         config = LineartimeConfig(**dataclasses.asdict(model_config(preset, **own | fields)))
         config.pad_token_id = config.eos_token_id = None
     else:
@@ -263,10 +311,10 @@ def one_line(e: Exception) -> str:
 
 
 @torch.no_grad()
-def ask(model: Any, law: str) -> Row:
+def ask(model: Any, law: Law) -> Row:
     draw = partial(torch.randint, 3, SIZES["tiny"]["vocab_size"], generator=torch.Generator().manual_seed(1))
     try:
-        difference, without = LAWS[law](model, lambda *shape: draw(shape))
+        difference, without = law(model, lambda *shape: draw(shape))
     except NoAnswerError as e:
         return dict(zip(("result", "words"), e.args, strict=True))
     except Exception as e:  # whatever a class says of what it does not do
@@ -288,13 +336,14 @@ def setting(text: str) -> tuple[str, Any]:
 
 def measure(name: str, laws: tuple[str, ...], settings: dict[str, Any]) -> Row:
     """A row of a class. Raises UsageError as `tiny_model`, and for an unknown law."""
+    known = OF_LAYERS if ":" in name else LAWS
     for law in laws:
-        require_name("law", law, LAWS)
+        require_name("law", law, known)
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = tiny_model(name, settings)
-        found = {law: ask(model, law) for law in laws or LAWS}
+        found = {law: ask(model, known[law]) for law in laws or known}
     return {"benchmark": "laws", "class": name, "architecture": type(model).__name__, "settings": settings,
             "laws": found, "limit": LIMIT, "dtype": "float64", "device": "cpu", "threads": 1,
             "transformers": installed_version("transformers"), **provenance()}

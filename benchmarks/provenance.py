@@ -69,13 +69,11 @@ def installed_version(package: str) -> str | None:
 
 
 def rows_in(path: Path, parse: Callable[[Any], Row] = dict, what: str = "a row") -> list[Row]:
-    """The rows of a file, oldest first, but for a last line that was cut off; none where there is
-    no file. What older rows set has the names of today (`with_layers`). parse, what: as in
-    `read_json_lines`. Raises DataError."""
+    """The rows of a file, oldest first, but for a last line that was cut off; none without a file.
+    Older settings have today's names. parse, what: as in `read_json_lines`. Raises DataError."""
     def parse_renamed(row: Any) -> Row:
         if "full_attention_interval" in (row.get("settings") or ()):
-            settings = with_layers(row["settings"])
-            row["settings"] = {name: value for name, value in settings.items() if name != "full_attention_interval"}
+            row["settings"] = with_layers(row["settings"])
         return parse(row)
 
     return read_json_lines(path, parse_renamed, what) if path.exists() else []

@@ -21,7 +21,7 @@ from benchmarks.recall.tasks import FORMS, TASKS
 from benchmarks.speed import read_rows
 from lineartime.base.errors import DataError, ResourceError
 from lineartime.base.settings import require, require_name
-from lineartime.cli.options import Device, Setting, Task
+from lineartime.cli.options import Device, Setting, Task, import_own, own_modules
 from lineartime.cli.terminal import Terminal, note, results_are_files, say, say_stopping
 from lineartime.config import MODEL_FIELDS, PRESETS, TRAIN_FIELDS, ModelConfig
 from lineartime.folders import named_folder, shipped_models
@@ -202,8 +202,8 @@ def recall(
 
 
 def measure_laws(
-    names: Annotated[tuple[str, ...], f"Models ({', '.join(PRESETS)}) and model types of transformers; by default "
-                                      "those of laws.toml.", "NAMES"] = (),
+    names: Annotated[tuple[str, ...], f"Models ({', '.join(PRESETS)}), model types of transformers, and layers of your "
+                                      "own, MODULE:CLASS; by default those of laws.toml.", "NAMES"] = (),
     only: Annotated[tuple[str, ...], "A law; may be given again; by default all.", "--law LAW"] = (),
     settings: Annotated[tuple[str, ...], "Set a field of a class's configuration; the value is JSON or a word. May be "
                                          "given again.", "--set NAME=VALUE"] = (),
@@ -211,6 +211,7 @@ def measure_laws(
 ) -> None:
     """What packing, padding, caches and beams must not change, asked of tiny random models of any
     causal class. Each law holds, is broken without a word, is refused, or is not tried."""
+    import_own(*own_modules(names))
     from benchmarks import laws  # transformers takes seconds to import
 
     for name in names or laws.CLASSES:

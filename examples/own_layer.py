@@ -38,7 +38,7 @@ class SlidingWindow(ResidualLayer):
         # Keys and values with those of the w tokens before, which in decoding are in the cache.
         kv_BLF = info.with_last(torch.cat([k_BTD, v_BTD], dim=-1), w, cache)
         # Blocks of C queries, each with w + C keys: memory grows with T, not with its square.
-        block = max(min(w, n_tokens), 1)
+        block = w if n_tokens > 1 else 1
         fill = -n_tokens % block
         q_BGHCK = self.heads(F.pad(q_BTD, [0, 0, 0, fill]).unflatten(1, (-1, block)))
         kv_BGMF = F.pad(kv_BLF, [0, 0, 0, fill]).unfold(1, w + block, block).mT

@@ -568,13 +568,12 @@ def stored_config(config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def with_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with `layers` for an older `full_attention_interval`: layers n, 2 n, ... were
-    FLASH-Quad's."""
-    interval, n_layers = fields.get("full_attention_interval"), fields.get("n_layers")
-    if not (type(interval) is type(n_layers) is int and interval > 0 and n_layers <= LARGEST["n_layers"]):
-        return dict(fields)
-    layers = ["gau" if number % interval else "gau_quadratic" for number in range(1, n_layers + 1)]
-    return {**fields, "full_attention_interval": 0, "layers": layers}
+    """The fields with `layers` for an older `full_attention_interval` n: each n-th FLASH-Quad's."""
+    made, interval, n_layers = dict(fields), fields.get("full_attention_interval"), fields.get("n_layers")
+    if type(interval) is type(n_layers) is int and interval > 0 and n_layers <= LARGEST["n_layers"]:
+        made["layers"] = ["gau" if number % interval else "gau_quadratic" for number in range(1, n_layers + 1)]
+        del made["full_attention_interval"]
+    return made
 
 
 def check_context_parallel(config: ModelConfig, n_ranks: int) -> None:

@@ -96,8 +96,8 @@ FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
 """Types of ours that typer does not take: what it takes instead, and what makes our value of it."""
 
 
-def with_options(verb: Callable[..., None], has_model: bool = True) -> Callable[..., None]:
-    """The verb as typer takes it; has_model: with `IMPORT`. A dataclass checks its fields."""
+def with_options(verb: Callable[..., None], opens: bool = True) -> Callable[..., None]:
+    """The verb as typer takes it; opens: whether with `IMPORT`. A dataclass checks its fields."""
     parameters = inspect.signature(verb, eval_str=True).parameters.values()
     options = {each.name: options_of(each) for each in parameters}
 
@@ -123,7 +123,7 @@ def with_options(verb: Callable[..., None], has_model: bool = True) -> Callable[
 
     call.__name__, call.__doc__ = verb.__name__, verb.__doc__
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [typer_parameter(option) for each in (*options.values(), [IMPORT] * has_model) for option in each])
+        [typer_parameter(option) for each in (*options.values(), [IMPORT] * opens) for option in each])
     return call
 
 

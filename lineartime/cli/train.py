@@ -83,9 +83,9 @@ class RunOptions:
         UsageError for an option that is among `more` too."""
         given = {{"weights": "from"}.get(name, name): value for name, value in vars(self).items() if value is not None}
         is_file = (self.model or "-").endswith(".toml")
-        fields = MODEL_FIELDS + TRAIN_FIELDS
-        file = dict(parse_setting(f"{name}={field_text(value)}") if name in fields else (name, value)
-                    for name, value in (read_toml(Path(given.pop("model"))) if is_file else {}).items())
+        file = read_toml(Path(given.pop("model"))) if is_file else {}
+        file |= dict(parse_setting(f"{name}={field_text(value)}") for name, value in file.items()
+                     if name in MODEL_FIELDS + TRAIN_FIELDS)
         import_own(*own_modules(file.get("layers", ())))
         for name in sorted(given.keys() & more.keys()):
             raise UsageError("a setting is given twice", f"{name} and --set {name}", "give it once")

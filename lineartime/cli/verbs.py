@@ -41,11 +41,10 @@ VERBS: dict[Callable[..., None], list[str]] = {
 
 
 def add_verb(app: typer.Typer, program: str, name: str, verb: Callable[..., None], examples: list[str],
-             has_model: bool = True) -> None:
+             opens: bool = True) -> None:
     """Make a function, as `with_options` takes it, a verb whose help ends with examples."""
     lines = (line if f"{program} " in line else f"{program} {line}" for line in examples)
-    app.command(name, epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines))(
-        with_options(verb, has_model))
+    app.command(name, epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines))(with_options(verb, opens))
 
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
