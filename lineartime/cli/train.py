@@ -18,7 +18,7 @@ from lineartime.base.settings import describe_kind, field_text, replace_fields, 
 from lineartime.base.stores import exists, is_address, joined, require_there
 from lineartime.cli.options import Device, Model, RankTimeout, Setting, Size, Task, import_own, own_modules
 from lineartime.cli.terminal import Terminal, results_are_files, say, say_stopping, summary
-from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TASKS, TRAIN_FIELDS, model_config
+from lineartime.config import MODEL_FIELDS, PRESETS, SOURCES, TASKS, TRAIN_FIELDS, model_config, to_dict
 from lineartime.data.prepare_config import PrepareSettings
 from lineartime.tasks.qa.finetune_config import FineTuning
 from lineartime.training import run_config
@@ -252,7 +252,7 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
     for title, made in (("The model", run.model), ("Training", run.train)):
         say(f"{title}: {model}, {task}, size {size}\n")
         hints = typing.get_type_hints(type(made), include_extras=True)
-        for name, value in vars(made).items():
+        for name, value in to_dict(made).items():
             field, text = typing.get_args(hints[name])
             source = next((source for source, names in SOURCES.items() if name in names), "beyond the paper")
             say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source}]")
