@@ -4,9 +4,8 @@
     lineartime train flash --data DATA --out RUN --set layers=gau,gau,own_layer:SlidingWindow
 
 A layer has the parts that `__init__` makes, `branch`, which training and decoding share, and
-`empty_cache`. Norm, residual, packing, padding and the state's file are of the base class. In the
-names of tensors B are rows, T tokens, D features, G blocks of C tokens with M keys, H heads of
-width K.
+`empty_cache`. Norm, residual, padding and the state's file are of the base class. In names of
+tensors B are rows, T tokens, D features, G blocks of C tokens with M keys, H heads of width K.
 """
 
 import math
@@ -50,8 +49,9 @@ class SlidingWindow(ResidualLayer):
         seen_BGCM = (back_CM >= 0) & (back_CM < w) & (back_CM <= age_BGC[..., None])
         bias_HCM = self.distance_bias(back_CM.clamp(0, w - 1)).movedim(-1, 0)
         mask_BGHCM = bias_HCM.masked_fill(~seen_BGCM[:, :, None], -math.inf)
-        out_BGHCK = F.scaled_dot_product_attention(q_BGHCK, k_BGHMK, v_BGHMK, mask_BGHCM)
-        return self.project_out(out_BGHCK.transpose(2, 3).flatten(3).flatten(1, 2)[:, :n_tokens])
+        scores_BGHCM = q_BGHCK / q_BGHCK.shape[-1] ** 0.5 @ k_BGHMK.mT + mask_BGHCM
+        out_BGCHK = (scores_BGHCM.softmax(-1) @ v_BGHMK).transpose(2, 3)
+        return self.project_out(out_BGCHK.flatten(3).flatten(1, 2)[:, :n_tokens])
 
     def heads(self, x_BGCD: Tensor) -> Tensor:
         return x_BGCD.unflatten(-1, (self.n_heads, -1)).transpose(2, 3)
