@@ -130,7 +130,7 @@ def test_a_study_goes_on_where_it_stopped(call: Call, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     monkeypatch.setattr(study, "RATES", [1e-3, 6e-3])
     monkeypatch.setattr(study, "SEEDS", 2)
-    sizes = ("steps=24", "warmup_steps=2", "d_model=16", "n_layers=1", "tokens_per_step=128")
+    sizes = ("steps=24", "warmup_steps=2", "d_model=16", "layers=gau", "tokens_per_step=128")
     command = ["recall", "flash", "flash-quad", "--task", "pairs", *(f"--set={size}" for size in sizes), "--json", rows]
     code, out, err = call(*command, app=app)
     assert code == 0, err

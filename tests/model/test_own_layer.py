@@ -14,17 +14,15 @@ import transformers
 import lineartime
 import lineartime.hf
 from benchmarks import laws
-from benchmarks.cells import shaped_config
+from benchmarks.recall import study
+from benchmarks.recall.tasks import TASKS
 from command_line import Call, assert_refused
 from marks import rest
 from own_layers import CausalConv
 from tiny_runs import SETTINGS, command, prepare_text
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path.append(str((ROOT := Path(__file__).parents[2]) / "examples"))
 from own_layer import SlidingWindow  # noqa: E402
-
-CONFIG = lineartime.ModelConfig(d_model=16, n_heads=1)
 
 
 class Forgets(CausalConv):
@@ -50,7 +48,6 @@ def asked(layer: type, *names: str) -> set[str]:
 @pytest.mark.parametrize("name", ["own_layer:SlidingWindow", "own_layers:CausalConv",
                                   *rest("own_layers:GatedDeltaNet")])
 def test_layers_keep_the_laws(name: str) -> None:
-    """Those of transformers compute in float32."""
     names = tuple(laws.OF_LAYERS.keys() - {"export"})
     found = laws.measure(name, names, {})["laws"]
     assert {law: each["result"] for law, each in found.items()} == dict.fromkeys(names, laws.HOLDS)
@@ -67,7 +64,7 @@ def test_wrong_layers_are_found() -> None:
 def test_the_window_is_softmax_over_the_nearest_tokens_of_the_document(n_tokens: int) -> None:
     """By a whole matrix of scores, of two documents in a row."""
     torch.manual_seed(0)
-    layer = SlidingWindow(CONFIG).double()
+    layer = SlidingWindow(lineartime.ModelConfig(d_model=16, n_heads=1)).double()
     layer.distance_bias.weight.data.normal_()
     x_BTD, ids_BT = torch.randn(2, n_tokens, 16).double(), torch.arange(n_tokens).ge(n_tokens // 3).long().expand(2, -1)
     parts = layer.in_proj(layer.norm(x_BTD)).split(16, -1)
@@ -75,14 +72,13 @@ def test_the_window_is_softmax_over_the_nearest_tokens_of_the_document(n_tokens:
     back_TT = torch.arange(n_tokens)[:, None] - torch.arange(n_tokens)
     seen_TT = (back_TT >= 0) & (back_TT < 64) & (ids_BT[0, :, None] == ids_BT[0])
     scores_BHTT = q_BHTK @ k_BHTK.mT / 2 + layer.distance_bias(back_TT.clamp(0, 63)).movedim(-1, 0)
-    scores_BHTT = scores_BHTT.masked_fill(~seen_TT, -torch.inf)
-    expected_BTD = x_BTD + layer.out_proj((scores_BHTT.softmax(-1) @ v_BHTK).transpose(1, 2).flatten(2))
+    out_BHTK = scores_BHTT.masked_fill(~seen_TT, -torch.inf).softmax(-1) @ v_BHTK
+    expected_BTD = x_BTD + layer.out_proj(out_BHTK.transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x_BTD, segment_ids=ids_BT), expected_BTD, rtol=0, atol=1e-13)
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder that is not on the path, with text; the path is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     prepare_text(tmp_path)
@@ -98,15 +94,20 @@ def test_commands_take_a_layer_by_its_name(here: Path, call: Call) -> None:
     (here / "run.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items()))
     assert '"Once more" --temperature 0.8 --import mine\n' in call("train", "run.toml", "--out", "run")[1]
     assert "complete" in call("train", "run.toml", "--out", "run")[1]
-    code, out, _ = call("info", "run", "--import", "mine")
-    assert code == 0 and "mine:Narrow: position bias" in out and "gau,attention,mine:Narrow,ffn" in out
+    assert "mine:Narrow: position bias" in call("info", "run", "--import", "mine")[1]
     assert call("export", "run", "--out", "exported", "--import", "mine")[0] == 0
     code, scored, _ = call("evaluate", "exported", "--data", "prepared", "--import", "mine", "--json")
     model, held_out = lineartime.load_model("exported")[0], lineartime.open_split("prepared", "validation")
     assert code == 0 and json.loads(scored)["loss"] == lineartime.evaluate(model, held_out).loss
     opened, ids_BT = lineartime.hf.LineartimeForCausalLM.from_pretrained("exported"), torch.arange(40)[None]
     assert torch.equal(opened(ids_BT).logits, model(ids_BT))
-    assert shaped_config("flash", shape={"n_layers": 2}, settings={"layers": ("gau",) * 3}).n_layers == 3
+
+
+def test_rows_of_an_older_hybrid_are_found() -> None:
+    rows = study.read_rows(ROOT / "benchmarks" / "rows" / "recall.jsonl")
+    config = study.config_of("flash+, full", TASKS["pairs"], {})
+    key = study.key_of("flash+, full", "pairs", config, study.training("pairs", TASKS["pairs"], {}))
+    assert {row["seed"] for row in rows if row["settings"] == key["settings"]} == {0, 1, 2}
 
 
 def test_no_folder_of_weights_makes_us_import(here: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +116,12 @@ def test_no_folder_of_weights_makes_us_import(here: Path, call: Call, monkeypatc
         arguments = command("prepared", "run", layers="gau,evil:Layer", n_layers=2, steps=2, warmup_steps=1)
         assert call(*arguments)[0] == 0 and call("export", "run", "--out", "exported", "--import", "evil")[0] == 0
     (here / "evil.py").write_text("open('imported', 'w').close()")
-    (here / "q.json").touch()
     sys.path.append(str(here))
     for folder in ("run", "exported"):
-        for words in (["evaluate", folder, "--data", "prepared"], ["generate", folder], ["score", folder, "q.json"],
+        for words in (["evaluate", folder, "--data", "prepared"], ["generate", folder], ["score", folder, "text.txt"],
                       ["read", "text.txt", "--model", folder, "--out", "state"], ["info", folder],
                       ["train", "--from", folder, "--data", "prepared", "--out", "other"],
-                      ["finetune", folder, "--questions", "q.json", "--validation", "q.json", "--out", "qa"],
+                      ["finetune", folder, "--questions", "text.txt", "--validation", "text.txt", "--out", "qa"],
                       *[["export", "run", "--out", "e"], ["plot", "run"], command("prepared", "run", steps=4)] * (
                           folder == "run")):
             assert_refused(*call(*words)[::2], 4, "evil:Layer", "add --import evil\n")
