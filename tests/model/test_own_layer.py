@@ -22,7 +22,7 @@ from own_layers import CausalConv
 from tiny_runs import SETTINGS, command, prepare_text
 
 sys.path.append(str((ROOT := Path(__file__).parents[2]) / "examples"))
-from own_layer import SlidingWindow  # noqa: E402
+from own_layer import SlidingWindow
 
 
 class Forgets(CausalConv):
