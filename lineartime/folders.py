@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.base.errors import CheckpointError, UsageError, found_in, raised_as
-from lineartime.base.files import damaged, read_json, read_json_lines, read_text, write_json
+from lineartime.base.files import damaged, json_sha256, read_json, read_json_lines, read_text, write_json
 from lineartime.base.settings import require, require_name
 from lineartime.base.stores import Name, cached, is_address, reading, store_of
 from lineartime.config import MODEL_FIELDS, REMOVED, REMOVED_AT_START, ModelConfig, TrainConfig, stored_config, to_dict
@@ -72,11 +72,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 
 def write_result(out: Path, result: dict[str, Any]) -> None:
     """Write a result file, which ends with the SHA-256 of the rest. Raises ResourceError."""
-    write_json(out / RESULT_FILE, result | {"sha256": sha256_of(result)})
-
-
-def sha256_of(result: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+    write_json(out / RESULT_FILE, result | {"sha256": json_sha256(result)})
 
 
 def read_result(out: Path) -> dict[str, Any]:
@@ -102,7 +98,7 @@ def read_whole_result(out: Path) -> dict[str, Any]:
     """What `write_result` or an older version, without the hash, wrote. Raises CheckpointError."""
     result = read_json(out / RESULT_FILE)
     with damaged(out / RESULT_FILE):
-        if result.pop("sha256", None) not in (None, sha256_of(result)):
+        if result.pop("sha256", None) not in (None, json_sha256(result)):
             raise ValueError("a field was lost or changed; delete the file, and the same command scores anew")
     return result
 
@@ -113,8 +109,7 @@ def best_run(out: Path) -> Path:
     if (out / RUN_FILE).exists() or not (out / RESULT_FILE).exists():
         return out
     best = out / read_fine_tuning(out)["best"]
-    if not (best / RUN_FILE).exists():
-        raise CheckpointError("damaged", out / RESULT_FILE, "the best run is not there")
+    require((best / RUN_FILE).exists(), "damaged", out / RESULT_FILE, "the best run is not there", CheckpointError)
     return best
 
 
@@ -182,9 +177,8 @@ def named_folder(name: Name) -> Path:
             logger.warning(f"{name} is the model that ships with the package; write ./{name} for the folder")
         return MODELS / name
     folder = Path(name)
-    if not folder.is_dir():
-        raise UsageError("no weights here", name, "give a run, a checkpoint, an exported folder, or a shipped model: "
-                         f"{', '.join(shipped_models())}")
+    require(folder.is_dir(), "no weights here", name,
+            f"give a run, a checkpoint, an exported folder, or a shipped model: {', '.join(shipped_models())}")
     return folder
 
 
@@ -206,8 +200,7 @@ def copied(address: str, endings: tuple[str, ...], needed: str = CONFIG_FILE) ->
         store, path = store_of(address)
         store.invalidate_cache()
         found = {each["name"].rpartition("/")[2]: each for each in store.ls(path, detail=True)}
-    if needed not in found:
-        raise UsageError(f"no {needed} here", address, "give the address of an exported folder")
+    require(needed in found, f"no {needed} here", address, "give the address of an exported folder")
     state = json.dumps([address, found], default=str, sort_keys=True)  # sizes, times, hashes: what the store says
     sizes = {name: each["size"] for name, each in found.items() if name.endswith(endings)}
     return cached(address, sizes, hashlib.sha256(state.encode()).hexdigest())

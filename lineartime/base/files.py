@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from lineartime.base.errors import CheckpointError, DataError, ResourceError, UsageError, raised_as
+from lineartime.base.settings import require
 
 Parsed = TypeVar("Parsed")
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 64 << 20
-"""Largest file that is read whole: configurations, tokenizers, results, prompts."""
-MAX_LINES_BYTES = 1 << 30
-"""Largest file of JSON lines that is read."""
+MAX_BYTES = 64 << 20  # largest file that is read whole: configurations, tokenizers, results, prompts
+MAX_LINES_BYTES = 1 << 30  # largest file of JSON lines that is read
 
 
 # Reading
@@ -75,8 +74,7 @@ def read_toml(path: Path) -> dict[str, Any]:
           raised_as(UsageError, "cannot read the configuration", path, OSError)):
         settings = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
     for name, value in settings.items():
-        if isinstance(value, dict):
-            raise UsageError("settings are flat", f"[{name}] in {path}", "move its fields to the top")
+        require(not isinstance(value, dict), "settings are flat", f"[{name}] in {path}", "move its fields to the top")
     return settings
 
 
@@ -119,6 +117,11 @@ def hashed_stream(path: Path, files: dict[str, dict[str, Any]]) -> Iterator[Call
         new.flush()
         os.fsync(new.fileno())
         files[path.name] = {"bytes": new.tell(), "sha256": digest.hexdigest()}
+
+
+def json_sha256(content: Any) -> str:
+    """The hash of a JSON value, whose keys may be in any order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: Path, content: dict[str, Any], *, ascii_only: bool = True) -> None:
@@ -169,8 +172,7 @@ def check_place(path: Path) -> None:
     place = path if in_place else Path(os.path.realpath(path)).parent
     if path.is_dir() or not (in_place or place.is_dir()):
         raise UsageError("cannot write", path, "it is a folder" if path.is_dir() else "there is no such folder")
-    if not os.access(place, os.W_OK):
-        raise ResourceError("cannot write", path, f"{place} is read-only for you")
+    require(os.access(place, os.W_OK), "cannot write", path, f"{place} is read-only for you", ResourceError)
 
 
 def check_new(path: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lineartime.base.errors import LineartimeError, RankError, ResourceError, Stopped, UsageError, raised_as
+from lineartime.base.errors import LineartimeError, RankError, ResourceError, Stopped, raised_as
 from lineartime.base.settings import require
 
 if TYPE_CHECKING:
@@ -241,7 +241,6 @@ def require_same(facts: Mapping[str, Any], ranks: Ranks) -> None:
     first, *others = gather_json(dict(facts), ranks)
     for rank, other in enumerate(others, 1):
         for name in sorted({*first, *other}):
-            if first.get(name) != other.get(name):
-                raise UsageError("the ranks were started differently",
-                                 f"{name} is {first.get(name)} on rank 0, {other.get(name)} on rank {rank}",
-                                 "give every rank the same arguments, data and versions")
+            require(first.get(name) == other.get(name), "the ranks were started differently",
+                    f"{name} is {first.get(name)} on rank 0, {other.get(name)} on rank {rank}",
+                    "give every rank the same arguments, data and versions")

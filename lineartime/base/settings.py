@@ -4,12 +4,11 @@ import dataclasses
 import difflib
 import math
 import types
-import typing
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import LineartimeError, UsageError
 
 PRECISIONS = ("float32", "bfloat16")
 OTHER_WORDS = {
@@ -23,10 +22,11 @@ OTHER_WORDS = {
 MEANT = {word: field for field, words in OTHER_WORDS.items() for word in words.split()}
 
 
-def require(condition: bool, what: str, where: str, todo: str | None = None) -> None:
-    """Raise UsageError(what, where, todo) unless the condition holds."""
+def require(condition: bool, what: str, where: object, todo: str | None = None,
+            kind: type[LineartimeError] = UsageError) -> None:
+    """Raise kind(what, where, todo) unless the condition holds."""
     if not condition:
-        raise UsageError(what, where, todo)
+        raise kind(what, where, todo)
 
 
 def require_name(kind: str, name: str, valid: Iterable[str]) -> None:
@@ -69,10 +69,9 @@ def check_rules(config: Any, rules: Iterable[Rule]) -> None:
 def check_fields(config: Any) -> None:
     """Raise UsageError unless every field of a dataclass has its declared type, ints fit into 64
     bits, and floats are finite. An int in a float field becomes a float."""
-    for name, kind in typing.get_type_hints(type(config)).items():
+    for name, kind in get_type_hints(type(config)).items():
         value, choices = getattr(config, name), choices_of(kind)
-        if isinstance(value, int) and not -2**63 <= value < 2**63:
-            raise UsageError("wrong value", name, "the number is too large")
+        require(not isinstance(value, int) or -2**63 <= value < 2**63, "wrong value", name, "the number is too large")
         if isinstance(value, int) and not isinstance(value, bool) and float in choices:
             object.__setattr__(config, name, float(value))
         elif not any(value == each if isinstance(each, str) else type(value) is each for each in choices):
@@ -83,10 +82,9 @@ def check_fields(config: Any) -> None:
 
 def choices_of(kind: Any) -> list[Any]:
     """What a field of a declared type takes: types, and the words of a `Literal`."""
-    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    alternatives = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return [choice for each in alternatives
-            for choice in (typing.get_args(each) if typing.get_origin(each) is Literal
-                           else (typing.get_origin(each) or each,))]
+            for choice in (get_args(each) if get_origin(each) is Literal else (get_origin(each) or each,))]
 
 
 def describe_kind(kind: Any, of_python: bool = False) -> str:

@@ -13,10 +13,8 @@ PG19_TOLERANCE = 0.02
 def published_words(documents: int, words: int) -> int | None:
     """The official number of words of the PG-19 split with these counts; None for any other text.
     Books are equal in number, words within 2%: copies differ in line ends and headers."""
-    for books, official in PG19:
-        if documents == books and abs(words - official) <= PG19_TOLERANCE * official:
-            return official
-    return None
+    return next((official for books, official in PG19
+                 if documents == books and abs(words - official) <= PG19_TOLERANCE * official), None)
 
 
 def wiki40b_text(text: str) -> str:

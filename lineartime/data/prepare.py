@@ -33,8 +33,7 @@ from lineartime.data.units import ROW, Encoded, Unit, cut_document, documents_of
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-BLOCK_IDS = 1 << 21
-"""Ids that are in memory at once when units are joined."""
+BLOCK_IDS = 1 << 21  # ids that are in memory at once when units are joined
 
 
 def prepare(inputs: Iterable[Path | str] | Path, out: Path | str, *, progress: Progress | None = None,
@@ -57,14 +56,15 @@ def prepare_text(settings: PrepareSettings, progress: Progress | None = None) ->
     out = settings.out if is_address(settings.out) else os.path.realpath(settings.out)
     with system_errors(out):
         is_prepared = exists(joined(out, DATA_MANIFEST), ResourceError)
-        require(is_prepared or is_address(out) or not os.path.lexists(out)
-                or (os.path.isdir(out) and not os.listdir(out)),
-                "the output exists and is not a prepared folder", out, "choose another")
+        is_new = not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out))
+        require(is_prepared or is_address(out) or is_new, "the output exists and is not a prepared folder", out,
+                "choose another")
         tokenizer, asked = None, Manifest(settings.for_manifest, shard_tokens=settings.shard_tokens)
         if settings.tokenizer != "train":
             tokenizer = named_tokenizer(settings.tokenizer, mlm=settings.is_masked)
             asked.settings["tokenizer"] = tokenizer.sha256
-        if is_prepared and settings.is_from_hub:
+        is_all_on_hub = bool(settings.inputs) and len(settings.from_hub) == sum(map(len, settings.names.values()))
+        if is_prepared and is_all_on_hub:  # it is not read again to be compared
             return already_prepared(out, asked)
         made = uploaded(None) if is_prepared else uploaded(out) if is_address(out) else new_folder(Path(out))
         with made as folder, copies_named(folder.parent / "text", settings):
@@ -84,9 +84,8 @@ def listed(sources: list[Source], progress: Progress | None) -> list[dict[str, A
         file = hash_of(source.path)
         files.append({"split": source.split, "name": source.name} | file)
         other = first.setdefault(file["sha256"], source)
-        if other.split != source.split and file["bytes"]:
-            raise DataError("the same text in two splits", f"{other.name} of {other.split} and {source.name} of "
-                            f"{source.split}", "take it out of one")
+        require(other.split == source.split or not file["bytes"], "the same text in two splits",
+                f"{other.name} of {other.split} and {source.name} of {source.split}", "take it out of one", DataError)
     return files
 
 
@@ -208,9 +207,8 @@ def divided(split: str, rows_D4: np.ndarray, share: float | None, path: str) -> 
     at equal distances with at least `share` of the bytes; at least one, and not all. Equal ones go
     together, unless all are equal. Blank ones are left out. Raises DataError for an empty split."""
     is_kept_D = rows_D4[:, 1] > 0
-    if not is_kept_D.any():
-        raise DataError("nothing but white space" if len(is_kept_D) else "no documents", path,
-                        f"the {split} split would be empty")
+    require(bool(is_kept_D.any()), "nothing but white space" if len(is_kept_D) else "no documents", path,
+            f"the {split} split would be empty", DataError)
     if split != "train" or share is None:
         return {split: is_kept_D}
     _, _, bytes_D, hashes_D = rows_D4[is_kept_D].T

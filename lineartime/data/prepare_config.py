@@ -48,9 +48,8 @@ class PrepareSettings:
         check_bounds(self)
         if self.task is not None:
             require_name("task", self.task, TASKS)
-        require(self.sample != bool(self.inputs), "wrong inputs",
-                f"{len(self.inputs)} and the sample" if self.sample else "there are none",
-                "name files or folders, or ask for the sample")
+        there = f"{len(self.inputs)} and the sample" if self.sample else "there are none"
+        require(self.sample != bool(self.inputs), "wrong inputs", there, "name files or folders, or ask for the sample")
         require(sum(self.names.values(), ()).count("-") <= 1, "stdin is read once", "-", "name it once")
         if self.vocab_size is not None:
             require(self.tokenizer == "train", "this tokenizer has its own vocabulary",
@@ -74,11 +73,6 @@ class PrepareSettings:
         """The text that is on the hub, as the command line has it."""
         return [name if split == "train" else f"--{split} {name}"
                 for split, names in self.names.items() for name in names if name.startswith("hub:")]
-
-    @property
-    def is_from_hub(self) -> bool:
-        """Whether all text is on the hub, which is not read again to be compared."""
-        return bool(self.inputs) and len(self.from_hub) == sum(map(len, self.names.values()))
 
     @property
     def for_manifest(self) -> dict[str, Any]:

@@ -22,15 +22,14 @@ from typing import IO, Any, NamedTuple
 
 from lineartime.base.errors import DataError, raised_as
 from lineartime.base.files import MAX_BYTES
+from lineartime.base.settings import require
 from lineartime.base.stores import Name, file_blocks, is_address, opened, reading, size_of, unpacked
 from lineartime.data.corpora import wiki40b_text
 
 ENDING = re.compile(r"\.(?:txt|md|csv|tsv|jsonl|json)(?:\.gz|\.bz2|\.xz|\.zst)?$|\.parquet$", re.IGNORECASE)
 READS = "it takes .txt, .md, .csv, .tsv, .jsonl, .json, packed as .gz, .bz2, .xz or .zst too, and .parquet"
-PIECE = 1 << 16
-"""Characters in a piece."""
-MAX_LINE_BYTES = 64 << 20
-"""Longest line of JSON, and longest field of a table."""
+PIECE = 1 << 16  # characters in a piece
+MAX_LINE_BYTES = 64 << 20  # longest line of JSON, and longest field of a table
 LARGEST_EXPANSION, EXPANSION_FREE = 100, 16 << 20
 """A file may have so many times its size of text, or so many characters, whichever is more."""
 BYTE_ORDER_MARK = "\ufeff"
@@ -46,8 +45,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-Read = Callable[[Name], Iterator[Piece]]
-"""`read_pieces` with the settings of this text."""
+Read = Callable[[Name], Iterator[Piece]]  # `read_pieces` with the settings of this text
 
 
 class Record(NamedTuple):
@@ -199,8 +197,7 @@ def _json_lines(file: Any, name: Name) -> Iterator[Record]:
             raise DataError("line is too long", where, f"the limit is {MAX_LINE_BYTES} bytes")
         line = line.removeprefix(codecs.BOM_UTF8).strip()
         if line == b"[":
-            raise DataError("an array of JSON", where,
-                            f"write each item on a line of its own: jq -c .[] {name}")
+            raise DataError("an array of JSON", where, f"write each item on a line of its own: jq -c .[] {name}")
         try:
             text = line.decode()
         except UnicodeDecodeError as e:
@@ -230,8 +227,7 @@ def _table_rows(file: IO[bytes], name: Name, delimiter: str) -> Iterator[Record]
         rows = csv.reader(_checked_lines(text, name), delimiter=delimiter, strict=True)
         try:
             names = next((row for row in rows if row), [])
-            if len({*names}) < len(names):
-                raise DataError("the same column twice", name, ", ".join(names))
+            require(len({*names}) == len(names), "the same column twice", name, ", ".join(names), DataError)
             between = [each for each in ";\t|" if len(names) == 1 and each in names[0]]
             if between:
                 raise DataError("not a comma between the columns", name,
@@ -289,8 +285,7 @@ def _parquet_rows(name: Name, names: Sequence[str], optional: Sequence[str]) -> 
 
 def text_field(record: Any, name: str, where: str) -> str:
     """The text in a field of a record. Raises DataError if there is none."""
-    if not isinstance(record, dict):
-        raise DataError("not a JSON object", where)
+    require(isinstance(record, dict), "not a JSON object", where, kind=DataError)
     if name not in record:
         raise _missing("field", name, where, list(record))
     return checked(record[name], f"field {name!r}", where)

@@ -28,8 +28,7 @@ SPLIT_FILE = re.compile(rf"(?:\w+-)?({'|'.join(SPLIT_NAMES)})(?:[-.]\d+(?:-of-\d
 """Names of a split's files, such as `train.txt` and `c4-train.00000-of-01024.json.gz`."""
 ABOUT = re.compile(r"(^|/)(readme|license|notice|contributing|changelog)\.md$", re.IGNORECASE)
 """Pages about a folder, which are no text of it."""
-EXPANSION = 4
-"""How many times larger than its file a packed text, or one in parquet, is taken to be."""
+EXPANSION = 4  # how many times larger than its file a packed text, or one in parquet, is taken to be
 ON_HUB = "hub:"
 HUB_NAME = re.compile(ON_HUB + r"([^:\[\]]+)(?::([^:/\[\]]+))?/([^:/\[\]]+)(?:\[:([1-9]\d*)\])?")
 
@@ -56,19 +55,17 @@ class Source(NamedTuple):
 def find_text(settings: PrepareSettings, work: Path, progress: Progress | None) -> list[Source]:
     """The files of every split, see `find_sources`. Stdin and data sets of the hub are first copied
     into `work`, for text is read several times. Raises for text that does not fit the settings."""
-    inputs, validation, test = (
-        [saved_stream(name, settings.field, work / split / str(number), progress) for number, name in enumerate(names)]
-        for split, names in settings.names.items())
-    sources = find_sources([SAMPLE] if settings.sample else inputs, validation, test, task=settings.task)
+    saved = {split: [saved_stream(name, settings.field, work / split / str(number), progress)
+                     for number, name in enumerate(names)] for split, names in settings.names.items()}
+    inputs = [SAMPLE] if settings.sample else saved["train"]
+    sources = find_sources(inputs, saved["validation"], saved["test"], task=settings.task)
     for source in sources:
-        if settings.held_out is not None and source.split == "validation":
-            raise UsageError("two validation splits", f"held_out = {settings.held_out}",
-                             "the inputs have one already; leave out held_out")
-        if settings.task == "wiki40b" and source.kind == ".txt":
-            raise UsageError("Wiki-40B is not .txt or .md", source.path,
-                             "name .parquet or .jsonl.gz, or leave out the task")
-        if settings.tokenizer == "train" and is_token_file(source.path):
-            raise UsageError("token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
+        require(settings.held_out is None or source.split != "validation", "two validation splits",
+                f"held_out = {settings.held_out}", "the inputs have one already; leave out held_out")
+        require(settings.task != "wiki40b" or source.kind != ".txt", "Wiki-40B is not .txt or .md", source.path,
+                "name .parquet or .jsonl.gz, or leave out the task")
+        require(settings.tokenizer != "train" or not is_token_file(source.path),
+                "token files need the tokenizer that made them", source.path, "name it: --tokenizer FILE")
     return sources
 
 
@@ -109,16 +106,14 @@ def find_sources(inputs: Iterable[Name], validation: Iterable[Name] = (), test: 
     for split in ("validation", "test"):
         is_there = any(source.split == split for source in sources)
         for path, own in found[split]:
-            if is_there:
-                raise UsageError(f"two {split} splits", path, "the inputs have one already")
-            if len({source.split for source in own}) > 1:
-                raise UsageError("this folder has splits of its own", path, "name the files or the subfolder")
+            require(not is_there, f"two {split} splits", path, "the inputs have one already")
+            has_several = len({source.split for source in own}) > 1
+            require(not has_several, "this folder has splits of its own", path, "name the files or the subfolder")
             sources += [source._replace(split=split) for source in own]
     seen: set[str] = set()
     for source in sources:
         real = source.path if is_address(source.path) else os.path.realpath(source.path)
-        if real in seen:
-            raise UsageError("the same file twice", source.path, "name it once")
+        require(real not in seen, "the same file twice", source.path, "name it once")
         seen.add(real)
     return sorted(sources, key=lambda source: SPLITS.index(source.split))
 
@@ -146,8 +141,7 @@ def _read_in(folder: str, there: list[Source], task: str | None) -> list[Source]
     of one kind: whole documents, or rows in files of one ending."""
     text = [source for source in there if source.kind and not ABOUT.search(source.name)]
     sources = _with_splits(folder, text or [source for source in there if is_token_file(source.path)])
-    if not sources:
-        raise DataError("nothing to read in this folder", folder, READS)
+    require(bool(sources), "nothing to read in this folder", folder, READS, DataError)
     kinds = sorted({source.kind for source in sources})
     if task == "wiki40b" and ".parquet" in kinds:
         sources = [source for source in sources if source.kind == ".parquet"]

@@ -41,8 +41,7 @@ WORDS = re.compile(rf" ?[A-Za-z]++{KNOWN}"
                    r"|(?s:.)[^ \n]*(?:[ \n](?!\S)[^ \n]*)*")
 """Cuts text where GPT-2's expression does: each part has its own tokens. Within ASCII these are all
 of its cuts. The last alternative takes other characters, up to a space before a word."""
-LONGEST_WHOLE = 1 << 22
-"""Characters of the longest document that a tokenizer sees whole."""
+LONGEST_WHOLE = 1 << 22  # characters of the longest document that a tokenizer sees whole
 CACHED_WORDS, LONGEST_CACHED = 1 << 17, 64
 """Most words whose ids an encoder keeps, about 25 MB, and their most characters."""
 VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -54,8 +53,8 @@ PROBES = ("Hello, World's  3.14!\r\n\t\x0bThe  end ", " Ça va? Größe \ufb01ne
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` that neither truncates nor pads text, and never reads a special
-    token from it.
+    """A `tokenizers.Tokenizer` that neither truncates nor pads text, nor reads special tokens from
+    it.
 
     `json` is the text of the tokenizer.json, `sha256` its hash, without what `json_with_beginning`
     adds. `vocab_size` is the largest id plus one, `dtype` the smallest type that holds every id.
@@ -129,9 +128,8 @@ class Tokenizer:
         token, first, second = ({kind: {"id": name, "type_id": 0}} for kind, name in (
             ("SpecialToken", END_OF_DOCUMENT), ("Sequence", "A"), ("Sequence", "B")))
         ids = {"id": END_OF_DOCUMENT, "ids": [self.end_of_document], "tokens": [END_OF_DOCUMENT]}
-        return json_module.dumps({"type": "TemplateProcessing", "single": [token, first],
-                                  "pair": [token, first, second], "special_tokens": {END_OF_DOCUMENT: ids}},
-                                 separators=(",", ":"))
+        template = {"type": "TemplateProcessing", "single": [token, first], "pair": [token, first, second]}
+        return json_module.dumps(template | {"special_tokens": {END_OF_DOCUMENT: ids}}, separators=(",", ":"))
 
     def parts_of(self, pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
         """The parts in which the pieces of documents are encoded: the pieces, or whole documents

@@ -8,19 +8,17 @@ tokens as uint64 (`train-documents.bin`). A split is one stream
 
 in which every token but the first is a target once. Document i lies between [EOD] i and i + 1."""
 
-import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lineartime.base.errors import DataError, raised_as
-from lineartime.base.files import MAX_LINES_BYTES, write_atomically
+from lineartime.base.files import MAX_LINES_BYTES, json_sha256, write_atomically
 from lineartime.base.settings import require
 from lineartime.base.stores import Name, cached, exists, hash_of, is_address, is_as_written, joined, read_all, size_of
 from lineartime.data.corpora import published_words
@@ -29,8 +27,7 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
 DATA_MANIFEST = "manifest.json"
-HASHED_BYTES = 256 << 20
-"""Data of fewer bytes are compared by SHA-256 whenever they are opened."""
+HASHED_BYTES = 256 << 20  # data of fewer bytes are compared by SHA-256 whenever they are opened
 
 
 @dataclass
@@ -74,33 +71,27 @@ class Manifest:
     @property
     def sha256(self) -> str:
         """The hash of all fields, which include the hash of every file."""
-        return _digest({"version": FORMAT_VERSION} | dataclasses.asdict(self))
+        return json_sha256({"version": FORMAT_VERSION} | asdict(self))
 
     def to_json(self) -> str:
-        fields = {"version": FORMAT_VERSION} | dataclasses.asdict(self)
+        fields = {"version": FORMAT_VERSION} | asdict(self)
         return json.dumps(fields | {"manifest_sha256": self.sha256}, indent=1) + "\n"
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Name) -> Manifest:
     """A prepared folder's manifest. Raises UsageError without the folder, DataError for damage."""
     path, todo = joined(folder, DATA_MANIFEST), "make one with `lineartime prepare`"
     require(is_address(folder) or Path(folder).is_dir(), "no such folder", str(folder), todo)
-    if not exists(path):
-        raise DataError("no manifest of prepared text", path, todo)
+    require(exists(path), "no manifest of prepared text", path, todo, DataError)
     with raised_as(DataError, "damaged manifest", path, ValueError, RecursionError, KeyError, TypeError, AttributeError,
                    todo="prepare it again"):
         if size_of(path) > MAX_LINES_BYTES:
             raise ValueError
         fields = json.loads(read_all(path))
         digest, version = fields.pop("manifest_sha256"), fields["version"]
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            raise DataError("prepared by a newer lineartime", path,
-                            f"it has format {version}, this reads {FORMAT_VERSION}")
-        if digest != _digest(fields):
+        require(not isinstance(version, int) or version <= FORMAT_VERSION, "prepared by a newer lineartime", path,
+                f"it has format {version}, this reads {FORMAT_VERSION}", DataError)
+        if digest != json_sha256(fields):
             raise ValueError
         del fields["version"]
         manifest = Manifest(**fields | {"splits": {name: Split(**each) for name, each in fields["splits"].items()}})
@@ -114,7 +105,7 @@ def require_sizes(manifest: Manifest) -> None:
     sizes, known = {name: file["bytes"] for name, file in manifest.files.items()}, manifest.tokenizer
     tokens = [known["end_of_document"], *known.get("special", [])]
     tokens += [known["mask"], known["separator"]] if "mask" in known else []
-    counts = [count for split in manifest.splits.values() for count in dataclasses.astuple(split)]
+    counts = [count for split in manifest.splits.values() for count in astuple(split)]
     numbers = [*sizes.values(), *counts, *tokens, known["vocab_size"], manifest.shard_tokens]
     is_sound = (all(type(number) is int and number >= 0 for number in numbers) and max(tokens) < known["vocab_size"]
                 and type(known["sha256"]) is str and type(manifest.settings) is dict and TOKENIZER_FILE in sizes
@@ -205,9 +196,9 @@ def open_split(data_dir: Name, split: str) -> TokenStream:
     sizes, and up to `HASHED_BYTES` hashes. Raises UsageError without the folder, DataError without
     the split and for damage."""
     manifest = read_manifest(data_dir)
-    if split not in manifest.splits:
-        raise DataError(f"no {split} split", data_dir, f"it has {', '.join(manifest.splits)}; "
-                        "prepare with --held-out 0.05, --validation or --test for more")
+    has = ", ".join(manifest.splits)
+    require(split in manifest.splits, f"no {split} split", data_dir,
+            f"it has {has}; prepare with --held-out 0.05, --validation or --test for more", DataError)
     names = [name for name in manifest.files if name == TOKENIZER_FILE or name.startswith(f"{split}-")]
     folder = local_copy(data_dir, manifest, names)
     is_small = sum(manifest.files[name]["bytes"] for name in names) < HASHED_BYTES
@@ -279,7 +270,7 @@ def sha256_of(data: str, manifests: Sequence[Manifest]) -> str:
     """The hash of the prepared text that `data` names: its manifest's, or the hash of all hashes
     and shares. manifests: those of `data`, in order."""
     hashes, weights = [manifest.sha256 for manifest in manifests], [*read_mixture(data).values()]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256(json.dumps([hashes, weights]).encode()).hexdigest()
+    return hashes[0] if len(hashes) == 1 else json_sha256([hashes, weights])
 
 
 def open_data(data: str, split: str) -> TokenStream | Mixture:
@@ -307,9 +298,8 @@ def rows_of_step(stream: TokenStream | Mixture, *, seed: int, step: int, rows_pe
     streams, weights = (stream.streams, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1,))
     n_rows = [(len(each) - n_shared) // context for each in streams]
     for each, n in zip(streams, n_rows, strict=True):
-        if n == 0:
-            raise DataError(f"too few tokens for a row of {context:,}", f"{each.name}, {each.split}",
-                            f"the largest context that works is {len(each) - n_shared:,}")
+        require(n > 0, f"too few tokens for a row of {context:,}", f"{each.name}, {each.split}",
+                f"the largest context that works is {len(each) - n_shared:,}", DataError)
     places = places_of_step(n_rows, weights, seed=seed, step=step, rows_per_step=rows_per_step)
     return [(streams[k], epoch, row) for k, epoch, row in places]
 

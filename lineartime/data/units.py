@@ -14,12 +14,9 @@ from lineartime.data.sources import Source
 from lineartime.data.token_files import read_token_file
 from lineartime.data.tokenizer import Tokenizer
 
-ROW = np.dtype(("<u8", 5))
-"""Ids, words, bytes and hash of a part, which add up, and whether its document ends."""
-LINE_SEARCH = 1 << 16
-"""A single document is cut at a line that begins within this many characters."""
-PART_BYTES = 64
-"""What a part takes in memory beside its text, at least."""
+ROW = np.dtype(("<u8", 5))  # ids, words, bytes and hash of a part, which add up, and whether its document ends
+LINE_SEARCH = 1 << 16  # a single document is cut at a line that begins within this many characters
+PART_BYTES = 64  # what a part takes in memory beside its text, at least
 
 
 class Part(NamedTuple):
@@ -38,8 +35,7 @@ class Unit:
 
     split: str
     parts: list[Part] = dataclasses.field(default_factory=list)
-    n_bytes: int = 0
-    """Bytes of the files, for progress."""
+    n_bytes: int = 0  # bytes of the files, for progress
     error: LineartimeError | None = None
     """Why the text after these parts cannot be read. It is raised after any error of theirs, as if
     they had been tokenised before more was read."""
@@ -57,14 +53,10 @@ class Encoded:
     split: str
     n_bytes: int
     ids: np.ndarray
-    rows_P5: np.ndarray
-    """The `ROW` of each part."""
-    n_lost: int = 0
-    """Documents, or parts of one, that the tokenizer does not give back."""
-    n_unknown: int = 0
-    """How often the tokenizer has no token for what it reads."""
-    paths: set[str] = dataclasses.field(default_factory=set)
-    """The files of which it has text."""
+    rows_P5: np.ndarray  # the `ROW` of each part
+    n_lost: int = 0  # documents, or parts of one, that the tokenizer does not give back
+    n_unknown: int = 0  # how often the tokenizer has no token for what it reads
+    paths: set[str] = dataclasses.field(default_factory=set)  # the files of which it has text
 
 
 def units_of(sources: list[Source], unit_bytes: int, read: Read, tokenizer: Tokenizer | None) -> Iterator[Unit]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lineartime.base.errors import DataError
+from lineartime.base.files import json_sha256
 from lineartime.data import mixture, tokens
 from lineartime.data.prepare import prepare
 from lineartime.data.tokens import batch_rows, eval_rows, open_split
@@ -114,7 +115,7 @@ def test_a_forged_manifest_is_refused(prepared, monkeypatch):
     forged += [whole | {"tokenizer": tokenizer | {name: "x"}} for name in tokenizer if name != "sha256"]
     forged += [whole | {"files": files | {name: files[name] | {"bytes": 7}}} for name in files if name.endswith(".bin")]
     for content in forged:
-        path.write_text(json.dumps(content | {"manifest_sha256": tokens._digest(content)}))
+        path.write_text(json.dumps(content | {"manifest_sha256": json_sha256(content)}))
         with pytest.raises(DataError, match=r"damaged manifest: .*manifest\.json"):
             open_split(prepared, "train")
     os.truncate(path, 100 << 30)
