@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lineartime.base.errors import UsageError
+from lineartime.base.errors import UsageError, raised_as
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig, check_context_parallel
@@ -194,8 +194,7 @@ class LanguageModel(nn.Module):
         return DecodingState.of_rows(batch_size, self.embed.weight.device, caches, self)
 
     def extend(self, ids_BN: Tensor, n_new_B: Tensor | None = None, cache: DecodingState | None = None,
-               collected: list[Tensor] | None = None,
-               embeds_BND: Tensor | None = None) -> tuple[Tensor, DecodingState]:
+               collected: list[Tensor] | None = None, embeds_BND: Tensor | None = None) -> tuple[Tensor, DecodingState]:
         """`hidden` for the next tokens of each row, `[B, N, D]`, in however many calls they come,
         and the cache, which is changed. ids_BN: row b's next `n_new_B[b]` tokens, by default all,
         then padding, any ids of the vocabulary. cache: of `decoding_state`; None: the rows begin.
@@ -238,10 +237,8 @@ def layer_class(name: str) -> type[ResidualLayer]:
     if ":" not in name:
         return {"attention": MultiHeadAttention, "ffn": FeedForward}.get(name, GatedAttentionUnit)
     module, _, path = name.partition(":")
-    try:
+    with raised_as(UsageError, "no such layer", name, ImportError, AttributeError):
         found = operator.attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError) as e:
-        raise UsageError("no such layer", name, f"{e}") from None
     require(isinstance(found, type) and issubclass(found, ResidualLayer), "not a layer", name,
             "it must be a class derived from lineartime.ResidualLayer")
     return found

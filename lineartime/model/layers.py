@@ -20,19 +20,10 @@ from lineartime.base.errors import UsageError
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require
 from lineartime.config import TOEPLITZ_BELOW, ModelConfig
+from lineartime.model import layout
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
-from lineartime.model.layout import (
-    check_segment_ids,
-    check_shape,
-    checked_mask,
-    ids_of_cu_seqlens,
-    in_order,
-    lay_out,
-    padding_last,
-    renamed,
-)
 from lineartime.ops.context import exchange_states, with_neighbours
 from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
 from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
@@ -275,14 +266,14 @@ class ResidualLayer(nn.Module):
         its older name. Raises UsageError for a wrong shape, dtype, segment id or mask, a row longer
         than a position table, and a cache of other rows."""
         self.check_input(x_BTD)
-        token_mask = renamed(token_mask, padding_mask)
+        token_mask = layout.renamed(token_mask, padding_mask)
         if cu_seqlens is not None:
             require(segment_ids is None and cache is None, "cu_seqlens goes without segment_ids and cache",
                     "cu_seqlens", "give segment_ids alone")
-            segment_ids = ids_of_cu_seqlens(cu_seqlens, x_BTD)
+            segment_ids = layout.ids_of_cu_seqlens(cu_seqlens, x_BTD)
         if cache is not None:
             return self.read_next(x_BTD, segment_ids, token_mask, cache), cache
-        laid = lay_out(self.config, x_BTD, segment_ids, token_mask)
+        laid = layout.lay_out(self.config, x_BTD, segment_ids, token_mask)
         x_BLD = laid.take(x_BTD)
         if laid.segment_ids_BL is not None:  # 0 times a NaN of padding would be NaN
             x_BLD = x_BLD.masked_fill((laid.segment_ids_BL < 0)[..., None], 0.0)
@@ -298,26 +289,26 @@ class ResidualLayer(nn.Module):
                 f"{len(state.seq_lens_B)} rows, the input has {len(x_BND)}", "cache.select keeps and repeats rows")
         shape = x_BND.shape[:2]
         for name, given_BN in (("segment_ids", segment_ids), ("token_mask", token_mask)):
-            check_shape(name, given_BN, shape)
+            layout.check_shape(name, given_BN, shape)
         if x_BND.numel() == 0:
             return x_BND
-        valid_BN = checked_mask(x_BND.new_ones(shape) if token_mask is None else token_mask)
+        valid_BN = layout.checked_mask(x_BND.new_ones(shape) if token_mask is None else token_mask)
         begins_BN = torch.zeros_like(valid_BN)
         if segment_ids is not None:
             valid_BN = valid_BN & (segment_ids >= 0)
         # Each row's tokens go to its front, its padding behind them.
-        order_BN = padding_last(valid_BN)
+        order_BN = layout.padding_last(valid_BN)
         if segment_ids is not None:
             ids_BN = torch.where(valid_BN, segment_ids, -1).long().gather(1, order_BN)
-            check_segment_ids(ids_BN)
+            layout.check_segment_ids(ids_BN)
             begins_BN = state.begins(ids_BN)
 
         def read(x_BND: Tensor, inputs: DecodeInputs) -> list[Tensor]:
             info = sequence_info(self.config, inputs.position_BN, at_least_float32(x_BND).dtype, inputs=inputs)
             return [self.with_residual(x_BND, info, *state.caches)]
 
-        (out_BND,) = state.read(self.config, read, in_order(x_BND, order_BN), begins_BN, valid_BN.sum(1))
-        return in_order(out_BND, order_BN.argsort(1))
+        (out_BND,) = state.read(self.config, read, layout.in_order(x_BND, order_BN), begins_BN, valid_BN.sum(1))
+        return layout.in_order(out_BND, order_BN.argsort(1))
 
     def with_residual(self, x_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
         """`add` with the sum, or without the residual the branch alone."""
@@ -422,13 +413,9 @@ def token_before(x_BTF: Tensor, info: SequenceInfo, cache: Cache | None) -> Tens
 
 def fold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
     """`[B, T, ..., F]` as `[B H, T, ..., F / H]`: heads become entries of the batch."""
-    if n_heads == 1:
-        return x_BTF
-    return x_BTF.unflatten(-1, (n_heads, -1)).movedim(-2, 1).flatten(0, 1)
+    return x_BTF if n_heads == 1 else x_BTF.unflatten(-1, (n_heads, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def unfold_heads(x_BTF: Tensor, n_heads: int) -> Tensor:
     """The inverse of `fold_heads`, for `[B H, T, F / H]`."""
-    if n_heads == 1:
-        return x_BTF
-    return x_BTF.unflatten(0, (-1, n_heads)).movedim(1, -2).flatten(-2)
+    return x_BTF if n_heads == 1 else x_BTF.unflatten(0, (-1, n_heads)).movedim(1, -2).flatten(-2)

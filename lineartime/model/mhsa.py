@@ -79,22 +79,18 @@ class MultiHeadAttention(ResidualLayer):
         return Softmax(config, self.query_norm, self.key_norm)
 
     def branch(self, normed_BTD: Tensor, info: SequenceInfo, cache: Cache | None = None) -> Tensor:
-        q_BTHK, k_BTHK, v_BTHK, *gate = self.project(normed_BTD)
+        # `[B, T, H, K]` each; the gate is before its activation.
+        shape = (len(self.in_sizes), self.config.n_heads, -1)
+        q_BTHK, k_BTHK, v_BTHK, *gate = self.in_proj(normed_BTD).unflatten(-1, shape).unbind(2)
         if self.key_conv is not None and self.config.attn_type == "quadratic":
             k_BTD = k_BTHK.flatten(2)
             k_BTHK = (self.key_conv(k_BTD, info.segment_ids_BT) if cache is None or info.inputs is None
                       else self.key_conv.extend(k_BTD, info.inputs, cache)).view_as(k_BTHK)
         qkvx = (q_BTHK, k_BTHK, v_BTHK, normed_BTD)
         if cache is None or info.inputs is None:
-            return self.output(self.core.attend(*qkvx, info), gate)
-        return self.output(self.core.extend(*qkvx, info, info.inputs, cache), gate)
-
-    def project(self, normed_BTD: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v, and with `gate` the gate before its activation: `[B, T, H, K]` each."""
-        return self.in_proj(normed_BTD).unflatten(-1, (len(self.in_sizes), self.config.n_heads, -1)).unbind(2)
-
-    def output(self, out_BTD: Tensor, gate: list[Tensor]) -> Tensor:
-        """W_o of the heads, multiplied by the gate if there is one."""
+            out_BTD = self.core.attend(*qkvx, info)
+        else:
+            out_BTD = self.core.extend(*qkvx, info, info.inputs, cache)
         if gate:
             out_BTD = ACTIVATIONS[self.config.activation](gate[0].flatten(2)) * float16_as_float32(out_BTD)
         return self.project_out(out_BTD)

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.errors import CheckpointError, raised_as
 from lineartime.base.files import open_regular, replaced
 from lineartime.base.settings import require
 from lineartime.base.tensor_bytes import tensors_sha256
@@ -53,8 +53,7 @@ class DecodingState:
     def save(self, path: Path | str, facts: Mapping[str, Any] | None = None, of_model: str = "") -> str:
         """Replace a file by this state; returns its model's hash. facts: more to save, as JSON.
         of_model: the hash, if known. Raises ResourceError, or UsageError without the model."""
-        if self.model is None:
-            raise UsageError("the state does not know its model", path, "say state.model = model")
+        require(self.model is not None, "the state does not know its model", path, "say state.model = model")
         tensors = self.tensors()
         of_model = of_model or model_sha256(self.model)
         content = json.dumps([of_model, self.text, self.tokenizer_sha256, facts or {}])
@@ -187,7 +186,9 @@ class DecodingState:
 def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[DecodingState, dict[str, Any]]:
     """A state of `model` that was saved, and the facts beside it, of these names or fewer. Raises
     CheckpointError for a damaged file, and for one of another model, command or version."""
-    try:
+    with (raised_as(CheckpointError, "cannot read the state", path, OSError),
+          raised_as(CheckpointError, "no decoding state, or damaged", path, ValueError, LookupError, TypeError,
+                    safetensors.SafetensorError)):
         open_regular(path).close()
         with safetensors.safe_open(path, "pt") as file:
             sha256, content = json.loads(file.metadata()["state"])
@@ -196,10 +197,6 @@ def load_state(path: Path, model: Any, names: Collection[str] = ()) -> tuple[Dec
         if sha256 != content_sha256(tensors, content):
             raise ValueError("its hash is not that of its content")
         of_model, text, tokenizer_sha256, facts = json.loads(content)
-    except OSError as e:
-        raise CheckpointError("cannot read the state", path, e.strerror or str(e)) from None
-    except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as e:
-        raise CheckpointError("no decoding state, or damaged", path, str(e)) from None
     if not {*facts} <= {*names} or bool(facts) != bool(names):
         raise CheckpointError("the state of another command", path, "generate takes that of read, score its own")
     if of_model != model_sha256(model):
