@@ -27,6 +27,7 @@ from torch import Tensor
 from lineartime.base.errors import CheckpointError, ResourceError, raised_as, reason_of
 from lineartime.base.files import damaged, fsync, hashed_stream, locked, read_bytes, read_json
 from lineartime.base.ranks import ALONE, Ranks, gather_json, wait_for_all
+from lineartime.base.settings import require
 from lineartime.base.stores import is_as_written
 from lineartime.base.tensor_bytes import bytes_of
 
@@ -53,8 +54,7 @@ class Checkpoint(NamedTuple):
         return "; ".join(f"step {step}: {reason}" for step, reason in self.damaged.items())
 
 
-Content = bytes | Mapping[str, Tensor]
-"""What a file holds: the bytes of a text, or named tensors."""
+Content = bytes | Mapping[str, Tensor]  # what a file holds: the bytes of a text, or named tensors
 
 
 # Saving
@@ -79,12 +79,10 @@ def save(run_dir: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[st
             _make_dirs(run_dir)
             _remove_leftovers(run_dir)
             there = _run_of(target)
-            if there not in (None, run):
-                raise CheckpointError("another run's checkpoint is in the way",
-                                      f"{target}: run {there!a}, this run is {run!a}", "choose another folder")
+            require(there in (None, run), "another run's checkpoint is in the way",
+                    f"{target}: run {there!a}, this run is {run!a}", "choose another folder", CheckpointError)
             aside = f".tmp-{target.name}-{secrets.token_hex(8)}" if there is None else None
-        aside = gather_json(aside, ranks)[0]
-        if aside is not None:
+        if (aside := gather_json(aside, ranks)[0]) is not None:
             _write_checkpoint(run_dir / aside, target, {"format": FORMAT, "run": run, "step": step}, contents, ranks)
         # Now the checkpoint is there; older ones may go, after a kill here by the next save.
         if ranks.is_first:
@@ -173,22 +171,21 @@ def newest(run_dir: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
         if reason is None:
             return Checkpoint(path, step, run, damaged)
         damaged[step] = reason
-    if damaged:
-        raise CheckpointError("no checkpoint can be used", "; ".join(damaged.values()),
-                              "restore one from a copy, or start a run in another folder")
+    require(not damaged, "no checkpoint can be used", "; ".join(damaged.values()),
+            "restore one from a copy, or start a run in another folder", CheckpointError)
     return None
 
 
 def check(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """A checkpoint, whose bytes have matched its manifest, or this rank's share of them. Raises
     CheckpointError for damage, and for a folder that is not named like a checkpoint."""
-    step = _step_of(path.name)
-    if step is None:
+    found = STEP.fullmatch(path.name)
+    if found is None:
         raise CheckpointError("a checkpoint under another name", path,
                               "give it its name back, such as step-00000042, or copy with `lineartime export`")
-    manifest = check_files(path, ranks=ranks)
-    if manifest.get("step") != step or "run" not in manifest:
-        raise _damage(path / MANIFEST, f"expected step {step} of a run, found step {manifest.get('step')!a:.20}")
+    manifest, step = check_files(path, ranks=ranks), int(found[1])
+    require_whole(manifest.get("step") == step and "run" in manifest, path / MANIFEST,
+                  f"expected step {step} of a run, found step {manifest.get('step')!a:.20}")
     return Checkpoint(path, step, manifest["run"], {})
 
 
@@ -198,11 +195,10 @@ def check_files(folder: Path, names: Iterable[str] | None = None, ranks: Ranks =
     manifest = _read_manifest(folder)
     listed = manifest["files"]
     for name in list(listed)[ranks.rank :: ranks.size] if names is None else names:
-        if name not in listed:
-            raise _damage(folder / MANIFEST, f"{name} is not in it")
-        if not is_as_written(folder / name, listed[name]):
-            there = (folder / name).exists()
-            raise _damage(folder / name, f"it is not the file that {MANIFEST} describes" if there else "it is missing")
+        require_whole(name in listed, folder / MANIFEST, f"{name} is not in it")
+        require_whole((folder / name).exists(), folder / name, "it is missing")
+        is_whole = is_as_written(folder / name, listed[name])
+        require_whole(is_whole, folder / name, f"it is not the file that {MANIFEST} describes")
     return manifest
 
 
@@ -238,8 +234,8 @@ def read_parts(folder: Path, stem: str, wanted: Mapping[str, tuple[Sequence[int]
             pieces = [files[file].get_tensor(name).view(-1)[max(start - first, 0) : stop - first]
                       for file, first, last in index[name]["parts"] if first < stop and start < last]
             found[name] = torch.cat([torch.zeros(0, dtype=torch.float32, device="cpu"), *pieces])  # also of no piece
-            if len(found[name]) != stop - start:
-                raise _damage(folder / index_name(stem), f"the parts of {name} are not all of it")
+            is_whole = len(found[name]) == stop - start
+            require_whole(is_whole, folder / index_name(stem), f"the parts of {name} are not all of it")
     check_finite(found, folder / f"{stem}{TENSORS}")
     return found
 
@@ -307,14 +303,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raw = read_bytes(path)
         content = json.loads(raw)
         del content["sha256"]
-    if raw != manifest_of(content):
-        raise _damage(path, "it does not match its own sha256")
+    require_whole(raw == manifest_of(content), path, "it does not match its own sha256")
     if type(version := content.get("format")) is int and version != FORMAT:
         raise CheckpointError("checkpoint of a newer version", f"{folder}: format {version}, this version reads "
                               f"{FORMAT}", f"install a version that reads format {version}")
     files, run = content.get("files"), content.get("run", "")
-    if version != FORMAT or not isinstance(files, dict) or not isinstance(run, str):
-        raise _damage(path, "its format, files or run are not those of a manifest")
+    require_whole(version == FORMAT and isinstance(files, dict) and isinstance(run, str), path,
+                  "its format, files or run are not those of a manifest")
     return content
 
 
@@ -325,8 +320,9 @@ def _run_of(path: Path) -> str | None:
     return None
 
 
-def _damage(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError("damaged checkpoint", path, reason)
+def require_whole(condition: bool, path: Path, reason: str) -> None:
+    """Raise CheckpointError unless the condition holds: something is wrong with this file."""
+    require(condition, "damaged checkpoint", path, reason, CheckpointError)
 
 
 # A run's folder
@@ -334,12 +330,7 @@ def _damage(path: Path, reason: str) -> CheckpointError:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the entries that are named like checkpoints, highest first."""
-    return sorted((step for step in map(_step_of, os.listdir(run_dir)) if step is not None), reverse=True)
-
-
-def _step_of(name: str) -> int | None:
-    found = STEP.fullmatch(name)
-    return None if found is None else int(found[1])
+    return sorted((int(found[1]) for found in map(STEP.fullmatch, os.listdir(run_dir)) if found), reverse=True)
 
 
 def point(link: Path, target: Path | str) -> None:

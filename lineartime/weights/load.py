@@ -18,7 +18,6 @@ from lineartime.data.tokenizer import TOKENIZER_FILE, Tokenizer, as_saved
 from lineartime.folders import CONFIG_FILE, WEIGHTS, WEIGHTS_FILE, best_run, named_folder, read_config, read_run
 from lineartime.model.language_model import LanguageModel, SpanModel, empty_model
 from lineartime.weights import checkpoint
-from lineartime.weights.checkpoint import MANIFEST
 
 GENERATION_FILE = "generation_config.json"
 SHARDS_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -43,7 +42,7 @@ def load_model(path: Name) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     if is_exported(path):
         step, weights = read_exported(folder)
     else:
-        found = checkpoint.check(folder) if (folder / MANIFEST).exists() else newest_checkpoint(path)
+        found = checkpoint.check(folder) if (folder / checkpoint.MANIFEST).exists() else newest_checkpoint(path)
         folder, step, weights = found.path, found.step, checkpoint.read_tensors(found.path, WEIGHTS)
     facts: dict[str, Any] = {"checkpoint": str(folder), **({} if step is None else {"step": step})}
     config, kind = read_config(folder)
@@ -75,12 +74,12 @@ def find_weights(source: StartingWeights) -> tuple[Path, dict[str, Any]]:
             str(folder), "save them in one: save_pretrained(..., max_shard_size='1TB')")
     if is_exported(folder):
         check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE))
-    elif (folder / MANIFEST).exists():
+    elif (folder / checkpoint.MANIFEST).exists():
         checkpoint.check(folder)
     else:
         folder = newest_checkpoint(folder).path
     # Weights of a sharded run lie in several files; their manifest has the hash of each.
-    hashed = hash_of(folder / (WEIGHTS_FILE if (folder / WEIGHTS_FILE).exists() else MANIFEST))
+    hashed = hash_of(folder / (WEIGHTS_FILE if (folder / WEIGHTS_FILE).exists() else checkpoint.MANIFEST))
     return folder, {"from": source.name, "from_sha256": hashed["sha256"], "from_model": to_dict(source.model)}
 
 
@@ -92,14 +91,13 @@ def newest_checkpoint(run: Path) -> checkpoint.Checkpoint:
         raise UsageError("no checkpoint yet", run, "let the training save one")
     if newest.damaged:
         logger.warning(f"using step {newest.step} of {run}, newer checkpoints are damaged ({newest.reasons()})")
-    if newest.run != id_of_run:
-        raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+    require(newest.run == id_of_run, "a checkpoint of another run", newest.path, "move it away", CheckpointError)
     return newest
 
 
 def is_exported(path: Path) -> bool:
     """Whether a folder holds weights, or only their manifest, but is no checkpoint and no run."""
-    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, MANIFEST))
+    here = any((path / name).exists() for name in (WEIGHTS_FILE, SHARDS_FILE, checkpoint.MANIFEST))
     return here and not has_optimizer(path) and not (path / folders.RUN_FILE).exists()
 
 
@@ -114,10 +112,10 @@ def check_shared(folder: Path, names: Iterable[str]) -> int | None:
     if (folder / checkpoint.index_name(WEIGHTS)).exists():
         raise UsageError("the weights of a sharded run are in parts", folder,
                          "`lineartime export` writes them as one file, and load_model reads them")
-    if (folder / MANIFEST).exists():
+    if (folder / checkpoint.MANIFEST).exists():
         return checkpoint.check_files(folder, names).get("step")
     if has_optimizer(folder):
-        raise CheckpointError("damaged checkpoint", folder, f"{MANIFEST} is missing")
+        raise CheckpointError("damaged checkpoint", folder, f"{checkpoint.MANIFEST} is missing")
     return None
 
 

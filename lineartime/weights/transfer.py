@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lineartime.base.errors import CheckpointError, UsageError
+from lineartime.base.errors import CheckpointError
+from lineartime.base.settings import require
 from lineartime.config import MODEL_FIELDS, ModelConfig
 from lineartime.model.language_model import LanguageModel, empty_model
 from lineartime.weights import checkpoint
@@ -13,18 +14,15 @@ def check_shapes(source: ModelConfig, config: ModelConfig) -> None:
     """Raise UsageError, with the fields that differ, if a model has other tensors than its weights,
     or rows longer than their position tables."""
     shapes, wanted = ({name: p.shape for name, p in empty_model(each).named_parameters()} for each in (source, config))
-    changed = [name for name in MODEL_FIELDS if getattr(source, name) != getattr(config, name)]
-    if shapes != wanted:
-        raise UsageError("the weights have other shapes", ", ".join(
-            f"{name} = {getattr(config, name)}, the weights have {getattr(source, name)}" for name in changed),
-            "leave it out; what changes no shape may be set")
+    where = ", ".join(f"{name} = {getattr(config, name)}, the weights have {getattr(source, name)}"
+                      for name in MODEL_FIELDS if getattr(source, name) != getattr(config, name))
+    require(shapes == wanted, "the weights have other shapes", where, "leave it out; what changes no shape may be set")
     empty_model(config).check_length(config.context)
 
 
 @torch.no_grad()
-def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> None:
-    """Give a model a pretrained model's weights. head: the beginning of the names of weights that
-    the pretrained model may lack; these stay as they are.
+def copy_weights(model: LanguageModel, pretrained: LanguageModel) -> None:
+    """Give a model a pretrained model's weights. A span head that this lacks stays as it is.
 
     Weights of the same name and shape are copied. A position table is cut to a shorter context. A
     table of position biases keeps its values by distance; greater distances get the value of the
@@ -40,12 +38,11 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel, head: str) -> 
         new_bias.weight.copy_(old_bias.at(offset))
     # The head is new, and a position bias has been copied already.
     left = [(name, p) for name, p in model.named_parameters()
-            if name not in biases and (name in old or not name.startswith(head))]
+            if name not in biases and (name in old or not name.startswith("span_head."))]
     wrong = [f"{name} is missing" if name not in old else f"{name} is {list(old[name].shape)}, not {list(p.shape)}"
              for name, p in left if name not in old or not copy_weight(name, p, old[name])]
-    if wrong:
-        raise CheckpointError("the pretrained weights do not fit", checkpoint.first_five(wrong),
-                              "keep more of the pretrained configuration")
+    require(not wrong, "the pretrained weights do not fit", checkpoint.first_five(wrong),
+            "keep more of the pretrained configuration", CheckpointError)
     for new, before in zip(model.residual_layers(), pretrained.residual_layers(), strict=False):
         new.keep_scores(before.config)
 
