@@ -32,8 +32,7 @@ def document_ids(tokenizer: Tokenizer, text: str, max_tokens: int | None = None)
 def document_means(x_BTD: Tensor, segment_ids_BT: Tensor, n: int | None = None) -> Tensor:
     """The mean of each document's vectors, `[B, N, D]`; 0 for a document without tokens.
     segment_ids_BT: the document of each token, -1 for padding. n: N, by default the largest number
-    of documents in a row. Sums are in float32 at least: a bfloat16 sum of a thousand tokens loses
-    the next one.
+    of documents in a row. Sums are float32 at least: a bfloat16 sum of 1,000 tokens loses the next.
 
     With the attention mask minus 1 the only document is the row without its padding. Raises
     UsageError for other numbers, as of a mask that is added to scores."""
@@ -80,8 +79,7 @@ def batches_of(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows
 
 @torch.inference_mode()
 def embed(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str], *, max_tokens: int | None = None,
-          batch_rows: int = 8, precision: str = "float32",
-          progress: Callable[[int], None] | None = None) -> np.ndarray:
+          batch_rows: int = 8, precision: str = "float32", progress: Callable[[int], None] | None = None) -> np.ndarray:
     """The vectors of texts of any length, the means of their last hidden states: `[N, D]`, float64
     for a float64 model, else float32. The model must be in evaluation mode.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lineartime.base.errors import NumericsError, UsageError
+from lineartime.base.errors import NumericsError
 from lineartime.base.ranks import ALONE, Ranks, gather_rows
 from lineartime.base.settings import PRECISIONS, require, require_name
 from lineartime.base.stores import Name
@@ -62,14 +62,12 @@ class Evaluation:
         return self.nll / math.log(2) / self.n_bytes if self.n_bytes else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        by_position = [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]
-        if self.n_read is not None:  # masked tokens are no text, so there is no score per byte or per word
-            scores = {"masked": True, "loss": self.loss, "perplexity": self.perplexity, "n_tokens": self.n_tokens,
-                      "n_read": self.n_read, "loss_by_position": by_position}
-        else:
-            scores = {"loss": self.loss, "perplexity": self.perplexity, "word_perplexity": self.word_perplexity,
-                      "bits_per_byte": self.bits_per_byte, "n_tokens": self.n_tokens, "n_words": self.n_words,
-                      "word_count": self.word_count, "n_bytes": self.n_bytes, "loss_by_position": by_position}
+        is_masked = self.n_read is not None  # masked tokens are no text, so there is no score per byte or per word
+        names = ("loss perplexity n_tokens n_read" if is_masked else
+                 "loss perplexity word_perplexity bits_per_byte n_tokens n_words word_count n_bytes").split()
+        scores: dict[str, Any] = {"masked": True} if is_masked else {}
+        scores |= {name: getattr(self, name) for name in names}
+        scores["loss_by_position"] = [{"first": a, "last": b, "loss": x} for a, b, x in self.loss_by_position]
         return {name: None if value == math.inf else value for name, value in scores.items()}  # JSON has no infinity
 
 
@@ -78,8 +76,7 @@ def load_with_split(run: Path, data: Name,
     """A run's model, the split to score it on, and the facts of `load_model`. Raises UsageError for
     a model that answers questions and data of another tokenizer; and as `load_model` does."""
     model, tokenizer, facts = load_model(run)
-    if isinstance(model, SpanModel):
-        raise UsageError("this model answers questions", run, "evaluate it with --questions FILE")
+    require(not isinstance(model, SpanModel), "this model answers questions", run, "evaluate it with --questions FILE")
     stream = open_split(data, split)
     require(stream.tokenizer_sha256 == tokenizer.sha256, "the run and the data have different tokenizers",
             f"{tokenizer.sha256[:12]} and {stream.tokenizer_sha256[:12]}",
@@ -209,13 +206,9 @@ def losses_of(model: LanguageModel, batch: Sequence[np.ndarray], precision: str)
 
 def by_position(nll_T: np.ndarray, count_T: np.ndarray) -> list[tuple[int, int, float]]:
     """Mean loss in blocks of positions 1-32, 33-64, 65-128, ..."""
-    blocks, first, last = [], 0, 32
-    while first < len(nll_T):
-        last = min(last, len(nll_T))
-        if count_T[first:last].sum():
-            blocks.append((first + 1, last, float(nll_T[first:last].sum() / count_T[first:last].sum())))
-        first, last = last, 2 * last
-    return blocks
+    edges = [0, *(32 << k for k in range(len(nll_T).bit_length()))]
+    return [(first + 1, min(last, len(nll_T)), float(nll_T[first:last].sum() / n))
+            for first, last in itertools.pairwise(edges) if (n := count_T[first:last].sum())]
 
 
 def _exp(x: float) -> float:

@@ -182,9 +182,8 @@ def score_and_sample(run: Run, model: LanguageModel, ranks: Ranks, *, stop: Stop
     held_out = open_data(config.data, "validation")
     n_scored = min(held_out.n_tokens, config.train.last_eval_tokens)
     evaluation, by_source = evaluate_data(
-        model, held_out, context=config.model.context, precision=config.train.precision,
-        batch_rows=config.micro_batch_rows, ranks=ranks, spread=True,
-        max_tokens=None if n_scored == held_out.n_tokens else n_scored,
+        model, held_out, context=config.model.context, precision=config.train.precision, spread=True, ranks=ranks,
+        batch_rows=config.micro_batch_rows, max_tokens=None if n_scored == held_out.n_tokens else n_scored,
         progress=stop.watch(SAVED, progress, "evaluating", n_scored, ranks))
     result: dict[str, Any] = {"steps": config.train.steps, "held_out": evaluation.to_dict()}
     if by_source:

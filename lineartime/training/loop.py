@@ -208,8 +208,7 @@ def fit_once(config: RunConfig, facts: dict[str, Any], device: torch.device | st
         config = config if plan is None else plan(picked, ranks)
         run = Run(out, config, facts, ranks)
         found = read_result(out) if ranks.is_first and (out / RESULT_FILE).exists() else None
-        complete = gather_json(found, ranks)[0]
-        if complete is not None:
+        if (complete := gather_json(found, ranks)[0]) is not None:
             return complete, True
         logger.info(f"on {picked.type}")
         model = fit(run, begin(ranks), picked, callbacks)

@@ -51,12 +51,10 @@ class NextToken:
         return (batch_rows(self.train_stream, **self.batch_arguments(step)),)
 
     def n_targets(self, *batch: Tensor) -> int:
-        (rows_BT,) = batch
-        return rows_BT[:, 1:].numel()
+        return batch[0][:, 1:].numel()
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
-        (rows_BT,) = batch
-        return token_losses(model, rows_BT, ranks)
+        return token_losses(model, batch[0], ranks)
 
     def evaluate(self, model: LanguageModel, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
         config = self.config
@@ -79,8 +77,7 @@ class MaskedTokens(NextToken):
         return masked_batch(self.train_stream, **self.batch_arguments(step))
 
     def n_targets(self, *batch: Tensor) -> int:
-        _, targets_BT = batch
-        return int((targets_BT != NO_TARGET).sum())
+        return int((batch[1] != NO_TARGET).sum())
 
     def losses(self, model: nn.Module, *batch: Tensor, ranks: Ranks = ALONE) -> Tensor:
         inputs_BT, targets_BT = batch

@@ -38,8 +38,7 @@ class ParameterPart(NamedTuple):
     updated: nn.Parameter
     """What the optimizer updates: `parameter` itself, a part of its storage, `[stop - start]`, or a
     copy that is padded to a multiple of `VECTOR`."""
-    by_muon: bool = False
-    """Whether Muon updates it: one rank has the whole matrix, the others nothing."""
+    by_muon: bool = False  # whether Muon updates it: one rank has the whole matrix, the others nothing
 
     @property
     def place(self) -> tuple[torch.Size, int, int]:
@@ -110,11 +109,8 @@ def merge_all(sums: Sums) -> list[Tensor]:
 
 def parameter_parts(model: nn.Module, ranks: Ranks = ALONE, muon: bool = False) -> list[ParameterPart]:
     """What this rank updates of each parameter. muon: whether Muon has the matrices of layers."""
-    wholes = []
-    for name, p in model.named_parameters():
-        by_muon = muon and "layers." in name and is_matrix(name, p) and p.dim() < 3
-        if p.requires_grad:
-            wholes.append(ParameterPart(name, p, 0, p.numel(), p, by_muon))
+    wholes = [ParameterPart(name, p, 0, p.numel(), p, muon and "layers." in name and p.dim() < 3 and is_matrix(name, p))
+              for name, p in model.named_parameters() if p.requires_grad]
     if ranks.size == 1:
         return wholes
     # A part shares the memory of its parameter, so that the optimizer's update is the model's.

@@ -16,8 +16,7 @@ from lineartime.folders import METRICS_FILE, RESULT_FILE, read_metrics, read_res
 from lineartime.model.language_model import number_of_parameters
 
 PLOT_FILE = "loss.png"
-MADE_BY = b"Software\0lineartime"
-"""What a picture of ours says near its beginning."""
+MADE_BY = b"Software\0lineartime"  # what a picture of ours says near its beginning
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#882255")
 """People with any colour vision can tell them apart (Okabe and Ito, and a red of Tol's)."""
 STYLE: dict[Any, Any] = {
@@ -31,16 +30,13 @@ class Curves(NamedTuple):
     """What a picture shows of a run."""
 
     title: str
-    unit: str
-    """The unit of the losses, such as nats per token."""
+    unit: str  # the unit of the losses, such as nats per token
     tokens: np.ndarray
     """Millions of tokens until each step in the metrics, at which `loss` is the training loss."""
     loss: np.ndarray
     learning_rate: np.ndarray
-    held_out: list[tuple[float, float]]
-    """Millions of tokens, and the held-out loss."""
-    part: str
-    """How much of the held-out text a score has, if not all of it, such as "5 of 9 tokens"."""
+    held_out: list[tuple[float, float]]  # millions of tokens, and the held-out loss
+    part: str  # how much of the held-out text a score has, if not all of it, such as "5 of 9 tokens"
 
 
 def read_curves(run_dir: Path) -> Curves:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lineartime import folders
-from lineartime.base.errors import CheckpointError, ResourceError, UsageError
+from lineartime.base.errors import CheckpointError, ResourceError
 from lineartime.base.files import open_regular, read_json, write_atomically, write_json
 from lineartime.base.ranks import ALONE, Ranks, gather_json
+from lineartime.base.settings import require
 from lineartime.config import TrainConfig, to_dict
 from lineartime.model.language_model import LanguageModel
 from lineartime.training.ordered import ParameterPart, parameter_parts
@@ -61,13 +62,12 @@ class Run:
         # The data are compared by hash, not by folder; the first weights by name and hash.
         description |= {name: stored.get(name) for name in ("id", "data", "from_model", "minutes")}
         # A run that differs in nothing but more steps goes on to these.
-        old, new = stored["train"]["steps"], config.train.steps
-        longer = stored | {"train": stored["train"] | {"steps": new}}
-        if new > old and not different(longer, description):
-            self.lengthen(TrainConfig(**stored["train"]), new)
-        elif changed := different(stored, description):
-            raise UsageError("another run is here", out,
-                             f"{'; '.join(changed)}. Give another --out, or the same settings")
+        changed, steps = different(stored, description), config.train.steps
+        if steps > stored["train"]["steps"] and len(changed) == 1:
+            self.lengthen(TrainConfig(**stored["train"]), steps)
+        else:
+            how = f"{'; '.join(changed)}. Give another --out, or the same settings"
+            require(not changed, "another run is here", out, how)
         return stored["id"]
 
     def lengthen(self, train: TrainConfig, steps: int) -> None:
@@ -79,8 +79,7 @@ class Run:
         if done > last_at_peak:
             why = (f"its learning rate has already fallen, by schedule = {train.schedule}. Give another --out, and "
                    f"begin anew with --from {self.out}")
-        if why is not None:
-            raise UsageError("another run is here", self.out, f"steps: {train.steps} -> {steps}; {why}")
+        require(why is None, "another run is here", self.out, f"steps: {train.steps} -> {steps}; {why}")
         (self.out / folders.RESULT_FILE).unlink(missing_ok=True)  # first: a kill must leave no result of other steps
         description = read_json(self.out / folders.RUN_FILE)
         description["train"]["steps"] = steps
@@ -99,8 +98,7 @@ class Run:
         wanted: Wanted = {part.name: part.place for part in held}
         step = 0
         if newest is not None:
-            if newest.run != self.id:
-                raise CheckpointError("a checkpoint of another run", newest.path, "move it away")
+            require(newest.run == self.id, "a checkpoint of another run", newest.path, "move it away", CheckpointError)
             put(checkpoint.read_parts(newest.path, folders.WEIGHTS, wanted), held)
             self.load_moments(newest, parts, optimizer)
             step = newest.step

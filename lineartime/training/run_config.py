@@ -1,11 +1,10 @@
 """The settings of a training run, with what its data, its weights and the run in its folder give.
 Nothing here imports torch, so that wrong settings are refused at once."""
 
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from lineartime import config
 from lineartime.base.settings import parse_field, replace_fields, require, require_name
@@ -192,7 +191,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name = name.strip()
     require(name not in config.REMOVED, "a setting that is gone", name, config.REMOVED.get(name, ("", ""))[1])
     require_name("setting", name, RUN_FIELDS + MODEL_FIELDS + TRAIN_FIELDS)
-    kinds = {"minutes": float, **typing.get_type_hints(ModelConfig), **typing.get_type_hints(TrainConfig)}
+    kinds = {"minutes": float, **get_type_hints(ModelConfig), **get_type_hints(TrainConfig)}
     return name, parse_field(name, value.strip(), kinds[name]) if name in kinds else value.strip()
 
 

@@ -25,10 +25,8 @@ def choose_settings(device: torch.device, *, give_back: bool = False) -> dict[st
     """Set float32 precision and, on a CPU, the allocator; returns both settings in words. float32
     matmuls stay float32: "high" would allow TF32 or sums of bfloat16."""
     torch.set_float32_matmul_precision("highest")
-    chosen = {"float32_matmul": "highest"}
-    if device.type == "cpu":
-        chosen["allocator"] = choose_allocator(give_back)
-    return chosen
+    allocator = {"allocator": choose_allocator(give_back)} if device.type == "cpu" else {}
+    return {"float32_matmul": "highest", **allocator}
 
 
 def pick_device(device: torch.device | str | None = None, *, give_back: bool = False) -> torch.device:

@@ -1,16 +1,14 @@
-"""Fine-tuning on questions: a model of masked language modelling gets a span head and learns to
-find answers.
+"""Fine-tuning on questions: a model of masked language modelling learns to find answers as spans.
 
 It is trained once per learning rate, and the best run is kept. `DIR/lr-1e-04`, ... are ordinary
 runs. `DIR/result.json` names the best of them, `DIR/best` is a link to it."""
 
-import dataclasses
 import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from lineartime import folders
 from lineartime.base.errors import DataError
-from lineartime.base.files import write_json
+from lineartime.base.files import json_sha256, write_json
 from lineartime.base.ranks import ALONE, TIMEOUT_S, Ranks, connected, gather_json
 from lineartime.base.settings import replace_fields, require
 from lineartime.base.stores import hash_of
@@ -78,8 +76,7 @@ def finetune(plan: FineTuning, *, device: torch.device | str | None = None, stop
     with (connected(picked.type, rank_timeout, between=partial(stop.check, "before the ranks met")) as ranks,
           checkpoint.lock(out) if ranks.is_first else nullcontext()):
         found = folders.read_fine_tuning(out) if ranks.is_first and (out / folders.RESULT_FILE).exists() else None
-        complete = gather_json(found, ranks)[0]
-        if complete is not None:
+        if (complete := gather_json(found, ranks)[0]) is not None:
             check_settings(complete["fine_tuning"], settings, out)
             if ranks.is_first:
                 point_to_best(out, complete)
@@ -134,10 +131,9 @@ def read_task(plan: FineTuning, watch: Callable[..., Callable[[int], None]]) -> 
                                    plan.settings.get("seed", 0), watch("reading questions", None))
     counts = train.counts
     if not counts["windows_with_answer"]:
-        raise DataError("no window holds an answer", ", ".join(map(str, plan.data)),
-                        f"of {counts['questions']} questions {counts['unlabelled']} have no label, "
-                        f"{counts['without_document']} no document, {counts['answer_not_found']} an answer "
-                        "that no document holds")
+        raise DataError("no window holds an answer", ", ".join(map(str, plan.data)), "of {questions} questions "
+                        "{unlabelled} have no label, {without_document} no document, {answer_not_found} an answer that "
+                        "no document holds".format_map(counts))
     logger.info(f"questions {counts['questions']:,} to train on, {counts['windows']:,} windows of up to "
                 f"{context:,} tokens, {counts['windows_with_answer']:,} with an answer; "
                 f"{counts['answer_not_found']:,} answers not found in the evidence")
@@ -147,7 +143,7 @@ def read_task(plan: FineTuning, watch: Callable[..., Callable[[int], None]]) -> 
     facts = {"pretrained_sha256": (hash_of(weights)["sha256"] if weights.exists() else
                                    tensors_sha256(pretrained.state_dict())),
              "rows_sha256": train.sha256(), "tokenizer_sha256": tokenizer.sha256,
-             "validation_sha256": sha256(json.dumps(asked).encode()).hexdigest(), **dataclasses.asdict(windows)}
+             "validation_sha256": json_sha256(asked), **asdict(windows)}
     return QuestionTask(pretrained, tokenizer, config, windows, train, validation, facts, watch)
 
 
@@ -179,7 +175,7 @@ def span_model(pretrained: LanguageModel, config: ModelConfig, seed: int) -> Spa
     """A `SpanModel` with a pretrained model's weights; its head is drawn from `seed`."""
     torch.manual_seed(seed)
     model = SpanModel(config)
-    copy_weights(model, pretrained, "span_head.")
+    copy_weights(model, pretrained)
     return model
 
 

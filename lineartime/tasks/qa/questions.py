@@ -1,11 +1,9 @@
-"""Questions with their documents and answers, read from TriviaQA in its published forms; and its
-official scores of answers.
+"""Questions with their documents and answers, read from TriviaQA as published; its official scores.
 
 The forms are JSON beside a folder of evidence, and parquet with the columns of
 `mandarjoshi/trivia_qa`. Files may be packed, in a store, or named by a pattern, see
 `data.read_text` and `base.stores`. In place of a file
-`hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split of that data set on
-the hub."""
+`hub:mandarjoshi/trivia_qa:rc.wikipedia/train` names a configuration and a split on the hub."""
 
 import re
 import string
@@ -16,15 +14,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from lineartime.base.errors import DataError, raised_as
+from lineartime.base.settings import require
 from lineartime.base.stores import Name, expanded
 from lineartime.data.read_text import checked, ending_of, parse_json, read_rows, read_small
 from lineartime.data.sources import ON_HUB, hub_rows
 
 QUESTION_COLUMNS, EVIDENCE_COLUMNS = ("question", "question_id", "answer"), ("entity_pages", "search_results")
-MOST_BYTES = 1 << 30
-"""Largest file of questions, and largest document."""
-UNKNOWN = "<unk>"
-"""The answer's value in the parquet of the test split, which has no answers."""
+MOST_BYTES = 1 << 30  # largest file of questions, and largest document
+UNKNOWN = "<unk>"  # the answer's value in the parquet of the test split, which has no answers
 NO_JSON_OF_TRIVIAQA, WRONG_FORM = "not TriviaQA's JSON", (KeyError, TypeError, AttributeError)
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 TO_SPACE = {ord(c): " " for c in string.punctuation + "\u2018\u2019\u00b4`"}
@@ -75,8 +72,7 @@ def read_questions(names: Iterable[Name], evidence: Path | None = None) -> Itera
                                 f"it was in {seen[question.id]} before")
             seen[question.id] = path
             yield question
-        if empty:
-            raise DataError("no questions in this file", path)
+        require(not empty, "no questions in this file", path, kind=DataError)
 
 
 def _read_file(path: str, evidence: Path | None) -> Iterator[tuple[str, Question]]:
@@ -113,8 +109,7 @@ def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool)
     documents = [_evidence(page["Filename"], evidence / folder, where)
                  for field, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web"))
                  for page in record.get(field, []) if not verified or page["DocPartOfVerifiedEval"]]
-    names: tuple[str, ...] = ()
-    accepted: tuple[str, ...] = ()
+    names, accepted = tuple[str, ...](), tuple[str, ...]()
     if "Answer" in record:
         answer = record["Answer"]
         names = once([answer["Value"]] + answer["Aliases"])
@@ -125,11 +120,10 @@ def _of_json(record: dict[str, Any], evidence: Path, where: str, verified: bool)
 def _evidence(name: str, folder: Path, where: str) -> Document:
     """A file of evidence, which may not be outside of its folder. Raises DataError."""
     relative = PurePosixPath(name)
-    if not name or relative.is_absolute() or ".." in relative.parts:
-        raise DataError("not the name of a file of evidence", f"{where}: {name!r}")
-    if not (folder / relative).is_file():
-        raise DataError("no such file of evidence", f"{folder / relative}, of {where}",
-                        "name the folder that has wikipedia/ and web/ with --evidence")
+    is_outside = not name or relative.is_absolute() or ".." in relative.parts
+    require(not is_outside, "not the name of a file of evidence", f"{where}: {name!r}", kind=DataError)
+    require((folder / relative).is_file(), "no such file of evidence", f"{folder / relative}, of {where}",
+            "name the folder that has wikipedia/ and web/ with --evidence", DataError)
     return Document(name, folder / relative)
 
 
@@ -169,9 +163,8 @@ def exact_match(prediction: str, accepted: Iterable[str]) -> float:
 
 
 def f1(prediction: str, accepted: Iterable[str]) -> float:
-    """The harmonic mean of the precision and recall of words, as multisets; the best over the
-    accepted answers. As in the official script it is 0 without a shared word, so for two empty
-    answers too."""
+    """The harmonic mean of precision and recall of words, as multisets; the best over the accepted
+    answers. As in the official script 0 without a shared word, also for two empty answers."""
     said, best = normalize(prediction).split(), 0.0
     for answer in accepted:
         right = normalize(answer).split()
@@ -190,9 +183,8 @@ def score_answers(questions: Iterable[Question], predictions: Mapping[str, str])
     if not asked:
         raise DataError("no question has an answer to compare with", "the questions", "scores need labelled questions")
     said = [(predictions[each.id], each.accepted) for each in asked if each.id in predictions]
-    return {"exact_match": 100 * sum(exact_match(*each) for each in said) / len(asked),
-            "f1": 100 * sum(f1(*each) for each in said) / len(asked), "n_questions": len(asked),
-            "n_missing": len(asked) - len(said)}
+    n, em, best = len(asked), sum(exact_match(*each) for each in said), sum(f1(*each) for each in said)
+    return {"exact_match": 100 * em / n, "f1": 100 * best / n, "n_questions": n, "n_missing": n - len(said)}
 
 
 class Word(NamedTuple):
@@ -210,8 +202,7 @@ def words_of(text: str) -> list[Word]:
     if len(lowered) != len(text):  # some capital letters are two characters in lower case
         place = [i for i, c in enumerate(text) for _ in c.lower()]
     normal = ARTICLE.sub(lambda match: " " * len(match[0]), lowered.translate(TO_SPACE))
-    return [Word(match[0], place[match.start()], place[match.end() - 1] + 1)
-            for match in re.finditer(r"\S+", normal)]
+    return [Word(found[0], place[found.start()], place[found.end() - 1] + 1) for found in re.finditer(r"\S+", normal)]
 
 
 def occurrences(words: Sequence[Word], answers: Iterable[str]) -> list[tuple[int, int]]:

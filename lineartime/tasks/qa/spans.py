@@ -51,12 +51,8 @@ class WindowConfig:
         room = self.context - n_question - 3  # [CLS], and [SEP] twice
         overlap = min(self.max_answer_tokens, room // 2)
         stride = max(min(self.stride or 3 * self.context // 4, room - overlap), 1)
-        parts = []
-        for first in range(0, n_document, stride):
-            parts.append((first, min(first + room, n_document)))
-            if first + room >= n_document:
-                break
-        return parts
+        firsts = [at for at in range(0, n_document, stride) if at == 0 or at - stride + room < n_document]
+        return [(first, min(first + room, n_document)) for first in firsts]
 
 
 @dataclass(frozen=True)
@@ -214,10 +210,6 @@ class AnswerPrediction:
     loss: float = 0.0  # nats, the sum of the windows' losses; 0 without a label
     n_windows: int = 0
 
-    @property
-    def answer(self) -> str:
-        return "" if self.span is None else self.span.text
-
 
 @torch.inference_mode()
 def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
@@ -257,9 +249,8 @@ def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question
     yield from begun
 
 
-def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question],
-                     windows: WindowConfig, *, batch_rows: int = 8, precision: str = "float32",
-                     max_tokens: int | None = None,
+def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
+                     batch_rows: int = 8, precision: str = "float32", max_tokens: int | None = None,
                      progress: Callable[[int], None] | None = None) -> tuple[dict[str, str], float, int]:
     """The answers of `predict` by question id ("" without an answer), nats per window of the
     labelled questions, and the number of windows. max_tokens: stop after the question whose windows
@@ -268,7 +259,7 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
     loss, n_windows, n_labelled = 0.0, 0, 0
     for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
                               progress=progress):
-        answers[prediction.question.id] = prediction.answer
+        answers[prediction.question.id] = "" if prediction.span is None else prediction.span.text
         loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
         n_labelled += prediction.n_windows if prediction.question.answers else 0
         if max_tokens is not None and n_windows * windows.context >= max_tokens:
