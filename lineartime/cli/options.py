@@ -1,5 +1,4 @@
-"""Options of the command line. Typer reads the signature of a function, so `with_options` writes
-one for each verb.
+"""Options of the command line. Typer reads a signature, so `with_options` writes one for each verb.
 
 A verb's parameter becomes an option, and so does each field of a dataclass that it takes: `name:
 Annotated[type, "help"] = default`. Behind the help may stand how the option is spelled, if not
@@ -11,15 +10,13 @@ and we promise one line; and typer completes names in the shell."""
 
 import dataclasses
 import importlib
-import inspect
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterable
 from functools import partial
-from inspect import Parameter
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_origin
 
 import typer
 
@@ -81,8 +78,7 @@ def import_own(*modules: str) -> None:
             raise UsageError("cannot import the module", module, f"{type(e).__name__}: {e}") from e
 
 
-AGAIN = list[str] | None
-"""The type, for typer, of what may be given again; None: it was not given."""
+AGAIN = list[str] | None  # the type, for typer, of what may be given again; None: it was not given
 FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     dict[str, Any]: (AGAIN, settings_of),
     tuple[str, ...]: (AGAIN, lambda texts: tuple(texts or ())),
@@ -91,14 +87,13 @@ FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     tuple[float, ...]: (str | None, partial(numbers, float)),
     Path | str: (str, str),
     Path: (Path, local_path),
-    Path | None: (Path | None, lambda text: text and local_path(text)),
-}
+    Path | None: (Path | None, lambda text: text and local_path(text))}
 """Types of ours that typer does not take: what it takes instead, and what makes our value of it."""
 
 
 def with_options(verb: Callable[..., None], opens: bool = True) -> Callable[..., None]:
     """The verb as typer takes it; opens: whether with `IMPORT`. A dataclass checks its fields."""
-    parameters = inspect.signature(verb, eval_str=True).parameters.values()
+    parameters = signature(verb, eval_str=True).parameters.values()
     options = {each.name: options_of(each) for each in parameters}
 
     def call(imports: AGAIN = None, **given: Any) -> None:  # by typer, with the values of all options
@@ -122,7 +117,7 @@ def with_options(verb: Callable[..., None], opens: bool = True) -> Callable[...,
             raise CheckpointError(e.what, e.where, f"if you trust it, add --import {module}") from None
 
     call.__name__, call.__doc__ = verb.__name__, verb.__doc__
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    call.__signature__ = Signature(  # type: ignore[attr-defined]
         [typer_parameter(option) for each in (*options.values(), [IMPORT] * opens) for option in each])
     return call
 
@@ -132,9 +127,9 @@ def options_of(parameter: Parameter) -> list[Parameter]:
     again is required here: the dataclass says what it lacks."""
     if not dataclasses.is_dataclass(parameter.annotation):
         return [parameter]
-    fields = inspect.signature(typing.cast("type", parameter.annotation), eval_str=True).parameters.values()
-    options = [field for field in fields if typing.get_origin(field.annotation) is Annotated]
-    return [each.replace(default=()) if typing.get_origin(each.annotation.__origin__) is tuple
+    fields = signature(cast("type", parameter.annotation), eval_str=True).parameters.values()
+    options = [field for field in fields if get_origin(field.annotation) is Annotated]
+    return [each.replace(default=()) if get_origin(each.annotation.__origin__) is tuple
             and each.default is Parameter.empty else each for each in options]
 
 

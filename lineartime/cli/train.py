@@ -2,13 +2,12 @@
 
 import importlib.util
 import textwrap
-import typing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from lineartime import folders
 from lineartime.base.errors import LineartimeError, UsageError
@@ -96,8 +95,7 @@ class RunOptions:
 
 
 def train(
-    options: RunOptions,
-    *,
+    options: RunOptions, *,
     log: Annotated[Literal["tensorboard"] | None, "Also write the metrics for TensorBoard."] = None,
     settings: Setting,
     device: Device = None,
@@ -251,9 +249,9 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
     run = run_config.run_config({"model": model, "size": size, "task": task, "data": "-", "out": "-"})
     for title, made in (("The model", run.model), ("Training", run.train)):
         say(f"{title}: {model}, {task}, size {size}\n")
-        hints = typing.get_type_hints(type(made), include_extras=True)
+        hints = get_type_hints(type(made), include_extras=True)
         for name, value in to_dict(made).items():
-            field, text = typing.get_args(hints[name])
+            field, text = get_args(hints[name])
             source = next((source for source, names in SOURCES.items() if name in names), "beyond the paper")
             say(f"{name} = {field_text(value)}  [{describe_kind(field)}; {source}]")
             say(textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    "))
@@ -263,8 +261,7 @@ def config(model: Model = "flash", size: Size = "paper", task: Task = "wiki40b")
 
 def info(
     model: Annotated[str, f"A model: {', '.join(PRESETS)}; a run, an exported folder or `small`; or prepared text.",
-                     "MODEL|RUN|DATA", PRESETS],
-    *,
+                     "MODEL|RUN|DATA", PRESETS], *,
     task: Task = "wiki40b",
     settings: Setting,
     verify: Annotated[bool, "Read all files of prepared data and compare their SHA-256."] = False,

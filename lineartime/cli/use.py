@@ -130,8 +130,7 @@ def scored_answers(run: Path, options: EvaluateOptions) -> tuple[dict[str, Any],
 
 def score(
     model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`.", "MODEL"],
-    file: Annotated[str, "A file of text or its address, which may be packed, or `-` for stdin.", "FILE"],
-    *,
+    file: Annotated[str, "A file of text or its address, which may be packed, or `-` for stdin.", "FILE"], *,
     per: Annotated[Literal["line", "token", "document"], "What a row scores; a document is the whole text."] = "line",
     state: Annotated[Path | None, "File for the state; the same command goes on after what it has read."] = None,
     as_json: Annotated[bool, "Print rows of JSON.", "--json"] = False,
@@ -284,8 +283,7 @@ def load_writer(folder: Path, device: str | None, precision: str) -> tuple["Lang
 
 
 def read(
-    book: Annotated[str, "A text file or its address, which may be packed, or `-` for stdin.", "BOOK"],
-    *,
+    book: Annotated[str, "A text file or its address, which may be packed, or `-` for stdin.", "BOOK"], *,
     model: Annotated[str, "A run, one of its checkpoints, an exported folder, or the shipped model `small`."],
     out: Annotated[Path, "File for the state."],
     precision: Precision = "float32",

@@ -138,13 +138,10 @@ def card_training(run: dict[str, Any], step: int, tokenizer_sha256: str, text: l
                               f"{split.tokens:,} tokens"))
         times.append(f"{n_tokens * weight / total / split.tokens:.2f}")
     changed = [f"`{name}={field_text(value)}`" for name, value in train.items() if value != getattr(TrainConfig, name)]
-    lines += [
-        ("Steps", f"{step:,} of {train['steps']:,}, of {train['tokens_per_step']:,} tokens"),
-        ("Tokens", f"{n_tokens:,}: {' and '.join(times)} times the text"),
-        ("Settings", f"{', '.join(changed)}; the others are the defaults of `TrainConfig`"),
-        ("Data", f"sha256 {run['data_sha256']}"),
-        ("Tokenizer", f"sha256 {tokenizer_sha256}"),
-    ]
+    lines += [("Steps", f"{step:,} of {train['steps']:,}, of {train['tokens_per_step']:,} tokens"),
+              ("Tokens", f"{n_tokens:,}: {' and '.join(times)} times the text"),
+              ("Settings", f"{', '.join(changed)}; the others are the defaults of `TrainConfig`"),
+              ("Data", f"sha256 {run['data_sha256']}"), ("Tokenizer", f"sha256 {tokenizer_sha256}")]
     return f"## Training\n\n{markdown(['', ''], lines)}"
 
 
