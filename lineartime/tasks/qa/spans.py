@@ -210,6 +210,10 @@ class AnswerPrediction:
     loss: float = 0.0  # nats, the sum of the windows' losses; 0 without a label
     n_windows: int = 0
 
+    @property
+    def answer(self) -> str:
+        return "" if self.span is None else self.span.text
+
 
 @torch.inference_mode()
 def predict(model: nn.Module, tokenizer: Tokenizer, questions: Iterable[Question], windows: WindowConfig, *,
@@ -259,7 +263,7 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
     loss, n_windows, n_labelled = 0.0, 0, 0
     for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
                               progress=progress):
-        answers[prediction.question.id] = "" if prediction.span is None else prediction.span.text
+        answers[prediction.question.id] = prediction.answer
         loss, n_windows = loss + prediction.loss, n_windows + prediction.n_windows
         n_labelled += prediction.n_windows if prediction.question.answers else 0
         if max_tokens is not None and n_windows * windows.context >= max_tokens:
