@@ -127,7 +127,7 @@ class SequenceInfo:
     """sin and cos of the positions, `[1 or B, T, width / 2]`, by the width of heads."""
     position_BT: Tensor  # `[1 or B, T]`
     segment_ids_BT: Tensor | None = None  # see `layout.lay_out`; None: every row is one document
-    cu_seqlens: list[int] | None = None  # for attention that runs once per document, see `cu_seqlens`
+    cu_seqlens: list[int] | None = None  # `[0, ..., B T]`: where documents, and runs of padding, begin in flat rows
     shared_by: Ranks | None = None
     """The ranks that share the rows. The other fields are then of this rank's part, and 0 is the
     document of the token before it. None, the one default torch.compile takes: this rank alone."""
@@ -180,19 +180,14 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
     if segment_ids_BT is None:
         return info
     if config.by_document(in_graph=torch.compiler.is_compiling()):
-        info.cu_seqlens = cu_seqlens(segment_ids_BT)
+        # A document begins at the first token of a row and wherever the id changes.
+        starts_BT = segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
+        info.cu_seqlens = [*(starts_BT.flatten().nonzero().flatten().tolist() or [0]), segment_ids_BT.numel()]
     if config.chunk_pooling == "attention" and not (
             (segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():
         raise UsageError("learned chunk weights are for rows of one document", "segment_ids",
                          "give each document its own row")
     return info
-
-
-def cu_seqlens(segment_ids_BT: Tensor) -> list[int]:
-    """Documents' boundaries in flattened rows, `[0, ..., B T]`; a run of padding is a document."""
-    # A document begins at the first token of a row and wherever the id changes.
-    starts_BT = segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
-    return [*(starts_BT.flatten().nonzero().flatten().tolist() or [0]), segment_ids_BT.numel()]
 
 
 def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tensor]]:

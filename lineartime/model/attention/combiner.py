@@ -108,9 +108,7 @@ class Combiner:
     def attend_document(self, x_BTD: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, angles: Sequence[Tensor],
                         earlier: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """`rowmajor_axial_attention` of one document. angles: sin and cos, or empty."""
-        config = self.config
-        assert config.chunk_size is not None
-        c = config.chunk_size
+        config, c = self.config, self.config.chunk_size or 1
 
         def summarise(vs_BGCHK: Tensor) -> Tensor:
             # A key for the summary at each place, rotated like the token at that place.
@@ -125,8 +123,7 @@ class Combiner:
                                         earlier=earlier)
 
     def empty_cache(self, n_rows: int, weight: Tensor) -> Cache:
-        h, k, c = self.config.n_heads, self.config.qk_width, self.config.chunk_size
-        assert c is not None
+        h, k, c = self.config.n_heads, self.config.qk_width, self.config.chunk_size or 1
         none_B = torch.zeros(n_rows, dtype=torch.long, device=weight.device)
         zeros, chunk, chunks = weight.new_zeros, (n_rows, c, h, k), (n_rows, 0, c, h, k)
         return RowCache(none_B, none_B.clone(), zeros(n_rows, c, h * k), zeros(chunk), zeros(chunk), zeros(chunk),
