@@ -70,8 +70,7 @@ def batches_of(model: LanguageModel, documents: Sequence[np.ndarray], batch_rows
             yield from (([i], [window], state) for window in windows)
         else:
             rows += [(i, window) for window in windows]
-    # Rows of a similar length have little padding. The longest come first, so that memory runs out
-    # at once or not.
+    # Similar lengths have little padding. The longest come first: memory runs out at once or not.
     rows.sort(key=lambda row: -len(row[1]))
     for first in range(0, len(rows), batch_rows):
         yield *zip(*rows[first : first + batch_rows], strict=True), None

@@ -83,11 +83,9 @@ def train(config: RunConfig | Mapping[str, Any], *, device: torch.device | str |
     data, out = settings.data, Path(settings.out)
     tokenizer, manifests = tokenizer_of(data), read_manifests(data)
     of_weights, first = weights_to_begin(settings)
-    facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
-             **of_weights}
     timed = None if isinstance(config, RunConfig) or "minutes" not in config else config
-    if timed is not None:
-        facts["minutes"] = timed["minutes"]
+    facts = {"data_sha256": sha256_of(data, manifests), "tokenizer_sha256": manifests[0].tokenizer["sha256"],
+             **of_weights, **({} if timed is None else {"minutes": timed["minutes"]})}
 
     def begin(ranks: Ranks) -> Setup:
         kind = NextToken if settings.model.causal else MaskedTokens

@@ -129,8 +129,7 @@ def weight_files(folder: Path) -> list[str]:
 
 def read_exported(folder: Path) -> tuple[int | None, dict[str, Tensor]]:
     """The step and the weights of an exported folder, in float32. Raises CheckpointError."""
-    names = weight_files(folder)
-    weights: dict[str, Tensor] = {}
+    names, weights = weight_files(folder), dict[str, Tensor]()
     step = check_shared(folder, (CONFIG_FILE, TOKENIZER_FILE, *names))
     for name in names:
         with checkpoint.open_tensors(folder / name) as file:

@@ -203,8 +203,7 @@ def config_at_rate(plan: FineTuning, rate: float, config: ModelConfig, n_rows: i
     require(tokens_per_step >= context and tokens_per_step % context == 0,
             "tokens_per_step must be a multiple of context",
             f"tokens_per_step = {tokens_per_step}, context = {context}")
-    # The largest micro-batch of whole rows that divides a step and has no more tokens than in
-    # pretraining.
+    # The largest micro-batch of whole rows that divides a step, and no larger than in pretraining.
     rows = tokens_per_step // context
     most = max(TrainConfig().micro_batch_tokens // context, 1)
     micro_rows = max(n for n in range(1, min(most, rows) + 1) if rows % n == 0)

@@ -259,8 +259,7 @@ def answer_questions(model: nn.Module, tokenizer: Tokenizer, questions: Iterable
     """The answers of `predict` by question id ("" without an answer), nats per window of the
     labelled questions, and the number of windows. max_tokens: stop after the question whose windows
     reach this many."""
-    answers: dict[str, str] = {}
-    loss, n_windows, n_labelled = 0.0, 0, 0
+    answers, loss, n_windows, n_labelled = dict[str, str](), 0.0, 0, 0
     for prediction in predict(model, tokenizer, questions, windows, precision=precision, batch_rows=batch_rows,
                               progress=progress):
         answers[prediction.question.id] = prediction.answer
