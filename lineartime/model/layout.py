@@ -47,8 +47,8 @@ def lay_out(config: ModelConfig, x_BT: Tensor, segment_ids_BT: Tensor | None = N
              or config.by_document(in_graph=torch.compiler.is_exporting()))
     for name, given_BT in (("segment_ids", segment_ids_BT), ("token_mask", token_mask_BT), ("ids", begins_BT)):
         check_shape(name, given_BT, x_BT.shape[:2])
-        hidden = given_BT is not None and (torch.compiler.is_exporting() or torch._C._is_tracing()
-                                           or unwrapped(given_BT).dim() > 2)
+        traced = not torch.compiler.is_compiling() and torch._C._is_tracing()
+        hidden = given_BT is not None and (torch.compiler.is_exporting() or traced or unwrapped(given_BT).dim() > 2)
         require(not (reads and hidden), "vmap, traces and exports hide documents and padding, which this must read",
                 name, "call it as it is, or export lineartime.DecodeStep, which takes one token of each row")
     order_BT, are_given = None, segment_ids_BT is not None

@@ -214,7 +214,7 @@ def model_sha256(model: Any) -> str:
     fields: dict[str, Any] = {}
     for name, value in to_dict(model.config).items():
         fields |= {gone: REMOVED[gone][0] for gone in REMOVED_BEFORE.get(name, ())}
-        if name not in LATER or value != getattr(ModelConfig, name):
+        if name not in LATER or getattr(model.config, name) != getattr(ModelConfig, name):
             fields[name] = value
     return tensors_sha256(model.state_dict(), json.dumps(fields))
 
