@@ -55,8 +55,7 @@ class RelPosBias(nn.Module):
         if n < TOEPLITZ_BELOW:
             self.weight = nn.Parameter(torch.empty(2 * n - 1))
         else:
-            self.a = nn.Parameter(torch.empty(BIAS_WIDTH))
-            self.b = nn.Parameter(torch.empty(BIAS_WIDTH))
+            self.a, self.b = (nn.Parameter(torch.empty(BIAS_WIDTH)) for _ in range(2))
 
     def at(self, offset: Tensor) -> Tensor:
         """The bias at integers key position minus query position, |offset| < n in a table."""
@@ -115,8 +114,7 @@ class ScaleOffset(nn.Module):
 
     def __init__(self, n_heads: int, width: int):
         super().__init__()
-        self.gamma = nn.Parameter(torch.empty(n_heads, width))
-        self.beta = nn.Parameter(torch.empty(n_heads, width))
+        self.gamma, self.beta = (nn.Parameter(torch.empty(n_heads, width)) for _ in range(2))
 
 
 @dataclasses.dataclass

@@ -49,12 +49,9 @@ def copy_weights(model: LanguageModel, pretrained: LanguageModel) -> None:
 
 def copy_weight(name: str, new: Tensor, old: Tensor) -> bool:
     """Copy one weight, of which a model may need a part, or have more. Returns whether it fits."""
-    if new.shape == old.shape:
-        new.copy_(old)
-    elif name == "abs_pos.weight" and len(new) < len(old):
-        new.copy_(old[: len(new)])
-    elif name.endswith((".scale_offset.gamma", ".scale_offset.beta")) and len(new) > len(old):
-        new[: len(old)] = old
-    else:
-        return False
-    return True
+    heads, n = (".scale_offset.gamma", ".scale_offset.beta"), min(len(new), len(old))
+    fits = (new.shape == old.shape or (name == "abs_pos.weight" and len(new) < len(old))
+            or (name.endswith(heads) and len(new) > len(old)))
+    if fits:
+        new[:n] = old[:n]
+    return fits
