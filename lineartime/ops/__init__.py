@@ -15,12 +15,13 @@ backward pass. `impl` selects:
 
 | impl | what runs |
 |---|---|
-| None | what supports the inputs: kernels on CUDA, `windows` on a processor, or the reference |
+| None | what supports the inputs: kernels on CUDA, `windows` on a processor, the reference |
 | "reference" | the PyTorch reference |
 | "triton" | kernels; `UsageError` where they do not support the inputs |
 
-`dispatch` says which inputs the kernels and `windows` support; on CUDA the reason against kernels
-is logged once. Attention over rows without a token (B or T of 0) goes to the reference."""
+`windows` is in PyTorch and C, and needs a C compiler: `compiled`. `dispatch` says which inputs it
+and the kernels support; on CUDA the reason against kernels is logged once. Attention over rows
+without a token (B or T of 0) goes to the reference."""
 
 from collections.abc import Sequence
 from types import ModuleType

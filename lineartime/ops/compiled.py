@@ -2,8 +2,8 @@
 
 The compiler is `$CC` or `cc`. What it makes is kept for this user alone, under a name that depends
 on the sources, the flags, the compiler and the processor, in `$LINEARTIME_CACHE` or the cache
-folder. Without a compiler, or with LINEARTIME_NO_C=1, PyTorch does the same work. Numbers are
-float32 or bfloat16: float64 is PyTorch's. Loops share PyTorch's threads where both have OpenMP."""
+folder. Without a compiler, or with LINEARTIME_NO_C=1, PyTorch does the same work. Loops share
+PyTorch's threads where both have OpenMP."""
 
 import contextlib
 import ctypes

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lineartime.base.errors import UsageError
+from lineartime.ops import compiled
 from lineartime.ops.dtypes import matmul_dtype
 from lineartime.ops.reference import Heads, HeadsFromZ
 
@@ -121,12 +122,13 @@ def use_kernels(impl: str | None, device: torch.device, unsupported: Callable[..
 def use_windows(impl: str | None, shared: bool, x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether `ops.windows` runs in place of the reference: with impl None, eager on a processor,
     for whole rows, but not in float16 or under an autocast that changes x's dtype. Not in
-    `torch.func` or forward mode."""
+    `torch.func` or forward mode, not without a compiler, and not for subclasses of tensors, whose
+    memory may be elsewhere."""
     if impl is not None or shared or torch.compiler.is_compiling() or torch._C._is_tracing() or x.device.type != "cpu":
         return False
-    if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype:
+    if x.numel() == 0 or x.dtype == torch.float16 or matmul_dtype(x) != x.dtype or type(x) is not Tensor:
         return False
-    return not is_transformed(x, *parameters)
+    return not is_transformed(x, *parameters) and compiled.library() is not None
 
 
 @functools.cache

@@ -23,7 +23,9 @@ static inline uint16_t narrow_bf16(float x) {
 static inline float exp_(float x) {
   x = x > 89 ? 89 : x;
   x = x < -88 ? -88 : x;
-  float n = __builtin_rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  /* As calls, because a compiler that may reorder sums would lose the second of the two parts of ln 2. */
+  float n = __builtin_rintf(x * 1.44269504f);
+  float r = __builtin_fmaf(n, 2.12194440e-4f, __builtin_fmaf(n, -0.693359375f, x));
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;

@@ -5,14 +5,28 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
-from kernel_law import S, assert_held, assert_near, flat, head_inputs, make_inputs, run_heads, without_bias
+from kernel_law import (
+    S,
+    assert_held,
+    assert_near,
+    documents,
+    flat,
+    head_inputs,
+    make_inputs,
+    random,
+    run,
+    run_heads,
+    without_bias,
+)
 from lineartime import ops
 from lineartime.base.errors import UsageError
 from lineartime.config import model_config
 from lineartime.model.language_model import LanguageModel
-from lineartime.ops import dispatch, reference, windows
+from lineartime.ops import compiled, dispatch, reference, windows
 from tiny_models import random_ids
 
 LAYOUTS = {"one document": None,
@@ -46,6 +60,60 @@ def test_output_and_gradients_are_those_of_the_reference(chunk: int, window: int
         inputs["sin"], inputs["cos"] = reference.rotary(position_BT, S, torch.float64)
         assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=chunk,
                     causal=causal, floor=2e-15)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("n_tokens", [1, 31, 64, 65, 129, 192])
+def test_rows_of_any_length_are_those_of_the_reference(n_tokens: int, causal: bool,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter than a chunk, whole chunks, one token more; several rows to a window and cut rows."""
+    inputs = make_inputs(5, n_tokens, torch.float64, chunk=64, parameters=None)
+    for window in (256, 64):
+        monkeypatch.setattr(windows, "WINDOW_TOKENS", window)
+        for ids_BT in (None, documents(5, n_tokens)):
+            assert_held(windows.gated_chunk_attention, reference.gated_chunk_attention, inputs, chunk_size=64,
+                        causal=causal, segment_ids_BT=ids_BT, floor=2e-15)
+    wide = {name: x.float() if name == "uvz" else x for name, x in inputs.items()}  # parameters of another type
+    assert (run(windows.gated_chunk_attention, wide, chunk_size=64, causal=causal)[0]
+            - run(reference.gated_chunk_attention, inputs, chunk_size=64, causal=causal)[0]).norm() < 1e-4
+
+
+@pytest.mark.parametrize("n_chunks", [1, 2, 3])
+def test_no_product_is_of_zeros_or_thrown_away(n_chunks: int) -> None:
+    """A short chunk costs what its tokens cost. The first reads no state, the last makes none."""
+    c, e = 40 if n_chunks == 1 else 128, 64
+
+    def added(_: object, a: tuple[int, ...], b: tuple[int, ...], **how: object) -> int:
+        return 2 * a[0] * a[1] * a[2] * b[2]
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: added}) as counter:
+        run(windows.gated_chunk_attention, make_inputs(3, c * n_chunks, torch.bfloat16), chunk_size=128, causal=True)
+    # Inside a chunk scores twice, dq, dk; out, da, dv. Across: out, dq, dstate; the state, dk, dv.
+    inside, across = c * c * (4 * S + 3 * e), 6 * c * S * e
+    assert counter.get_total_flops() == 3 * 2 * (n_chunks * inside + (n_chunks - 1) * across)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_the_order_of_threads_and_rows_counts_nothing(dtype: torch.dtype, causal: bool,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of output and gradients by rows; sums over rows but for their rounding."""
+    monkeypatch.setattr(windows, "WINDOW_TOKENS", 256)
+    inputs, ids_BT, given = make_inputs(4, 300, dtype), documents(4, 300), random(4, 300, 64, seed=6).to(dtype)
+    found, in_order = [], torch.arange(4)
+    for n_threads, rows in ((1, in_order), (3, in_order), (3, torch.tensor([2, 0, 3, 1]))):
+        torch.set_num_threads(n_threads)
+        leaves = {name: (x[rows] if name == "uvz" else x).clone().requires_grad_(name not in ("sin", "cos"))
+                  for name, x in inputs.items()}
+        out = flat(windows.gated_chunk_attention)(*leaves.values(), segment_ids_BT=ids_BT[rows], chunk_size=128,
+                                                  causal=causal)
+        duvz, *sums = torch.autograd.grad(out, [x for x in leaves.values() if x.requires_grad], given[rows])
+        found.append([out[rows.argsort()], duvz[rows.argsort()], *sums])
+    torch.set_num_threads(1)
+    one, three, shuffled = found
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one[:2], shuffled, strict=False))
+    assert all((a - b).norm() <= 1e-6 * b.norm() for a, b in zip(one[2:], shuffled[2:], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -138,6 +206,11 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ran.clear()
     assert not dispatch.use_windows(None, False, torch.empty(0, 5, 3, requires_grad=True))
     assert dispatch.use_windows(None, False, torch.empty(1, 5, 3))
+    with monkeypatch.context() as patch:  # no compiler
+        patch.setenv(compiled.NO_C, "1")
+        assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
+    with FakeTensorMode():  # without memory
+        assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
     with torch.autocast("cpu", torch.bfloat16):  # whose matmuls are in another dtype than their inputs
         assert not dispatch.use_windows(None, False, torch.empty(1, 5, 3))
     model.set_impl("windows")

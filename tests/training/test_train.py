@@ -24,6 +24,7 @@ from lineartime.config import PRESETS, ModelConfig, TrainConfig, model_config, s
 from lineartime.data.tokens import batch_rows, open_split, read_manifest
 from lineartime.folders import read_metrics
 from lineartime.model.language_model import LanguageModel
+from lineartime.ops.compiled import NO_C
 from lineartime.training import objectives
 from lineartime.training.gradient import compute_gradient
 from lineartime.training.language import new_model, train
@@ -484,10 +485,12 @@ GOLDEN_MODELS = {"flash": {}, "flash-quad": {"chunk_size": None},
                  "transformer++": {"chunk_size": None, "n_heads": 2, "query_key_dim": 128}}
 
 
-@pytest.mark.parametrize("model", GOLDEN_MODELS)
-def test_ten_losses_are_those_on_record(model, data, tmp_path):
+@pytest.mark.parametrize(("model", "record"), [*zip(GOLDEN_MODELS, GOLDEN_MODELS, strict=True),
+                                               ("flash", "flash-in-c")])
+def test_ten_losses_are_those_on_record(model, record, data, tmp_path, monkeypatch):
     """Tokenizer, rows, initial weights, model, gradient, optimizer: a change in any shows."""
-    recorded = [float(line) for line in (GOLDEN / f"{model}.txt").read_text().splitlines() if line[0] != "#"]
+    monkeypatch.setenv(NO_C, "0" if record == "flash-in-c" else "1")
+    recorded = [float(line) for line in (GOLDEN / f"{record}.txt").read_text().splitlines() if line[0] != "#"]
     run_fit(data, tmp_path / "run", model=model, steps=10, eval_every=100, n_layers=2, **GOLDEN_MODELS[model])
     assert [line["loss"] for line in train_lines(tmp_path / "run")] == pytest.approx(recorded, rel=1e-5)
 
