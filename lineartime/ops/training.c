@@ -5,7 +5,6 @@
 #include "numbers.h"
 #include <math.h>
 
-#define BLOCK 64 /* tokens whose sums are made apart */
 /* x is [rows, n, ...]: the numbers of a token lie side by side, at AT(x). */
 #define EACH(x) *x, I x##_row, I x##_token
 #define AT(x) ((x) + at / n * x##_row + at % n * x##_token)
@@ -109,12 +108,12 @@ void NAME(heads)(I rows, I n, I S, I n_heads, const T EACH(z), const R *gamma, c
   }
 }
 
-/* The gradients of z, or of `given`. Those of gamma and beta are added to sums of each block of
-   tokens, [2, n_heads, S]. */
+/* The gradients of z, or of `given`. Those of gamma and beta are added to the sums of each block of
+   `size` tokens, [2, n_heads, S]. */
 void NAME(unheads)(I rows, I n, I S, I n_heads, const T EACH(z), const R *gamma, const R EACH(sin), const R EACH(cos),
-                   const Part *given, I n_parts, const Part *parts, T EACH(dz), R *sums) {
-  PARALLEL for (I block = 0; block < (rows * n + BLOCK - 1) / BLOCK; block++)
-  for (I at = block * BLOCK; at < (block + 1) * BLOCK && at < rows * n; at++) {
+                   const Part *given, I n_parts, const Part *parts, T EACH(dz), R *sums, I size) {
+  PARALLEL for (I block = 0; block < (rows * n + size - 1) / size; block++)
+  for (I at = block * size; at < (block + 1) * size && at < rows * n; at++) {
     I b = at / n, t = at % n, H = S / 2;
     R d[S], a[S], da[S], slopes[S];
     if (z) FOR(i, S) {

@@ -30,7 +30,7 @@ SCORE_BLOCK = 64
 """Queries whose scores are one matmul, which leaves out the keys after the last of them. A chunk is
 one block if not causal, and in bfloat16, where matmuls are so fast that fewer are better."""
 SUM_BLOCK = 64
-"""Tokens whose gradients of gamma and beta are summed apart: BLOCK of training.c."""
+"""Tokens whose gradients of gamma and beta are summed apart, whoever does it."""
 Parts = Sequence[tuple[int, Tensor]]
 """What attention takes of heads: the number of a head, and each token's factor `[B, T]`."""
 
@@ -269,7 +269,9 @@ def differentiate(dout_NCE: Tensor, window: Window, kv_NFE: Tensor, dkv_NFE: Ten
 
     kv_NFE: the states that the chunks read. dkv_NFE: the gradients of those that they make."""
     v_NCE, (q_NCS, k_NCS, *linear) = window.v_NCE, window.heads_NCF
-    dheads, dv_NCE = [torch.zeros_like(x) for x in window.heads_NCF], torch.zeros_like(v_NCE)
+    # What blocks add to begins at 0, the rest is written whole.
+    dheads = [(torch.zeros_like if i % 2 else torch.empty_like)(x) for i, x in enumerate(window.heads_NCF)]
+    dv_NCE = (torch.empty_like if linear else torch.zeros_like)(v_NCE)
     if linear:  # out = q_lin kv, and kv of other chunks has k_lin v
         multiply(dout_NCE, kv_NFE.mT, window.reads, dheads[2])
         multiply(v_NCE, dkv_NFE.mT, window.makes, dheads[3])
@@ -404,7 +406,7 @@ def differentiate_inputs(window: Window, s: int, dheads_NCF: Iterable[Tensor], d
     sums = window.bias_CC.new_zeros(-(-n_rows * n_tokens // SUM_BLOCK), 2, n_heads, s)
     dheads_BTS = columns((x.view(n_rows, n_tokens, x.shape[-1]) for x in dheads_NCF), s)
     call("unheads", dv_BTE, n_rows, n_tokens, s, n_heads, z, gamma, sin, cos, given, len(window.parts),
-         table(dheads_BTS, window.parts), gradients.z_BTS, sums.flatten())
+         table(dheads_BTS, window.parts), gradients.z_BTS, sums.flatten(), SUM_BLOCK)
     if given is None:
         for total_NS, sum_NS in zip(gradients.heads, sums.sum(0), strict=True):
             total_NS[:n_heads] += sum_NS
