@@ -31,11 +31,16 @@ def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_00
     position: integers of any shape `[...]`. n_rotated: half is n_rotated / 2, and the other angles
     are 0. Returns two tensors `[..., width / 2]` of `dtype`. All is computed in float64: the error
     is below 1e-6 at position 10^6."""
-    half = (width if n_rotated is None else n_rotated) // 2
-    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=position.device) / max(half, 1))
-    frequency = F.pad(frequency, [0, width // 2 - half])
-    angle = position.double()[..., None] * frequency
+    n_rotated = width if n_rotated is None else n_rotated
+    angle = position.double()[..., None] * frequencies(width, n_rotated, base, position.device)
     return angle.sin().to(dtype), angle.cos().to(dtype)
+
+
+def frequencies(width: int, n_rotated: int, base: float = 10_000.0, device: torch.device | None = None) -> Tensor:
+    """What `rotary` multiplies positions by: `[width / 2]`, float64, 0 behind n_rotated / 2."""
+    half = n_rotated // 2
+    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=device) / max(half, 1))
+    return F.pad(frequency, [0, width // 2 - half])
 
 
 def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
