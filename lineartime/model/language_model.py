@@ -16,6 +16,7 @@ from lineartime.base.errors import UsageError, raised_as
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig, check_context_parallel
+from lineartime.model.decoding import compiled_step
 from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
@@ -136,7 +137,8 @@ class LanguageModel(nn.Module):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """The head: x times its transposed matrix, plus a bias: `[..., V]` for x `[..., D]`."""
-        return F.linear(x_BTD, self.head_matrix, self.head_bias)
+        in_c_BTV = compiled_step.logits(self, x_BTD)
+        return F.linear(x_BTD, self.head_matrix, self.head_bias) if in_c_BTV is None else in_c_BTV
 
     @property
     def head_matrix(self) -> Tensor:
@@ -211,7 +213,12 @@ class LanguageModel(nn.Module):
             return [x_BND, *blocks]
 
         n_new_B = torch.full_like(ids_BN[:, 0], ids_BN.shape[1]) if n_new_B is None else n_new_B
-        x_BND, *blocks = state.read(self.config, read, embeds_BND, self.begins(ids_BN), n_new_B)
+        begins_BN = self.begins(ids_BN)
+        in_c_BND = None if collected is not None else compiled_step.extend(
+            self, embeds_BND, begins_BN, n_new_B, state, empty_model)
+        if in_c_BND is not None:
+            return in_c_BND, state
+        x_BND, *blocks = state.read(self.config, read, embeds_BND, begins_BN, n_new_B)
         if collected is not None:
             collected += blocks
         return x_BND, state

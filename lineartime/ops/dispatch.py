@@ -79,6 +79,21 @@ def unsupported_step(k_BCS: Tensor, v_BCE: Tensor) -> str | None:
     return unsupported_sizes(v_BCE, e, chunk_size, width)
 
 
+def unsupported_in_c(model: Any, x: Tensor) -> str | None:
+    """Why no step of a language model, whose embeddings are x, runs in C; None if it may."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
+        return "steps in C are eager"
+    c = model.config
+    if (c.layers or c.ffn != "gau" or c.attn_type != "mixed_chunk" or not c.attends_as_flash or c.n_heads > 1
+            or c.token_shift or (c.dropout and model.training) or any(layer.impl for layer in model.layers)):
+        return "layers of another kind than FLASH's, several heads, token_shift, dropout or a chosen impl"
+    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or torch.is_autocast_enabled("cpu"):
+        return "steps in C are for float32 and bfloat16 on a processor, without autocast"
+    if is_transformed(x) or (torch.is_grad_enabled() and any(p.requires_grad for p in (x, *model.parameters()))):
+        return "steps in C have no derivative"
+    return None if compiled.library() is not None else compiled.in_words()
+
+
 def unsupported_sizes(uvz: Tensor, e: int, chunk_size: int | None, other: str | None) -> str | None:
     """The first reason of the device, the `other` one, and the sizes of a projection; or None."""
     if reason := unsupported_device(uvz.device, uvz.dtype) or other:

@@ -165,7 +165,7 @@ def test_the_sum_of_a_short_type_is_float32(name: str, kept: str) -> None:
     kv_by_one, kv_at_once = (getattr(state.caches[0], kept) for state in (by_one, at_once))
     assert kv_by_one.dtype == kv_at_once.dtype == torch.float32
     assert getattr(by_one.caches[0], "bias_M", kv_by_one).dtype == torch.float32  # so that scores are
-    assert float((kv_by_one - kv_at_once).abs().max() / kv_at_once.abs().max()) < 1e-3
+    assert float((kv_by_one - kv_at_once).abs().max() / kv_at_once.abs().max()) < 5e-3  # C rounds less often
 
 
 @pytest.mark.parametrize("name", ["transformer++", "flash, own grid", "transformer++, own grid", "flash overlap"])

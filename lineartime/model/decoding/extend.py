@@ -62,7 +62,7 @@ def empty_cache(n_rows: int, config: ModelConfig, weight: Tensor, rel_pos_bias: 
     if config.chunk_pooling == "written":
         state.gate_BC, state.written_B = kv_BSE.new_zeros(n, c), kv_BSE.new_zeros(n)
     if rel_pos_bias is not None:
-        state.bias_M = rel_pos_bias.before(rel_pos_bias.n)
+        state.bias_M = rel_pos_bias.before(rel_pos_bias.n).detach()
     return state
 
 
