@@ -36,7 +36,7 @@ def parts_of(model: Any, state: DecodingState) -> tuple[list[Any], list[Tensor |
     dicts, parts, weights, _ = PARTS.get(model, ([], [], [], None))
     if not dicts or not all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, dicts)), parts)):
         dicts = [model._modules, *(each for m in [*model.modules()][1:] for each in (
-            m._forward_hooks, m._forward_pre_hooks, m._modules, m._parameters))]
+            m._forward_hooks, m._forward_pre_hooks, *filter(None, (m._modules, m._parameters))))]
         parts = [x for each in dicts for x in each.values()]
         own = [{name.replace("scalar", "weight"): x for name, x in m.named_parameters()} for m in model.layers]
         weights = [*([*map(each.get, WEIGHTS)] for each in own),
