@@ -8,8 +8,10 @@
 /* x is [rows, n, ...]: the numbers of a token lie side by side, at AT(x). */
 #define EACH(x) *x, I x##_row, I x##_token
 #define AT(x) ((x) + at / n * x##_row + at % n * x##_token)
-#define PARALLEL _Pragma("omp parallel for")
-#define TOKENS PARALLEL for (I at = 0; at < rows * n; at++)
+#define PRAGMA(x) _Pragma(#x)
+/* On all threads, if there are so many numbers that they are worth waking. */
+#define PARALLEL(numbers) PRAGMA(omp parallel for if ((numbers) > 1 << 14))
+#define TOKENS(size) PARALLEL(rows * n * (size)) for (I at = 0; at < rows * n; at++)
 #define FOR(i, size) _Pragma("omp simd") for (I i = 0; i < (size); i++)
 #define HIDDEN(i) (ids && (key[i] != id || id < 0))
 
@@ -56,7 +58,7 @@ static inline R NAME(slope)(R x, R s) { return s * (1 + x * (1 - s)); }
 
 /* out = silu(raw) attended, or silu(raw). */
 void NAME(gate)(I rows, I n, I size, const T EACH(raw), const T EACH(attended), T EACH(out)) {
-  TOKENS {
+  TOKENS(size) {
     const T *x = AT(raw), *a = AT(attended);
     T *y = AT(out);
     if (attended) FOR(i, size) { R u = WIDE(x[i]); y[i] = NARROW(u * NAME(sigmoid)(u) * WIDE(a[i])); }
@@ -67,7 +69,7 @@ void NAME(gate)(I rows, I n, I size, const T EACH(raw), const T EACH(attended), 
 /* The gradients of attended, if there is any, and of raw. */
 void NAME(ungate)(I rows, I n, I size, const T EACH(raw), const T EACH(attended), const T EACH(dout),
                   T EACH(dattended), T EACH(draw)) {
-  TOKENS {
+  TOKENS(size) {
     const T *x = AT(raw), *a = AT(attended), *d = AT(dout);
     T *da = AT(dattended), *y = AT(draw);
     if (attended) FOR(i, size) {
@@ -88,7 +90,7 @@ static inline R NAME(factor)(const Part *part, I b, I t) {
    silu(z) gamma + beta, rotated. */
 void NAME(heads)(I rows, I n, I S, I n_heads, const T EACH(z), const R *gamma, const R *beta, const R EACH(sin),
                  const R EACH(cos), const Part *given, I n_parts, const Part *parts) {
-  TOKENS {
+  TOKENS(S) {
     I b = at / n, t = at % n, H = S / 2;
     R h[S], a[S];
     if (z) FOR(i, S) { R x = WIDE(AT(z)[i]); a[i] = x * NAME(sigmoid)(x); }
@@ -112,7 +114,7 @@ void NAME(heads)(I rows, I n, I S, I n_heads, const T EACH(z), const R *gamma, c
    `size` tokens, [2, n_heads, S]. */
 void NAME(unheads)(I rows, I n, I S, I n_heads, const T EACH(z), const R *gamma, const R EACH(sin), const R EACH(cos),
                    const Part *given, I n_parts, const Part *parts, T EACH(dz), R *sums, I size) {
-  PARALLEL for (I block = 0; block < (rows * n + size - 1) / size; block++)
+  PARALLEL(rows * n * S) for (I block = 0; block < (rows * n + size - 1) / size; block++)
   for (I at = block * size; at < (block + 1) * size && at < rows * n; at++) {
     I b = at / n, t = at % n, H = S / 2;
     R d[S], a[S], da[S], slopes[S];
@@ -143,7 +145,7 @@ void NAME(unheads)(I rows, I n, I S, I n_heads, const T EACH(z), const R *gamma,
    0 between documents. `a` may be `score`. */
 void NAME(weigh)(I rows, I n, I size, const T EACH(score), const T EACH(own), const R *bias, I C, const int32_t *ids,
                  I c, I first, T EACH(a)) {
-  TOKENS {
+  TOKENS(size) {
     const R *b = bias + (first + at % n) * C;
     const int32_t *key = ids + at / n * c, id = ids ? key[first + at % n] : 0;
     const T *s = AT(score), *o = AT(own);
@@ -159,7 +161,7 @@ void NAME(weigh)(I rows, I n, I size, const T EACH(score), const T EACH(own), co
 /* da becomes the gradient of scores, own that of own; to dbias is added the sum over rows. */
 void NAME(unweigh)(I rows, I n, I size, const T EACH(score), T EACH(own), const R *bias, I C, const int32_t *ids, I c,
                    I first, T EACH(da), R *dbias) {
-  PARALLEL for (I q = 0; q < n; q++) for (I at = q; at < rows * n; at += n) {
+  PARALLEL(rows * n * size) for (I q = 0; q < n; q++) for (I at = q; at < rows * n; at += n) {
     const R *b = bias + (first + q) * C;
     const int32_t *key = ids + at / n * c, id = ids ? key[first + q] : 0;
     const T *s = AT(score);
@@ -180,7 +182,7 @@ void NAME(unweigh)(I rows, I n, I size, const T EACH(score), T EACH(own), const 
 void NAME(walk)(I rows, I n, I size, const T EACH(added), R EACH(state), const R EACH(goes_on),
                 T EACH(out), I backwards) {
   I piece = 4096, pieces = (size + piece - 1) / piece;
-  PARALLEL for (I each = 0; each < rows * pieces; each++) for (I j = 0; j < n; j++) {
+  PARALLEL(rows * n * size) for (I each = 0; each < rows * pieces; each++) for (I j = 0; j < n; j++) {
     I b = each / pieces, at = b * n + (backwards ? n - 1 - j : j), first = each % pieces * piece;
     const T *x = AT(added) + first;
     T *y = AT(out) + first;

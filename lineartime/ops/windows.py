@@ -31,6 +31,7 @@ SCORE_BLOCK = 64
 one block if not causal, and in bfloat16, where matmuls are so fast that fewer are better."""
 SUM_BLOCK = 64
 """Tokens whose gradients of gamma and beta are summed apart, whoever does it."""
+NO_TOKENS = torch.empty(0, 0, 0)
 Parts = Sequence[tuple[int, Tensor]]
 """What attention takes of heads: the number of a head, and each token's factor `[B, T]`."""
 
@@ -44,9 +45,6 @@ def call(name: str, like: Tensor, *args: Tensor | int | None) -> None:
         numbers += [x.data_ptr(), *x.stride()[: 2 * (x.dim() == 3)]] if isinstance(x, Tensor) else [x or 0]
     function = getattr(compiled.library(), f"{name}_{str(like.dtype).removeprefix('torch.')}")
     function(*map(ctypes.c_int64, numbers))
-
-
-NO_TOKENS = torch.empty(0, 0, 0)
 
 
 def table(tensors_BTS: Iterable[Tensor], parts: Parts = ()) -> Tensor:
