@@ -33,7 +33,8 @@ LAYOUTS = {"one document": None,
            "documents and padding": [[0] * 50 + [1] + [2] * 200 + [3] * 49, [0] * 128 + [1] * 100 + [-1] * 72,
                                      [0] * 300],
            "begins at chunks": [[0] * 64 + [1] * 64 + [2] * 172, [0] * 299 + [1], [-1] * 300]}
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")  # TensorBoard traces
+pytestmark = [pytest.mark.skipif(compiled.library() is None, reason=compiled.in_words()),
+              pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")]  # TensorBoard traces
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
