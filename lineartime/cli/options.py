@@ -33,7 +33,7 @@ Task = Annotated[str, "Take the model as the paper has it for c4, wiki40b or pg1
 Setting = Annotated[dict[str, Any], "Set any field that `lineartime config` lists, for `info` one of the model. May be "
                     "given again; `none` switches a field off.", "--set NAME=VALUE"]
 Device = Annotated[str | None, "cpu or cuda; by default cuda if there is one."]
-Precision = Annotated[Literal["float32", "bfloat16"], "bfloat16 is faster and less exact."]
+Precision = Annotated[Literal["float32", "bfloat16"], "bfloat16 is less exact; it reads, and in C writes, faster."]
 RankTimeout = Annotated[float, "Under torchrun: take a process for lost when it has not answered for so many seconds."]
 IMPORT = Parameter("imports", Parameter.KEYWORD_ONLY, default=(), annotation=Annotated[
     tuple[str, ...], "A module with layers of yours, also of this folder. May be given again.", "--import MODULE"])
