@@ -59,8 +59,7 @@ static inline R NAME(slope)(R x, R s) { return s * (1 + x * (1 - s)); }
 /* out = silu(raw) attended, or silu(raw). */
 void NAME(gate)(I rows, I n, I size, const T EACH(raw), const T EACH(attended), T EACH(out)) {
   TOKENS(size) {
-    const T *x = AT(raw), *a = AT(attended);
-    T *y = AT(out);
+    const T *x = AT(raw), *a = AT(attended); T *y = AT(out);
     if (attended) FOR(i, size) { R u = WIDE(x[i]); y[i] = NARROW(u * NAME(sigmoid)(u) * WIDE(a[i])); }
     else FOR(i, size) { R u = WIDE(x[i]); y[i] = NARROW(u * NAME(sigmoid)(u)); }
   }
@@ -148,8 +147,7 @@ void NAME(weigh)(I rows, I n, I size, const T EACH(score), const T EACH(own), co
   TOKENS(size) {
     const R *b = bias + (first + at % n) * C;
     const int32_t *key = ids + at / n * c, id = ids ? key[first + at % n] : 0;
-    const T *s = AT(score), *o = AT(own);
-    T *y = AT(a);
+    const T *s = AT(score), *o = AT(own); T *y = AT(a);
     FOR(i, size) {
       R x = WIDE(s[i]) + b[i];
       x = (x < 0 ? 0 : x * x) + (own ? WIDE(o[i]) : 0);
