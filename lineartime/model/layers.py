@@ -80,9 +80,9 @@ class RelPosBias(nn.Module):
 
     def before(self, length: int) -> Tensor:
         """The bias at offsets 1 - length, ..., 0, as far as a table reaches; float32 at least."""
-        if self.n < TOEPLITZ_BELOW:
-            length = min(length, self.n)
-        return at_least_float32(self.at(torch.arange(1 - length, 1, device=next(self.parameters()).device)))
+        if self.n < TOEPLITZ_BELOW:  # by no index, which on the meta device would load a compiler
+            return at_least_float32(self.weight[max(self.n - length, 0) : self.n].clone())
+        return at_least_float32(self.at(torch.arange(1 - length, 1, device=self.a.device)))
 
 
 class ScaleNorm(nn.Module):
