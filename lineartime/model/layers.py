@@ -151,10 +151,7 @@ class SequenceInfo:
             return self.inputs.position_BN - self.inputs.start_BN
         if self.segment_ids_BT is None:
             return torch.arange(self.position_BT.shape[1], device=self.position_BT.device)[None]
-        ids_BT = self.segment_ids_BT
-        index_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-        begins_BT = ids_BT.diff(dim=1, prepend=ids_BT[:, :1] - 1) != 0
-        return index_1T - torch.where(begins_BT, index_1T, 0).cummax(1).values
+        return layout.tokens_since(layout.ids_change(self.segment_ids_BT))
 
     def with_last(self, x_BTF: Tensor, n: int, cache: Cache | None = None, name: str = "last_BKF") -> Tensor:
         """x with the n tokens before it in front, in decoding those of a `LastTokens` cache, 0
@@ -179,7 +176,7 @@ def sequence_info(config: ModelConfig, position_BT: Tensor, dtype: torch.dtype, 
         return info
     if config.by_document(in_graph=torch.compiler.is_compiling()):
         # A document begins at the first token of a row and wherever the id changes.
-        starts_BT = segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
+        starts_BT = layout.ids_change(segment_ids_BT)
         info.cu_seqlens = [*(starts_BT.flatten().nonzero().flatten().tolist() or [0]), segment_ids_BT.numel()]
     if config.chunk_pooling == "attention" and not (
             (segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT < 0)).all():

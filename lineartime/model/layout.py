@@ -155,12 +155,23 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def ids_change(segment_ids_BT: Tensor) -> Tensor:
+    """True for the first token of a row, and wherever the id is not that of the token before."""
+    return segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0
+
+
+def tokens_since(begins_BT: Tensor) -> Tensor:
+    """How many tokens are between each token and the last that begins something: `[B, T]`."""
+    index_1T = torch.arange(begins_BT.shape[1], device=begins_BT.device)[None]
+    return index_1T - torch.where(begins_BT, index_1T, 0).cummax(1).values
+
+
 def lay_out_documents(config: ModelConfig, segment_ids_BT: Tensor) -> Layout:
     """The layout with `document_grid` "own" of rows whose padding is at their end."""
     # A document begins where the id changes. Padding goes on behind the last one.
-    begins_BT = (segment_ids_BT.diff(dim=1, prepend=segment_ids_BT[:, :1] - 1) != 0) & (segment_ids_BT >= 0)
+    begins_BT = ids_change(segment_ids_BT) & (segment_ids_BT >= 0)
     index_1T = torch.arange(segment_ids_BT.shape[1], device=segment_ids_BT.device)[None]
-    position_BT = index_1T - torch.where(begins_BT, index_1T, 0).cummax(1).values
+    position_BT = tokens_since(begins_BT)
     c = config.grid_size
     if c == 1:
         return Layout(position_BT, segment_ids_BT)

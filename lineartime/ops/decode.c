@@ -25,20 +25,8 @@ static void rotary(I position, const double *f, I half, float *sin_cos) {
   for (I i = 0; i < half; i++) sin_cos[i] = sin(position * f[i]), sin_cos[half + i] = cos(position * f[i]);
 }
 
-#define T float
-#define WIDE(x) (x)
-#define NARROW(x) (x)
-#define NAME(name) name##_float32
-#include "decode.c"
-#undef T
-#undef WIDE
-#undef NARROW
-#undef NAME
-#define T uint16_t
-#define WIDE(x) wide_bf16(x)
-#define NARROW(x) narrow_bf16(x)
-#define NAME(name) name##_bfloat16
-#include "decode.c"
+#define SOURCE "decode.c"
+#include "each_type.h"
 #else
 static void NAME(store)(const float *from, I n, T *to) {
   for (I i = 0; i < n; i++) to[i] = NARROW(from[i]);

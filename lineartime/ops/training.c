@@ -20,36 +20,9 @@ typedef struct {
   I head, x, x_row, x_token, factor, factor_row, factor_token;
 } Part;
 
-#define T float
-#define R float
-#define EXP exp_
-#define WIDE(x) (x)
-#define NARROW(x) (x)
-#define NAME(name) name##_float32
-#include "training.c"
-#undef T
-#undef WIDE
-#undef NARROW
-#undef NAME
-#define T uint16_t
-#define WIDE(x) wide_bf16(x)
-#define NARROW(x) narrow_bf16(x)
-#define NAME(name) name##_bfloat16
-#include "training.c"
-#undef T
-#undef R
-#undef EXP
-#undef WIDE
-#undef NARROW
-#undef NAME
-#define T double
-#define R double
-#define EXP exp
-#define WIDE(x) (x)
-#define NARROW(x) (x)
-#define NAME(name) name##_float64
-#include "training.c"
-
+#define SOURCE "training.c"
+#define IN_FLOAT64
+#include "each_type.h"
 #else
 
 static inline R NAME(sigmoid)(R x) { return 1 / (1 + EXP(-x)); }
