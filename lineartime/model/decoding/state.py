@@ -39,6 +39,7 @@ class DecodingState:
     """The `LanguageModel` or layer whose state this is, which `deepcopy` shares."""
     text: str = ""  # the last word that `read` has read: it is tokenised together with what follows it
     tokenizer_sha256: str = ""
+    seen: Any = dataclasses.field(default=None, repr=False, compare=False)  # what C has made of it
     document_B: Tensor | None = None  # of a layer alone: the segment id of each row's last token, -1 without one
 
     @classmethod
@@ -169,7 +170,7 @@ class DecodingState:
         """A copy with `n_rows` rows, of one row or as many, else UsageError."""
         n_own = len(self.seq_lens_B)
         require(n_own in (1, n_rows), "the state has another number of rows", f"{n_own} rows for {n_rows} prompts")
-        made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches])
+        made = dataclasses.replace(self, caches=[copy.copy(cache) for cache in self.caches], seen=None)
         made.select(torch.arange(n_rows).clamp(max=n_own - 1))
         return made
 

@@ -92,7 +92,7 @@ def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, top_p: f
     """One token per row, `[B]`, each from its row's generator. temperature 0 takes the likeliest
     token. top_k keeps the k likeliest tokens and all that are as likely as the last of these, top_p
     the likeliest that together reach probability p. Raises NumericsError for NaN and infinity."""
-    if not (logits_BV < math.inf).all():
+    if not (logits_BV.amax(-1) < math.inf).all():  # NaN is its own largest
         raise NumericsError("the logits are not numbers", f"generate, {logits_BV.dtype}",
                             "the weights are damaged, or too large for float16: take float32 or bfloat16")
     if temperature == 0:
