@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import stat
@@ -20,9 +21,11 @@ from lineartime.base.errors import ResourceError
 from lineartime.base.files import replaced
 
 HERE = Path(__file__).parent
-FLAGS = shlex.split("-O3 -march=native -std=c99 -fPIC -fno-math-errno -fno-trapping-math -fassociative-math "
-                    "-fno-signed-zeros -ffp-contract=fast")
+FLAGS = shlex.split("-O3 -std=c99 -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros "
+                    "-ffp-contract=fast")
 """Sums may be taken in any order and products be added at once. Not -ffast-math: NaN stays NaN."""
+PROCESSORS = (["-march=native"], ["-mcpu=native"], [])  # the second for clang on ARM, the third for a cross compiler
+THREADS = ("-fopenmp", "-fopenmp-simd")  # not every compiler has PyTorch's OpenMP, as clang has not that of gcc
 NO_C, CACHE = "LINEARTIME_NO_C", "LINEARTIME_CACHE"
 
 
@@ -39,9 +42,9 @@ def in_words() -> str:
 @functools.cache
 def loaded() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None; and what `in_words` says."""
-    for threads in (["-fopenmp"], []):  # not every compiler and every PyTorch has OpenMP
+    for processor, threads in itertools.product(PROCESSORS, THREADS):
         try:
-            compiler = [*shlex.split(os.environ.get("CC") or "cc"), *FLAGS, *threads]
+            compiler = [*shlex.split(os.environ.get("CC") or "cc"), *FLAGS, *processor, threads]
             made_by = output_of([compiler[0], "--version"]).partition("\n")[0].strip()
             with tempfile.TemporaryDirectory() as folder:
                 return ctypes.CDLL(str(made_or_kept(compiler, Path(folder)))), f"C ({made_by})"

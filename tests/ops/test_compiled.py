@@ -42,11 +42,13 @@ def test_numbers_are_those_of_pytorch() -> None:
 
 @needs_compiler
 def test_it_is_made_once_and_again_where_others_can_write(anew: Path) -> None:
-    for _ in range(2):
-        assert compiled.loaded.__wrapped__()[0] is not None and times_made(anew) == 1
-    (kept,) = (anew / "cache").iterdir()  # nothing else is left there
+    assert compiled.loaded.__wrapped__()[0] is not None
+    once = times_made(anew)  # twice where the first, with threads, cannot be loaded
+    assert compiled.loaded.__wrapped__()[0] is not None and times_made(anew) == once
+    kept, *more = (anew / "cache").iterdir()  # nothing else is left there
+    assert 1 + len(more) == once <= 2
     kept.parent.chmod(0o777)
-    assert compiled.loaded.__wrapped__()[0] is not None and times_made(anew) == 2
+    assert compiled.loaded.__wrapped__()[0] is not None and times_made(anew) == 2 * once
     kept.parent.chmod(0o700)
     elsewhere = anew / "elsewhere.so"
     kept.rename(elsewhere)
@@ -57,7 +59,7 @@ def test_it_is_made_once_and_again_where_others_can_write(anew: Path) -> None:
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_done_without(anew: Path) -> None:
     (anew / "cache").write_text("a file is in its place")
-    assert compiled.loaded.__wrapped__()[0] is not None and times_made(anew) == 1
+    assert compiled.loaded.__wrapped__()[0] is not None and times_made(anew) <= 2
 
 
 def test_without_a_compiler_there_is_no_library(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
