@@ -38,14 +38,15 @@ void NAME(linear)(const T *w, const T *b, const float *x, I rows, I n, I k, floa
     for (I r = 0; r < rows; r += 4) {
       const I left = rows - r;
       const float *x0 = x + r * k, *x1 = x0 + (left > 1) * k, *x2 = x1 + (left > 2) * k, *x3 = x2 + (left > 3) * k;
-      float sum[4] = {0, 0, 0, 0};
+      float s0 = 0, s1 = 0, s2 = 0, s3 = 0;  /* an array of four would be kept in memory */
       if (left == 1)
-        for (I j = 0; j < k; j++) sum[0] += WIDE(w[j]) * x0[j];
+        for (I j = 0; j < k; j++) s0 += WIDE(w[j]) * x0[j];
       else
         for (I j = 0; j < k; j++) {
           const float a = WIDE(w[j]);
-          sum[0] += a * x0[j], sum[1] += a * x1[j], sum[2] += a * x2[j], sum[3] += a * x3[j];
+          s0 += a * x0[j], s1 += a * x1[j], s2 += a * x2[j], s3 += a * x3[j];
         }
+      const float sum[4] = {s0, s1, s2, s3};
       for (I q = 0; q < 4 && q < left; q++) y[(r + q) * n + i] += sum[q] + (b ? WIDE(b[i]) : 0);
     }
 }
