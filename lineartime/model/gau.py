@@ -104,7 +104,7 @@ class GatedAttentionUnit(ResidualLayer):
             return [*make_heads(z_BTS, *self.heads_from_z(info))], None
         conv_BTS = z_BTS if convolve is None else convolve(z_BTS)
         return gau_options.heads_of_z(self.config, z_BTS, conv_BTS, self.scale_offset, self.linear_gate,
-                                      info.angles[self.config.qk_width])
+                                      info.turns[self.config.qk_width])
 
     def attend_otherwise(self, uvz_BTF: Tensor, info: SequenceInfo, segment_ids_BT: Tensor | None,
                          convolve: Convolve) -> Tensor:

@@ -2,6 +2,8 @@
 First keys made from several tokens and a gate on what the linear half writes, beyond the paper;
 then the paper's ablations (`ops.ablations`), several heads, another activation, and no gate."""
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -10,12 +12,12 @@ from torch import Tensor, nn
 
 from lineartime.base.ranks import ALONE, Ranks
 from lineartime.config import ModelConfig
-from lineartime.model.decoding.cache import Cache, last_and_new
+from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import ACTIVATIONS, RelPosBias, ScaleOffset, fold_heads, unfold_heads
 from lineartime.ops import ablations, reference
 from lineartime.ops.context import with_neighbours
-from lineartime.ops.dtypes import at_least_float32
+from lineartime.ops.dtypes import as_dtype, at_least_float32
 from lineartime.ops.reference import Exchange, ids_or_zeros, to_chunks
 
 CHUNK_BIAS_LEN = 512  # n of the position bias between chunks; the rotated form has no limit
@@ -43,12 +45,13 @@ class KeyConv(nn.Module):
         n_taps, n_tokens = len(self.taps), z_BTS.shape[1]
         around = (n_taps - 1 - self.n_after, self.n_after)
         if segment_ids_BT is None:
-            return weigh_tokens(F.pad(z_BTS, [0, 0, *around]), self.taps, None)
+            return weigh_tokens(F.pad(z_BTS, [0, 0, *around]), self.taps, n_tokens, None)
         if ranks.size == 1:
             row_BLS, ids_BL = F.pad(z_BTS, [0, 0, *around]), F.pad(segment_ids_BT, around, value=-1)
         else:
             row_BLS, ids_BL = with_neighbours(z_BTS, segment_ids_BT, around, ranks)
-        return weigh_tokens(row_BLS, self.taps, [ids_BL[:, k : k + n_tokens] == segment_ids_BT for k in range(n_taps)])
+        visible_KBT1 = [(ids_BL[:, k : k + n_tokens] == segment_ids_BT)[..., None] for k in range(n_taps)]
+        return weigh_tokens(row_BLS, self.taps, n_tokens, visible_KBT1)
 
     def add_to(self, cache: Cache) -> None:
         """Give an empty cache the places for the last tokens' z."""
@@ -57,23 +60,19 @@ class KeyConv(nn.Module):
 
     def extend(self, z_BNS: Tensor, inputs: DecodeInputs, cache: Cache) -> Tensor:
         """`forward` of the next N tokens; their rows' last z are in `cache`: `[B, N, S]`."""
-        assert cache.z_BKS is not None
-        row_BLS, kept_BKS = last_and_new(unfold_heads(cache.z_BKS, self.n_heads), z_BNS, inputs)
-        cache.keep("z_BKS", fold_heads(kept_BKS, self.n_heads))
-        n_taps, age_BN = len(self.taps), inputs.position_BN - inputs.start_BN
-        visible_KBN = [age_BN >= n_taps - 1 - tap for tap in range(n_taps)]
-        return weigh_tokens(row_BLS[:, 1:], self.taps, visible_KBN)
+        h = self.n_heads
+        row_BLS = unfold_heads(cache.append_last("z_BKS", fold_heads(z_BNS, h), inputs.for_heads(h)), h)
+        return weigh_tokens(row_BLS, self.taps, z_BNS.shape[1], inputs.sees_before(len(self.taps)))
 
 
-def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, visible_KBT: Sequence[Tensor] | None) -> Tensor:
-    """The sum over k of taps[k] row[t + k], where visible: `[B, T, S]` of row's dtype."""
-    n_tokens, out_BTS = row_BLS.shape[1] - len(taps_KS) + 1, row_BLS.new_zeros(())
-    for k, weight_S in enumerate(taps_KS):
-        part_BTS = row_BLS[:, k : k + n_tokens]
-        if visible_KBT is not None:
-            part_BTS = torch.where(visible_KBT[k][..., None], part_BTS, 0.0)
-        out_BTS = out_BTS + part_BTS * weight_S
-    return out_BTS.to(row_BLS.dtype)
+def weigh_tokens(row_BLS: Tensor, taps_KS: Tensor, n_tokens: int, visible_KBT1: Sequence[Tensor] | None) -> Tensor:
+    """The sum over k of taps[k] row[t + k], where visible, for the last t: `[B, T, S]`."""
+    first = row_BLS.shape[1] - n_tokens - len(taps_KS) + 1
+    parts = [row_BLS[:, first + k : first + k + n_tokens] for k in range(len(taps_KS))]
+    if visible_KBT1 is not None:
+        parts = [torch.where(*each, 0.0) for each in zip(visible_KBT1, parts, strict=True)]
+    weighed = (part_BTS * weight_S for part_BTS, weight_S in zip(parts, taps_KS, strict=True))
+    return as_dtype(functools.reduce(operator.add, weighed), row_BLS.dtype)
 
 
 class WriteGate(nn.Module):
@@ -95,33 +94,36 @@ class WriteGate(nn.Module):
         return torch.sigmoid(product_BTS.unflatten(-1, (len(self.bias), -1)).sum(-1) + self.bias)
 
 
-def gated_keys(config: ModelConfig, k_BTHK: Tensor, conv_BTS: Tensor,
+def gated_keys(config: ModelConfig, k_BTK: Tensor, conv_BTS: Tensor,
                gate: WriteGate | None) -> tuple[Tensor, Tensor | None]:
-    """The linear half's keys times their gates, `[B, T, H, K]`; and gate_BT, which chunk_pooling
-    "written" divides by (B counts rows times heads), else None. conv_BTS: see `WriteGate`."""
+    """The linear half's keys times their gates, `[B, T, K]`; and gate_BT, which chunk_pooling
+    "written" divides by, else None. B counts rows times heads. conv_BTS: see `WriteGate`."""
     if gate is None:
-        return k_BTHK, None
-    gate_BTH = gate(conv_BTS)
-    gate_BT = gate_BTH.movedim(-1, 1).flatten(0, 1) if config.chunk_pooling == "written" else None
-    return (k_BTHK * gate_BTH[..., None]).to(k_BTHK.dtype), gate_BT
+        return k_BTK, None
+    gate_BT1 = fold_heads(gate(conv_BTS), config.n_heads)
+    return as_dtype(k_BTK * gate_BT1, k_BTK.dtype), gate_BT1[..., 0] if config.chunk_pooling == "written" else None
 
 
 def heads_of_z(config: ModelConfig, z_BTS: Tensor, conv_BTS: Tensor, scale_offset: ScaleOffset,
-               gate: WriteGate | None, rotary: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor | None]:
+               gate: WriteGate | None, turn: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor | None]:
     """Heads made from z, each `[B, T, S]`: q and k of the quadratic half, then with chunks those of
     the linear half, then those of first-to-all; and the gates that chunk_pooling "written" divides
-    by, gate_BT, else None. B counts rows times attention heads. conv_BTS: z, or its convolution."""
-    (sin, cos), heads, gate_BT = (angle[..., None, :] for angle in rotary), [], None
+    by, gate_BT, else None. B counts rows times attention heads. conv_BTS: z, or its convolution.
+    turn: see `SequenceInfo.turns`."""
     # Heads 2 and 3 are the linear half's, 1 and 3 are keys. These are made from the convolution:
     from_conv = (1,) if config.chunk_size is None else (1, 3) if config.local_key_conv else (3,)
     wide_BTS, wide_conv_BTS = at_least_float32(z_BTS), at_least_float32(conv_BTS)
-    for n in range(len(scale_offset.gamma)):
-        made_BTS = (wide_conv_BTS if n in from_conv else wide_BTS) * scale_offset.gamma[n] + scale_offset.beta[n]
-        head_BTHS = made_BTS.unflatten(-1, (config.n_heads, -1))
-        heads.append(reference.rope(head_BTHS, sin, cos) if config.linear_rope or n not in (2, 3) else head_BTHS)
+    heads = [(wide_conv_BTS if n in from_conv else wide_BTS) * gamma_S + beta_S
+             for n, (gamma_S, beta_S) in enumerate(zip(scale_offset.gamma, scale_offset.beta, strict=True))]
+    # RoPE of all heads that have it at once.
+    rotated = [n for n in range(len(heads)) if config.linear_rope or n not in (2, 3)]
+    turned_NBTS = reference.rope(torch.stack([heads[n] for n in rotated]), turn, (config.n_heads, 2, -1))
+    for n, head_BTS in zip(rotated, turned_NBTS, strict=True):
+        heads[n] = head_BTS
+    heads, gate_BT = [fold_heads(head_BTS, config.n_heads) for head_BTS in heads], None
     if config.chunk_size is not None:
         heads[3], gate_BT = gated_keys(config, heads[3], conv_BTS, gate)
-    return [fold_heads(head.to(z_BTS.dtype).flatten(-2), config.n_heads) for head in heads], gate_BT
+    return [as_dtype(head_BTS, z_BTS.dtype) for head_BTS in heads], gate_BT
 
 
 def split_folded(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +137,7 @@ def split_folded(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor]:
 def split_activated(config: ModelConfig, uvz_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """u_BTE, v_BTE and z_BTS, after the activation. In v B counts rows times attention heads."""
     e, activation = config.d_inner, ACTIVATIONS[config.activation]
-    u_BTE, v_BTE, z_BTS = (activation(part) for part in uvz_BTF.split([e, e, config.query_key_dim], dim=-1))
+    u_BTE, v_BTE, z_BTS = activation(uvz_BTF).split([e, e, config.query_key_dim], dim=-1)
     return u_BTE, fold_heads(v_BTE, config.n_heads), z_BTS
 
 

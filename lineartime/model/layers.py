@@ -25,8 +25,8 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.decoding.state import DecodingState
 from lineartime.ops.context import exchange_states, with_neighbours
-from lineartime.ops.dtypes import at_least_float32, float16_as_float32, matmul_dtype
-from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm
+from lineartime.ops.dtypes import as_dtype, at_least_float32, float16_as_float32, matmul_dtype
+from lineartime.ops.reference import NORM_EPS, Exchange, add_norm, rope, rotary, scale_norm, turn
 
 BIAS_WIDTH = 128  # of the two vectors of the rotated position bias (Code 4), whatever `query_key_dim` is
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
@@ -131,6 +131,9 @@ class SequenceInfo:
     document of the token before it. None, the one default torch.compile takes: this rank alone."""
     inputs: DecodeInputs | None = None  # in decoding: the rows are the next tokens of rows that have a cache
 
+    def __post_init__(self) -> None:  # `angles` as `reference.rope` takes them, for heads `[B, T, H, width]`
+        self.turns = {width: turn(*(angle[..., None, :] for angle in both)) for width, both in self.angles.items()}
+
     @property
     def ranks(self) -> Ranks:
         return self.shared_by or ALONE
@@ -196,11 +199,8 @@ def by_document(parts: tuple[Tensor, ...], info: SequenceInfo) -> list[list[Tens
 
 def rotate_heads(x_BTHK: Tensor, info: SequenceInfo, config: ModelConfig) -> Tensor:
     """RoPE of every head at the positions of the rows; x itself in a model without RoPE."""
-    angles = info.rotary(config)
-    if angles is None:
-        return x_BTHK
-    sin, cos = (angle[..., None, :] for angle in angles)
-    return rope(x_BTHK, sin, cos).to(x_BTHK.dtype)
+    by = info.turns[config.qk_width] if info.rotary(config) else None
+    return x_BTHK if by is None else as_dtype(rope(x_BTHK, by), x_BTHK.dtype)
 
 
 class ResidualLayer(nn.Module):

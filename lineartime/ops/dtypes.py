@@ -9,9 +9,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype: itself if it has that one, where `x.to` is an op that does nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def float16_as_float32(x: Tensor) -> Tensor:
     """`x`, converted to float32 from float16; bfloat16, which has float32's range, stays."""
-    return x.to(wide_dtype(x))
+    return as_dtype(x, wide_dtype(x))
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

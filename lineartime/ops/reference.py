@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.ops.dtypes import at_least_float32, autocast_off, float16_as_float32, matmul_dtype
+from lineartime.ops.dtypes import as_dtype, at_least_float32, autocast_off, float16_as_float32, matmul_dtype
 
 SCAN_BLOCK = 32
 """Chunks whose states are summed by one matmul, see `sum_states`."""
@@ -39,18 +39,22 @@ def rotary(position: Tensor, width: int, dtype: torch.dtype, base: float = 10_00
 def frequencies(width: int, n_rotated: int, base: float = 10_000.0, device: torch.device | None = None) -> Tensor:
     """What `rotary` multiplies positions by: `[width / 2]`, float64, 0 behind n_rotated / 2."""
     half = n_rotated // 2
-    frequency = base ** -(torch.arange(half, dtype=torch.float64, device=device) / max(half, 1))
-    return F.pad(frequency, [0, width // 2 - half])
+    frequency = base ** (torch.arange(half, dtype=torch.float64, device=device) / -max(half, 1))
+    return F.pad(frequency, [0, width // 2 - half]) if half < width // 2 else frequency
 
 
-def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """RoPE (Code 3): the halves of the last axis rotated by the angles of `rotary`.
+def turn(sin: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables of `rotary` as `rope` takes them: `[..., 1, width / 2]`, `[..., 2, width / 2]`."""
+    return cos[..., None, :], sin[..., None, :] * torch.arange(-1, 2, 2, device=sin.device)[:, None]
 
-    x: `[..., width]`. sin, cos: `[..., width / 2]`, broadcast. Returns `[..., width]`."""
-    halves = x.unflatten(-1, (2, -1))
+
+def rope(x: Tensor, by: tuple[Tensor, Tensor], parts: tuple[int, ...] = (2, -1)) -> Tensor:
+    """RoPE (Code 3): the halves of the last axis rotated by a `turn`, which broadcasts.
+
+    x: `[..., width]`. parts: (heads, 2, -1) if heads lie side by side. Returns x's shape."""
+    halves = x.unflatten(-1, parts)
     # This is [x1 cos - x2 sin, x2 cos + x1 sin] without a cat, slow in torch.compile.
-    sign = torch.arange(-1, 2, 2, device=x.device)[:, None]
-    return (halves * cos[..., None, :] + halves.flip(-2) * (sin[..., None, :] * sign)).flatten(-2)
+    return (halves * by[0] + halves.flip(-2) * by[1]).flatten(-len(parts))
 
 
 def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
@@ -64,16 +68,12 @@ def toeplitz(w: Tensor, n_queries: int, n_keys: int | None = None) -> Tensor:
 
 def to_chunks(x_BT: Tensor, chunk_size: int, fill: int = 0) -> Tensor:
     """`[B, T, ...]` as `[B, G, C, ...]`, padded with `fill`; in `torch.export` two more chunks."""
-    if torch.compiler.is_exporting():
-        # T may be symbolic: G is then more than 2, and unfold does not compare lengths.
-        n_chunks = (x_BT.shape[1] + chunk_size - 1) // chunk_size + 2
-        missing = n_chunks * chunk_size - x_BT.shape[1]
+    # There T may be symbolic: G is then more than 2, and unfold does not compare lengths.
+    n_tokens, c, exports = x_BT.shape[1], chunk_size, torch.compiler.is_exporting()
+    missing = ((n_tokens + c - 1) // c + 2) * c - n_tokens if exports else -n_tokens % c
+    if exports or missing:
         x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
-        return x_BT.unfold(1, chunk_size, chunk_size).movedim(-1, 2)
-    missing = -x_BT.shape[1] % chunk_size
-    if missing:
-        x_BT = F.pad(x_BT, [0, 0] * (x_BT.dim() - 2) + [0, missing], value=fill)
-    return x_BT.unflatten(1, (-1, chunk_size))
+    return x_BT.unfold(1, c, c).movedim(-1, 2) if exports else x_BT.unflatten(1, (-1, c))
 
 
 def from_chunks(x_BGC: Tensor, n_tokens: int) -> Tensor:
@@ -122,7 +122,7 @@ def weigh_values(a: Tensor, v: Tensor) -> Tensor:
     give `[..., N, E]`."""
     if matmul_dtype(v) == torch.float16:
         return product("...nm,...me->...ne", a, v)
-    return torch.matmul(a.to(v.dtype), v)
+    return torch.matmul(as_dtype(a, v.dtype), v)
 
 
 def attention_weights(score: Tensor, visible: Tensor | None, kernel: str = "relu2") -> Tensor:
@@ -386,7 +386,7 @@ def make_heads(z_BTS: Tensor, gamma_NS: Tensor, beta_NS: Tensor, sin: Tensor, co
     sin, cos: `[1 or B, T, S / 2]`, see `rotary`."""
     # RoPE is computed in the wider of the dtypes, as its angles are; the result is rounded once.
     made_NBTS = z_BTS * gamma_NS[:, None, None] + beta_NS[:, None, None]
-    return rope(made_NBTS, sin, cos).to(z_BTS.dtype)
+    return rope(made_NBTS, turn(sin, cos)).to(z_BTS.dtype)
 
 
 class HeadsFromZ(NamedTuple):
@@ -486,9 +486,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | Non
     float32 at least."""
     # LayerNorm is PyTorch's own; ScaleNorm has one weight and subtracts no mean.
     total = x if delta is None else x + delta
-    dtype = torch.promote_types(total.dtype, weight.dtype)
-    if bias is not None:
-        normed = F.layer_norm(total.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
-    else:
-        normed = scale_norm(total, weight, eps)
-    return total, normed.to(weight.dtype if weight.dtype == torch.float16 else matmul_dtype(total))
+    dtype = total.dtype if total.dtype == weight.dtype else torch.promote_types(total.dtype, weight.dtype)
+    normed = scale_norm(total, weight, eps) if bias is None else F.layer_norm(
+        as_dtype(total, dtype), weight.shape, as_dtype(weight, dtype), as_dtype(bias, dtype), eps)
+    return total, as_dtype(normed, weight.dtype if weight.dtype == torch.float16 else matmul_dtype(total))

@@ -19,6 +19,7 @@ from lineartime.model.decoding.state import DecodingState
 from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.weights.generation import generate
+from lineartime.weights.load import load_model
 from tiny_models import BOTH_GRIDS, CHUNK, CONTEXT, FLASH, case_of, difference, random_ids, random_model, with_end
 
 END = 0
@@ -245,3 +246,14 @@ def test_a_layer_alone_refuses_the_token_behind_its_table() -> None:
     for t in range(5):
         with pytest.raises(UsageError, match="5 tokens, the table has 4") if t == 4 else nullcontext():
             layer(x_BTD[:, t : t + 1], cache=cache)
+
+
+def test_layers_share_the_tables_of_a_step() -> None:
+    """By PyTorch a token of the model that ships takes at most 900 ops, views included."""
+    ops, model = [], load_model("small")[0]
+    model.set_impl("reference")
+    counts = {"__torch_dispatch__": lambda _, op, types, x=(), how=None: ops.append(op) or op(*x, **how or {})}
+    _, state = generate.prefill(model, [[0, 5, 6, 7]])
+    with type("Ops", (torch.utils._python_dispatch.TorchDispatchMode,), counts)():
+        generate.decode_step(model, torch.tensor([8]), state)
+    assert 0 < len(ops) <= 900

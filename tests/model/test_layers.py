@@ -15,7 +15,7 @@ from lineartime.config import PRESETS, ModelConfig, model_config
 from lineartime.model.gau_options import heads_of_z
 from lineartime.model.language_model import LanguageModel, init_weights
 from lineartime.model.layers import ResidualLayer
-from lineartime.ops.reference import add_norm, make_heads
+from lineartime.ops.reference import add_norm, make_heads, turn
 from lineartime.weights.generation.generate import decode_step, prefill
 from marks import rest
 from tiny_models import CONFIGS, difference, drawn, random_ids, random_model
@@ -105,9 +105,9 @@ def test_norms_and_heads_of_a_short_type_are_rounded_once() -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return add_norm(x, None, weight, bias)[1]
 
-    def options(z: Tensor, gamma: Tensor, beta: Tensor, *angles: Tensor) -> Tensor:
-        scale_offset = SimpleNamespace(gamma=gamma, beta=beta)
-        return torch.stack(heads_of_z(CONFIGS["flash"], z, z, scale_offset, None, angles)[0])
+    def options(z: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+        by, angles = SimpleNamespace(gamma=gamma, beta=beta), turn(sin[..., None, :], cos[..., None, :])
+        return torch.stack(heads_of_z(CONFIGS["flash"], z, z, by, None, angles)[0])
 
     angles = sin[..., :32], cos[..., :32]
     for made, parameters in ((norm, (gamma[0, 0], beta[0, 0])), (norm, (gamma[0, 0, :1],)),

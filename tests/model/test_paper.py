@@ -16,7 +16,7 @@ from lineartime.model.gau import GatedAttentionUnit
 from lineartime.model.language_model import LanguageModel
 from lineartime.model.layers import RelPosBias, ScaledSin, make_norm
 from lineartime.ops.ablations import paper_chunk_weights, paper_linear_attention
-from lineartime.ops.reference import rope, rotary, toeplitz
+from lineartime.ops.reference import rope, rotary, toeplitz, turn
 
 Weights = dict[str, Tensor]
 FOLDER = Path(__file__).parents[1] / "conformance"
@@ -111,7 +111,7 @@ def test_rope_over_one_axis_and_over_two(name: str) -> None:
     case = Case(name)
     _, *axes, _, width = case.inputs["x"].shape
     sin, cos = rotary(torch.arange(math.prod(axes)).view(axes), width, torch.float32)
-    case.check(rope(case.leaves["x"], sin.unsqueeze(-2), cos.unsqueeze(-2)))
+    case.check(rope(case.leaves["x"], turn(sin.unsqueeze(-2), cos.unsqueeze(-2))))
 
 
 @cases("rel_pos_bias")

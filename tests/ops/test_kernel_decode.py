@@ -55,7 +55,7 @@ def by_the_layer(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tens
     """The layer's step in PyTorch, of what the kernel takes."""
     c, slot_C = len(bias_C), torch.arange(len(bias_C))
     distance_BC = slot_C - offset_B[:, None]
-    at = SimpleNamespace(place=(torch.arange(len(offset_B)), offset_B), n_open=c, full=None,
+    at = SimpleNamespace(place=(torch.arange(len(offset_B))[:, None], offset_B[:, None]), n_open=c, full=None,
                          bias_index=(distance_BC.clamp(max=0) + c - 1)[:, None], weight_B11=weight_B[:, None, None],
                          visible_B1M=((distance_BC <= 0) & (slot_C >= first_B[:, None]))[:, None])
     u_B1E, v_B1E, made = reference.split_projection(uvz_B1F, heads)

@@ -14,7 +14,7 @@ from lineartime.model.decoding.cache import Cache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import SequenceInfo, by_document, rotate_heads
 from lineartime.ops.dtypes import at_least_float32
-from lineartime.ops.reference import rope, rotary, to_chunks
+from lineartime.ops.reference import rope, rotary, to_chunks, turn
 
 
 def rowmajor_axial_attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor,
@@ -116,8 +116,8 @@ class Combiner:
             key_BGCHK = self.summary_key(self.summary_norm(summary_BGCD)).unflatten(-1, (config.n_heads, -1))
             if not angles:
                 return key_BGCHK
-            sin, cos = (to_chunks(angle, c)[..., None, :] for angle in angles)
-            return rope(key_BGCHK, sin, cos).to(key_BGCHK.dtype)
+            by = turn(*(to_chunks(angle, c)[..., None, :] for angle in angles))
+            return rope(key_BGCHK, by).to(key_BGCHK.dtype)
 
         return rowmajor_axial_attention(q_BTHK, k_BTHK, v_BTHK, summarise, chunk_size=c, causal=config.causal,
                                         earlier=earlier)

@@ -47,10 +47,11 @@ class MixedChunk:
         q_lin_BTHK, k_lin_BTHK = q_lin_BTD.view_as(q_BTHK), k_lin_BTD.view_as(k_BTHK)
         if config.linear_rope:
             q_lin_BTHK, k_lin_BTHK = (rotate_heads(x, info, config) for x in (q_lin_BTHK, k_lin_BTHK))
-        k_lin_BTHK, gate_BT = gated_keys(config, k_lin_BTHK, conv_BTD, self.linear_gate)
         k_quad_BTHK = conv_BTD.view_as(k_BTHK) if config.local_key_conv else k_BTHK
-        heads = (*(rotate_heads(x, info, config) for x in (q_BTHK, k_quad_BTHK)), q_lin_BTHK, k_lin_BTHK)
-        return torch.stack([fold_heads(x.flatten(2), config.n_heads) for x in heads]), gate_BT
+        made = (*(rotate_heads(x, info, config) for x in (q_BTHK, k_quad_BTHK)), q_lin_BTHK, k_lin_BTHK)
+        *heads, k_lin_BTK = (fold_heads(x.flatten(2), config.n_heads) for x in made)
+        k_lin_BTK, gate_BT = gated_keys(config, k_lin_BTK, conv_BTD, self.linear_gate)
+        return torch.stack([*heads, k_lin_BTK]), gate_BT
 
     def extend(self, q_BNHK: Tensor, k_BNHK: Tensor, v_BNHK: Tensor, x_BND: Tensor, info: SequenceInfo,
                inputs: DecodeInputs, cache: Cache) -> Tensor:

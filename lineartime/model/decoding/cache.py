@@ -43,18 +43,15 @@ class Cache:
 
     def append_last(self, name: str, new_BNF: Tensor, inputs: DecodeInputs) -> Tensor:
         """The last K tokens' vectors, which the tensor `name` holds, and the new ones: `[B, K + N,
-        F]`, the oldest first. Then it holds the last K of these."""
-        row_BLF, kept_BKF = last_and_new(getattr(self, name), new_BNF, inputs)
-        self.keep(name, kept_BKF)
+        F]`, the oldest first. Then it holds the last K of these: the token at position p is at
+        place p modulo K, so that a step that is repeated writes the same."""
+        last_BKF = getattr(self, name)
+        order_BKF, place_BKF = inputs.of_last(*last_BKF.shape[1:])
+        row_BLF = torch.cat([last_BKF.gather(1, order_BKF), new_BNF], dim=1)
+        kept_BKF = row_BLF.gather(1, place_BKF)
+        # In place, for a captured step, unless a gradient needs what is there.
+        setattr(self, name, kept_BKF if self.wants_gradient([kept_BKF]) else last_BKF.copy_(kept_BKF))
         return row_BLF
-
-    def keep(self, name: str, kept: Tensor) -> None:
-        """Put new values into a tensor: in place, for a captured step, unless a gradient needs what
-        is there."""
-        if self.wants_gradient([kept]):
-            setattr(self, name, kept)
-        else:
-            getattr(self, name).copy_(kept)
 
     def reserve(self, length: int) -> None:
         """Make the tensors that grow at least so long."""
@@ -74,21 +71,6 @@ class Cache:
         """These tensors after each row's only new token, which the open chunk holds already. No
         shape depends on which rows' chunks are full, as a graph needs it."""
         return {}
-
-
-def last_and_new(last_BKF: Tensor, new_BNF: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-    """The vectors of each row's last K tokens, the oldest first, then the new ones, `[B, K + N,
-    F]`; and those of the last K tokens now, `[B, K, F]`. The token at position p is at place p
-    modulo K, so that a step that is repeated writes the same."""
-    n, place_K = last_BKF.shape[1], torch.arange(last_BKF.shape[1], device=last_BKF.device)
-
-    def at(place_BK: Tensor) -> Tensor:
-        return place_BK[..., None].expand_as(last_BKF)
-
-    row_BLF = torch.cat([last_BKF.gather(1, at((inputs.seq_lens_B[:, None] + place_K) % n)), new_BNF], dim=1)
-    now_BKF = row_BLF.gather(1, at(inputs.n_new_B[:, None] + place_K))
-    place_BK = (inputs.seq_lens_B + inputs.n_new_B)[:, None] + place_K
-    return row_BLF, torch.zeros_like(now_BKF).scatter(1, at(place_BK % n), now_BKF)
 
 
 @dataclasses.dataclass
@@ -147,8 +129,8 @@ class ChunkState(Cache):
         """What multiplies the linear half of a new token, `[B, 1, 1]`. Stores its gate, if any."""
         if self.gate_BC is None or self.written_B is None or gate_BN is None:
             return at.weight_B11
-        self.gate_BC[at.place] = gate_BN[:, 0]
-        return at.weight_B11 / self.written_B.clamp(min=1)[:, None, None]
+        self.gate_BC[at.place] = gate_BN
+        return at.weight_B11 / self.written_B.clamp(min=1).view(-1, 1, 1)
 
     def advance(self, q_lin_BGCS: Tensor, k_lin_BGCS: Tensor, v_BGCE: Tensor, segment_ids_BGC: Tensor, past: Past,
                 now_open: tuple[Tensor, Tensor], pooling: str, gate_BGC: Tensor | None) -> Tensor:

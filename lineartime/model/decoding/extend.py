@@ -15,7 +15,7 @@ from lineartime.model.decoding.cache import Cache, ChunkState, KeyValueCache
 from lineartime.model.decoding.inputs import DecodeInputs
 from lineartime.model.layers import RelPosBias
 from lineartime.ops.ablations import ablated_quadratic_attention, score_scale
-from lineartime.ops.dtypes import at_least_float32, float16_as_float32, wide_dtype
+from lineartime.ops.dtypes import as_dtype, at_least_float32, float16_as_float32, wide_dtype
 from lineartime.ops.reference import attention_weights, to_chunks, weigh_values
 
 
@@ -73,8 +73,8 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
     at = inputs.token_position(config, cache.kv_BSE.dtype)
     q_quad_BNS, k_quad_BNS, q_lin_BNS, k_lin_BNS = heads
     for buffer, new_BN in ((cache.k_quad_BCS, k_quad_BNS), (cache.k_lin_BCS, k_lin_BNS), (cache.v_BCE, v_BNE)):
-        buffer[at.place] = new_BN[:, 0].to(buffer.dtype)  # autocast makes a shorter type
-    halves_BNE = []  # the local half: the open chunk up to the token, and with overlap the chunk before it
+        buffer[at.place] = as_dtype(new_BN, buffer.dtype)  # autocast makes a shorter type
+    out_BNE = None  # the local half: the open chunk up to the token, and with overlap the chunk before it
     if config.chunk_parts != "global":
         k_BMS, v_BME = cache.k_quad_BCS[:, : at.n_open], cache.v_BCE[:, : at.n_open]
         if cache.k_before_BCS is not None and cache.v_before_BCE is not None:
@@ -82,12 +82,14 @@ def extend_by_one(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, 
             v_BME = torch.cat([cache.v_before_BCE, v_BME], dim=1)
         bias = None if cache.bias_M is None else cache.bias_M[at.bias_index]
         score_BNM = decode_scores(q_quad_BNS, k_BMS, bias, config)
-        halves_BNE.append(weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME))
+        out_BNE = weigh_values(attention_weights(score_BNM, at.visible_B1M, config.attn_kernel), v_BME)
     if config.chunk_parts != "local":  # the linear half reads the sum over closed chunks
-        halves_BNE.append(weigh_values(q_lin_BNS * cache.factor(at, gate_BN), cache.kv_BSE))
+        lin_BNE, factor_B11 = weigh_values(q_lin_BNS, cache.kv_BSE), cache.factor(at, gate_BN)
+        out_BNE = lin_BNE * factor_B11 if out_BNE is None else torch.addcmul(out_BNE, lin_BNE, factor_B11)
     if at.full is not None:
         cache.close(at)
-    return sum(halves_BNE[1:], halves_BNE[0]).to(wide_dtype(v_BNE))
+    assert out_BNE is not None
+    return as_dtype(out_BNE, wide_dtype(v_BNE))
 
 
 def extend_chunks(heads: Iterable[Tensor], v_BNE: Tensor, inputs: DecodeInputs, cache: ChunkState, config: ModelConfig,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,22 +50,19 @@ class DecodeInputs:
             self.single_token = len(index_N) == 1 and min(self.n_new) == 1
             if len({*self.lengths}) == 1 and min(self.n_new) == len(index_N):
                 self.common_position = self.lengths[0]
-        # What follows is computed when the first layer asks for it.
-        self.folded: DecodeInputs | None = None
-        self.visible_BNL: Tensor | None = None
-        self.index_BNL: Tensor | None = None
-        self.cuts: dict[tuple[int, ...], Cut] = {}
-        self.token_positions: dict[torch.dtype, TokenPosition] = {}
+        self.made: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, which is computed when the first layer asks for it."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def for_heads(self, n_heads: int) -> "DecodeInputs":
         """The same inputs with every row repeated `n_heads` times."""
-        if n_heads == 1:
-            return self
-        if self.folded is None:
-            parts = {name: getattr(self, name).repeat_interleave(n_heads, 0)
-                     for name in ("seq_lens_B", "start_B", "n_new_B", "begins_BN")}
-            self.folded = dataclasses.replace(self, **parts)
-        return self.folded
+        names = ("seq_lens_B", "start_B", "n_new_B", "begins_BN")
+        return self if n_heads == 1 else self.once("heads", lambda: dataclasses.replace(
+            self, **{name: getattr(self, name).repeat_interleave(n_heads, 0) for name in names}))
 
     def whole_chunks(self, chunk_size: int) -> tuple[int, ...]:
         """Where to cut each row's new tokens, so that whole chunks are computed together: behind
@@ -79,9 +78,7 @@ class DecodeInputs:
 
     def cut(self, first: tuple[int, ...]) -> "Cut":
         """The new tokens in two parts: the first so many of each row, and the others."""
-        if first not in self.cuts:
-            self.cuts[first] = Cut(self, first)
-        return self.cuts[first]
+        return self.once(first, lambda: Cut(self, first))
 
     def without_padding(self, x_BN: Tensor) -> Tensor:
         """`[B, N, ...]` with 0 for padding."""
@@ -100,31 +97,43 @@ class DecodeInputs:
         `[B or 1, N, L]`, L = `longest`; None where every key is visible."""
         if self.common_position is not None and self.one_document and self.single_token:
             return None
-        if self.visible_BNL is None:
-            self.visible_BNL = self.offset_BNL() <= 0
-            if self.common_position is None or not self.one_document:
-                key_L = torch.arange(self.longest, device=self.position_BN.device)
-                self.visible_BNL = self.visible_BNL & (key_L >= self.start_BN[..., None])
-        return self.visible_BNL
+        all_of_document = self.common_position is not None and self.one_document
+        return self.once("visible", lambda: (self.offset_BNL() <= 0) & (True if all_of_document else (
+            torch.arange(self.longest, device=self.position_BN.device) >= self.start_BN[..., None])))
 
     def bias_index(self) -> Tensor | None:
         """Where in `KeyValueCache.bias_L` each offset is; None for one query at one position."""
         if self.common_position is not None and self.single_token:
             return None
-        if self.index_BNL is None:
-            self.index_BNL = self.offset_BNL().clamp(1 - self.longest, 0) + self.longest - 1
-        return self.index_BNL
+        return self.once("bias", lambda: self.offset_BNL().clamp(1 - self.longest, 0) + self.longest - 1)
 
     def offset_BNL(self) -> Tensor:
         """Key position minus query position: `[B, N, L]`, or `[1, N, L]` with a common position."""
         position_BN = self.position_BN if self.common_position is None else self.position_BN[:1]
         return torch.arange(self.longest, device=position_BN.device) - position_BN[..., None]
 
+    def sees_before(self, n: int) -> list[Tensor] | None:
+        """Whether each token sees that n - 1, ..., 0 tokens before it, which is of its document:
+        `[B, N, 1]` each; None where all do."""
+        if self.common_position is not None and self.one_document and self.common_position >= n - 1:
+            return None
+        return self.once(n, lambda: [(self.position_BN - self.start_BN)[..., None] >= n_before
+                                     for n_before in range(n - 1, -1, -1)])
+
+    def of_last(self, n: int, width: int) -> list[Tensor]:
+        """For `Cache.append_last`, `[B, n, width]`: the places of each row's last n tokens, the
+        oldest first; and which of these n tokens and the new ones each place then holds."""
+        def places() -> list[Tensor]:
+            place_K = torch.arange(n, device=self.position_BN.device)
+            length_B1, n_new_B1 = self.seq_lens_B[:, None], self.n_new_B[:, None]
+            both_BK = (length_B1 + place_K) % n, n_new_B1 + (place_K - length_B1 - n_new_B1) % n
+            return [each_BK[..., None].expand(-1, -1, width) for each_BK in both_BK]
+
+        return self.once(("last", n, width), places)
+
     def token_position(self, config: ModelConfig, dtype: torch.dtype) -> "TokenPosition":
         """Of each row's only new token. dtype: of `kv_BSE`."""
-        if dtype not in self.token_positions:
-            self.token_positions[dtype] = TokenPosition(self, config, dtype)
-        return self.token_positions[dtype]
+        return self.once(dtype, lambda: TokenPosition(self, config, dtype))
 
 
 class Cut:
@@ -160,29 +169,28 @@ class TokenPosition:
     def __init__(self, inputs: DecodeInputs, config: ModelConfig, dtype: torch.dtype):
         assert config.chunk_size is not None
         position_B, start_B, c = inputs.position_BN[:, 0], inputs.start_BN[:, 0], config.chunk_size
-        rows, n_before = torch.arange(position_B.shape[0], device=position_B.device), c if config.overlap else 0
+        common, n_before = inputs.common_position, c if config.overlap else 0
+        self.n_open = c if common is None else common % c + 1  # slots that are read
         # Slots of the token and of its document's first token: below 0 in an earlier chunk.
-        offset_B = position_B % c
-        self.offset_B, self.first_B = offset_B, start_B - position_B + offset_B
+        self.offset_B = position_B % c
+        self.first_B = start_B - position_B + self.offset_B
         # Factor of the linear half: 0 if the document has no closed chunk.
-        n_carried_B = (position_B - offset_B - start_B).clamp(min=0).to(dtype)
-        each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else torch.ones_like(n_carried_B)
-        self.weight_B11 = torch.where(n_carried_B > 0, each_B, 0.0)[:, None, None]
+        n_carried_B = (-self.first_B).clamp(min=0).to(dtype)
+        each_B = 1 / n_carried_B.clamp(min=1) if config.chunk_pooling == "mean" else 1.0
+        self.weight_B11 = (n_carried_B.clamp(max=1) * each_B)[:, None, None]
         # It sees its document up to itself, in its own chunk and with overlap in the one before.
-        distance_BM = torch.arange(-n_before, c, device=position_B.device) - offset_B[:, None]
-        of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
-        # The slots of a full chunk that hold the current document; None: all.
-        self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
-        if inputs.common_position is None:
-            self.n_open, full_B = c, offset_B == c - 1
-            self.place: tuple[Tensor | slice, Tensor | int] = (rows, offset_B)
-            self.bias_index: Tensor | slice = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
-            self.visible_B1M: Tensor | None = (of_document_BM & (distance_BM <= 0))[:, None]
-            self.full: Tensor | slice | None = (
-                full_B.nonzero().flatten() if inputs.window is None and full_B.any() else None)
-        else:
-            offset = inputs.common_position % c
-            self.place, self.n_open, self.bias_index = (slice(None), offset), offset + 1, slice(c - 1 - offset, None)
-            all_seen = inputs.one_document and inputs.common_position - offset >= n_before
-            self.visible_B1M = None if all_seen else of_document_BM[:, None, : n_before + offset + 1]
-            self.full = slice(None) if offset == c - 1 else None
+        self.visible_B1M: Tensor | None = None
+        self.document_BC: Tensor | None = None  # the slots of a full chunk that hold the current document; None: all
+        if common is None or not inputs.one_document or common + 1 - self.n_open < n_before:
+            distance_BM = torch.arange(-n_before, c, device=position_B.device) - self.offset_B[:, None]
+            of_document_BM = position_B[:, None] + distance_BM >= start_B[:, None]
+            self.visible_B1M = (of_document_BM & (distance_BM <= 0))[:, None, : n_before + self.n_open]
+            self.document_BC = None if inputs.one_document else of_document_BM[:, n_before:]
+        self.place: tuple[Tensor | slice, Tensor | slice] = slice(None), slice(self.n_open - 1, self.n_open)
+        self.bias_index: Tensor | slice = slice(c - self.n_open, None)
+        self.full: Tensor | slice | None = None if self.n_open < c else slice(None)
+        if common is None:
+            rows_B, full_B = torch.arange(position_B.shape[0], device=position_B.device), self.offset_B == c - 1
+            self.place = rows_B[:, None], self.offset_B[:, None]
+            self.bias_index = (distance_BM.clamp(max=0) + n_before + c - 1)[:, None]
+            self.full = full_B.nonzero().flatten() if inputs.window is None and full_B.any() else None
