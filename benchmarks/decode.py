@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import Row, measure, peers
+from benchmarks import Row, llama, measure, peers
 from benchmarks.measure import Case, Setup, Times
 from benchmarks.peers import PACKAGES, Peer
 from lineartime.base.settings import require
@@ -40,18 +40,23 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
     block closes as many as a long text does per token. Weights and the state are random numbers, on
     which the time does not depend. quadratic_up_to: models whose state grows are not measured
     beyond it. compiled: each step is one graph of `torch.compile`, on a GPU a CUDA graph."""
-    measure.require_measurable(precisions, contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
+    measure.require_measurable([each for each in precisions if each != llama.QUANTIZED or llama.NAME not in configs],
+                               contexts=min(contexts, default=0), repeats=setup.repeats, batch=batch_size)
+    if llama.NAME in configs:
+        llama.library()
     cases, variant = [], "compiled" if compiled else "eager"
     for label, config in configs.items():
         is_peer = label in PACKAGES
         longest = quadratic_up_to if is_peer or decoding_bytes(config).per_token else max(contexts)
-        for precision, n_tokens in itertools.product(precisions, sorted({n for n in contexts if n <= longest})):
+        types = [each for each in precisions if each != llama.QUANTIZED or label == llama.NAME]
+        for precision, n_tokens in itertools.product(types, sorted({n for n in contexts if n <= longest})):
             row = {"model": label, "variant": variant, "label": f"{label}:compiled" if compiled else label,
                    "attention": "fused" if config.attn_kernel == "softmax" else None,
                    "config": None if is_peer else to_dict(config), **peers.about(label),
                    "n_parameters": number_of_parameters(config), "context_tokens": n_tokens, "context": "filled",
-                   "batch_size": batch_size, "dtype": precision, "unit": "token", "block_tokens": whole_chunks(config),
-                   "state_bytes": batch_size * decoding_bytes(config, getattr(torch, precision)).at(n_tokens)}
+                   "batch_size": batch_size, "dtype": precision, "unit": "token", "block_tokens": whole_chunks(config)}
+            if not is_peer:
+                row["state_bytes"] = batch_size * decoding_bytes(config, getattr(torch, precision)).at(n_tokens)
             cases.append(Case(decoded_tokens, {
                 "label": label, "config": to_dict(config), "n_tokens": n_tokens, "batch_size": batch_size,
                 "precision": precision, "repeats": setup.repeats, "compiled": compiled, "place": setup.place},
@@ -65,16 +70,19 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
                    compiled: bool, place: Row) -> Generator[Row, Row, None]:
     """The job of a case: decodes a block whenever it is asked, or a few tokens untimed."""
     on, settings = measure.set_up(**place)
-    model = peers.build(peers.parse_label(label), ModelConfig(**config)).to(on).eval()
-    model.to(getattr(torch, precision))
-    if isinstance(model, LanguageModel):
-        block_tokens = whole_chunks(model.config)
-        step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, compiled)
-        answer: Row = {"settings": settings}
+    fields, block_tokens = ModelConfig(**config), PEER_TOKENS
+    if label == llama.NAME:
+        step, facts = llama.steps(fields, precision, n_tokens, batch_size, 2 * FEW + repeats * (block_tokens + 1))
+        other = step  # llama.cpp has no state beside this one
     else:
-        block_tokens = PEER_TOKENS
-        step, other, facts = peer_steps(model, n_tokens, batch_size, on)
-        answer = {"settings": settings, "block_tokens": block_tokens, **facts}
+        model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
+        if isinstance(model, LanguageModel):
+            block_tokens = whole_chunks(fields)
+            step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, compiled)
+            facts = {}
+        else:
+            step, other, facts = peer_steps(model, n_tokens, batch_size, on)
+    answer: Row = {"settings": settings, "block_tokens": block_tokens, **facts}
     ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
     while True:
         order = yield answer

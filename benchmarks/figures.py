@@ -152,18 +152,25 @@ def speed_pictures(table: pd.DataFrame) -> dict[str, Picture]:
 
 
 def speed_panels(table: pd.DataFrame, column: str, y_label: str) -> tuple[Panel, ...]:
-    """A panel for each type with any values, a line for each side and variant, FLASH in front."""
+    """A panel for each type with any values, a line for each side and variant, FLASH in front; or
+    one for all types, where another side has one that FLASH has not."""
     known = newest(table).dropna(subset=["ms", column])
-    n_variants = known.groupby("side").variant.nunique()
+    n_variants, dtypes = known.groupby("side").variant.nunique(), dtypes_of(known)
+    ours = set(known.dtype[known.side == OURS])
+    in_one = 0 < len(ours) < len(dtypes)
     colours = dict(zip(sorted(table.side.unique(), key=lambda side: side != OURS), itertools.cycle(COLOURS),
                        strict=False))
-    lines: dict[str, list[Line]] = {dtype: [] for dtype in dtypes_of(known)}
+    names = {dtype: ", ".join(dtypes) if in_one else dtype for dtype in dtypes}
+    lines: dict[str, list[Line]] = {name: [] for name in names.values()}
     for (side, variant, dtype), found in known.groupby(KIND, sort=False):
         style: dict[str, Any] = {"color": colours[side], **({"linewidth": 2.2, "zorder": 3} if side == OURS else {})}
         if n_variants[side] > 1 and variant == "eager":
             style |= {"linewidth": 1.1, "linestyle": "--"}
-        lines[dtype].append(Line(side_name(side) + (f", {variant}" if n_variants[side] > 1 else ""),
-                                 tuple(found[["context", column]].itertuples(index=False, name=None)), style))
+        if in_one:
+            style["linestyle"] = ("-", (0, (5, 2)), (0, (1, 1.5)))[dtypes.index(dtype)]
+        words = [side_name(side), variant if n_variants[side] > 1 else "", dtype if in_one else ""]
+        points = tuple(found[["context", column]].itertuples(index=False, name=None))
+        lines[names[dtype]].append(Line(", ".join(filter(None, words)), points, style))
     contexts = tuple((context, tokens(context)) for context in contexts_of(table))
     return tuple(Panel(dtype, "tokens of context", y_label, tuple(drawn), contexts=contexts, log_heights=True)
                  for dtype, drawn in lines.items())

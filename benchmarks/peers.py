@@ -21,7 +21,7 @@ from lineartime.model.mhsa import MultiHeadAttention
 from lineartime.ops.cross_entropy import linear_cross_entropy
 from lineartime.ops.dtypes import at_least_float32
 
-PACKAGES = {"flash-pytorch": "FLASH-pytorch", **dict.fromkeys(PEERS, "transformers")}
+PACKAGES = {"flash-pytorch": "FLASH-pytorch", "llama.cpp": "llama.cpp", **dict.fromkeys(PEERS, "transformers")}
 """Others' models, and where they come from."""
 
 VARIANTS = {"unfused": "unfused", "reference": "reference", "compile": "compiled", "compiled": "compiled",

@@ -22,9 +22,8 @@ TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
           "decode-read": "Decoding after contexts that were read"}
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]  # columns that tell the lines of a table apart
-SUMMARY = (("transformer++", "bfloat16"), ("transformer++", "float32"), ("llama", "float32"), ("lfm2", "float32"),
-           ("qwen3.5-hybrid", "float32"), ("mamba2", "float32"))
-"""The lines of the short table: with whom FLASH is compared, in which type."""
+SUMMARY = ("transformer++", "llama", "lfm2", "qwen3.5-hybrid", "mamba2", "flash-pytorch")
+"""With whom the short table compares FLASH."""
 Pictures = Callable[[pd.DataFrame], Sequence[str]]  # a table's pictures in Markdown
 
 
@@ -142,22 +141,26 @@ def sources(table: pd.DataFrame) -> list[str]:
 
 
 def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
-    """A picture and a table of a few lines: FLASH's speed over others in training steps, from the
-    tables that have one of the names, alone or with a hyphen behind it, on a device like the one
-    with most contexts; the picture is of its machine."""
-    chosen = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
+    """What tables say that have one of the names, alone or with a hyphen behind it: of training
+    steps a picture and one table of ratios without quartiles, from those on a device like the one
+    with most contexts, whose machine the picture is of; where there are none, each table's pictures
+    and ratios."""
+    chosen = [table for table in tables if table.side.nunique() > 1
               and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not chosen:
-        return "No training steps of two models were measured side by side yet.\n"
-    widest, same = max(chosen, key=lambda table: table.context.nunique()), ["device", "threads", "size"]
-    cells = pd.concat([table for table in chosen if (table[same].iloc[0] == widest[same].iloc[0]).all()],
+        return "No two models were measured side by side yet.\n"
+    steps = [table for table in chosen if table.benchmark.iat[0] == "step"]
+    if not steps:
+        return "\n\n".join(part for table in chosen for part in (
+            f"**{in_markdown(title(table))}**", *pictures(table), ratio_table(table)) if part) + "\n"
+    widest, same = max(steps, key=lambda table: table.context.nunique()), ["device", "threads", "size"]
+    cells = pd.concat([table for table in steps if (table[same].iloc[0] == widest[same].iloc[0]).all()],
                       ignore_index=True)
     drawn = cells[cells.hardware == widest.hardware.iat[0]].assign(name="")
     lines = [([side_name(rival), dtype], compare(cells[cells.dtype == dtype], rival, by_type=False).to_dict(
-        "records")) for rival, dtype in SUMMARY]
-    how = (f"{in_markdown(title(drawn))}, each model in its fastest variant; Llama and those below are "
-           "eager. (Quartiles.) Bold: FLASH is slower.")
-    table = ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]])
+        "records")) for rival in SUMMARY for dtype in dtypes_of(cells)]
+    how = f"{in_markdown(title(drawn))}. Bold: FLASH is slower. The full tables have quartiles."
+    table = ratio_lines(["type"], contexts_of(cells), [line for line in lines if line[1]], spread=False)
     return "\n\n".join([*pictures(drawn), how, table]) + "\n"
 
 
@@ -177,15 +180,20 @@ def title(table: pd.DataFrame) -> str:
 
 def ratio_table(table: pd.DataFrame) -> str:
     """FLASH's speed over each rival, by context: each side's fastest, then both eager. Steps are
-    compared in each type, decoding in each side's fastest."""
-    lines = []
-    for rival in table.side.unique() if OURS in set(table.side) else ():
+    compared in each type, decoding in each side's fastest; but with a rival that has a type that
+    FLASH has not, in each type, and in that one with FLASH's fastest."""
+    lines, ours = [], set(table.dtype[table.side == OURS])
+    for rival in table.side.unique() if ours else ():
         shown: list[list[tuple[int, int]]] = []
         for how, variant, by_type in (("fastest of each", None, table.benchmark.iat[0] in ("step", "forward")),
                                       ("both eager", "eager", True)):
+            by_type = by_type or not ours.issuperset(table.dtype[table.side == rival])
             both = compare(table, rival, by_type=by_type, variant=variant)
             for dtype in dtypes_of(table) if by_type else [None]:
                 pairs = (both if dtype is None else both[both.dtype == dtype]).to_dict("records")
+                if dtype is not None and dtype not in ours:
+                    alone, how = table[(table.side == OURS) | (table.dtype == dtype)], "FLASH in its fastest type"
+                    pairs = compare(alone, rival, by_type=False, variant=variant).to_dict("records")
                 ids = [(pair["at"], pair["at_rival"]) for pair in pairs]
                 if rival != OURS and pairs and ids not in shown:
                     shown.append(ids)
@@ -193,22 +201,23 @@ def ratio_table(table: pd.DataFrame) -> str:
     return ratio_lines(["type", "how"], contexts_of(table), lines) if lines else ""
 
 
-def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[tuple[list[str], list[Row]]]) -> str:
+def ratio_lines(words: Sequence[str], contexts: Sequence[int], lines: Sequence[tuple[list[str], list[Row]]], *,
+                spread: bool = True) -> str:
     """A table of lines, each with its words and rows of `compare`, and a note on variants."""
-    texts = [(first, {pair["context"]: ratio_text(pair) for pair in pairs}) for first, pairs in lines]
+    texts = [(first, {pair["context"]: ratio_text(pair, spread) for pair in pairs}) for first, pairs in lines]
     unmatched = unique(each for _, pairs in lines for pair in pairs for each in pair["unmatched"])
     note = f"\n\n\\* FLASH was measured {listed(unmatched)} too, the other was not." if unmatched else ""
     return by_context(["FLASH's speed over", *words], contexts, texts) + note
 
 
-def ratio_text(pair: Row) -> str:
-    """A ratio and its quartiles; below 1 in bold. A star marks a variant of FLASH alone."""
+def ratio_text(pair: Row, spread: bool) -> str:
+    """A ratio, perhaps its quartiles; below 1 in bold. A star marks a variant of FLASH alone."""
     star = "\\*" * bool(pair["unmatched"])
     if math.isnan(pair["value"]):
         return " and ".join(who for who, ms in (("FLASH", pair["ms"]), ("other", pair["ms_rival"]))
                             if math.isnan(ms)) + " failed" + star
     value = f"**{number(pair['value'])}**" if pair["value"] < 1 else number(pair["value"])
-    return f"{value} ({number(pair['low'])}-{number(pair['high'])}){star}"
+    return value + f" ({number(pair['low'])}-{number(pair['high'])})" * spread + star
 
 
 def by_context(words: Sequence[str], contexts: Sequence[int],

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import Row, measure, peers
+from benchmarks import Row, llama, measure, peers
 from benchmarks.measure import Case, Setup, Times, rss_bytes
 from benchmarks.peers import Label
 from lineartime.base.errors import NumericsError
+from lineartime.base.settings import require
 from lineartime.config import ModelConfig, TrainConfig, to_dict
 from lineartime.model.language_model import LanguageModel, number_of_parameters
 from lineartime.training.gradient import compute_gradient
@@ -55,14 +56,15 @@ class StepCase:
 
 def benchmark_step(cases: Sequence[StepCase], setup: Setup, *, together: bool = False) -> Iterator[list[Row]]:
     """Time and memory of whole training steps; yields the rows of cases measured together. Those of
-    one context and type take a step in turn, round and round; with `together` those of one type do.
+    one context and type take a step in turn, round and round; with `together` all do.
     Before a time counts, loss and gradient are compared with those in eager float32."""
-    measure.require_measurable([case.precision for case in cases], cases=len(cases), repeats=setup.repeats,
-                               **{"tokens of a step": min((min(case.tokens, case.config.context) for case in cases),
-                                                          default=1)})
+    lengths, ours = [min(case.tokens, case.config.context) for case in cases], [
+        case.precision for case in cases if case.label.model != llama.NAME]
+    measure.require_measurable(ours, cases=len(cases), repeats=setup.repeats,
+                               **{"tokens of a step": min(lengths, default=1)})
     groups: dict[object, list[StepCase]] = {}
     for case in cases:
-        groups.setdefault((None if together else case.config.context, case.precision), []).append(case)
+        groups.setdefault(None if together else (case.config.context, case.precision), []).append(case)
     with tempfile.TemporaryDirectory(prefix="lineartime-") as folder:
         @cache  # cases of one model share what they are compared with
         def wanted(model: str, config: ModelConfig, n_rows: int) -> Row:
@@ -157,15 +159,20 @@ def forward_passes(label: str, config: Row, n_rows: int, precision: Precision, p
     imported = (rss_bytes() or 0) * (place["device"] == "cpu")
     on, settings = measure.set_up(**place)
     fields, times = ModelConfig(**config), Times()
-    model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
-    ids_BT = random_batch(fields, n_rows, on)[1][0][:, :fields.context]
-    last_B = torch.arange(1, n_rows + 1, device=on) * fields.context - 1
-    answer: Row = {"settings": settings, "n_parameters": sum(p.numel() for p in model.parameters())}
+    answer: Row = {"settings": settings}
+    if label == llama.NAME:
+        context, facts = llama.loaded(fields, precision, fields.context)
+        answer, forward = answer | facts, partial(llama.read, context, fields.context)
+    else:
+        model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
+        ids_BT = random_batch(fields, n_rows, on)[1][0][:, :fields.context]
+        forward = partial(model, ids_BT, at_K=torch.arange(1, n_rows + 1, device=on) * fields.context - 1)
+        answer["n_parameters"] = sum(p.numel() for p in model.parameters())
     while True:
         order = yield answer | measure.peak_since(imported, on)
         for timed in [False] * order["warm"] + [order["timed"]]:
             before = measure.mark(on)
-            model(ids_BT, at_K=last_B)
+            forward()
             measure.add_times(times if timed else {}, [before, measure.mark(on, done=True)])
         answer = {"times": times}
         if order["release"]:
@@ -229,7 +236,12 @@ def random_batch(config: ModelConfig, n_rows: int, device: torch.device) -> tupl
 
 def step_cases(labels: Sequence[str], contexts: Sequence[int], precisions: Sequence[Any], *, tokens: int,
                config_of: Callable[[str], ModelConfig], reads: bool = False) -> list[StepCase]:
-    """Raises UsageError for an unknown label."""
+    """Raises UsageError for an unknown label, and where llama.cpp would train. Only it has q8_0."""
     parsed = [peers.parse_label(text) for text in labels]
+    has_llama = any(label.model == llama.NAME for label in parsed)
+    if has_llama:
+        require(reads, "llama.cpp does not train", llama.NAME, "give --reads")
+        llama.library()
     return [StepCase(label, replace(config_of(label.preset), context=context), tokens, precision, reads)
-            for context in contexts for precision in precisions for label in parsed]
+            for context in contexts for precision in precisions for label in parsed
+            if precision != llama.QUANTIZED or label.model == llama.NAME or not has_llama]

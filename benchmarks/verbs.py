@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
-from benchmarks import ROOT, Row, decode, op, pages, step
+from benchmarks import ROOT, Row, decode, llama, op, pages, step
 from benchmarks.cells import LISTS, PEERS, SHAPES, measure_call, named_calls, shaped_config
 from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
@@ -38,7 +38,7 @@ class How:
     """The options that all measurements share."""
 
     contexts: Annotated[tuple[int, ...], "Tokens of context, with commas."] = ()
-    precision: Annotated[str, "float32, bfloat16 or both with a comma."] = "float32"
+    precision: Annotated[str, "float32, bfloat16, for llama.cpp q8_0, or several with commas."] = "float32"
     task: Task = "wiki40b"
     shape: Annotated[str | None, "Sizes by a name in cells.toml, such as small."] = None
     settings: Setting = field(default_factory=dict)
@@ -69,15 +69,17 @@ class How:
 
 def benchmark_decode(
     how: How,
-    models: Annotated[tuple[str, ...], f"Models: {', '.join([*PRESETS, *PEERS])}.", "MODELS"] = (),
+    models: Annotated[tuple[str, ...], f"Models: {', '.join([*PRESETS, *PEERS])}, {llama.NAME}.", "MODELS"] = (),
     batch: Annotated[int, "Rows that are decoded together."] = 1,
     quadratic_up_to: Annotated[int, "Longest context for models with a key-value cache."] = 32768,
     compiled: Annotated[bool, "Each step is one graph of torch.compile."] = False,
 ) -> None:
     """Time per generated token after contexts of different lengths. Contexts are not read, which
-    would take minutes: the state is filled with random numbers. Peers read one row."""
+    would take minutes: the state is filled with random numbers. Peers read one row, but llama.cpp
+    gets repeated keys and values; it takes the type q8_0 too, and it is had by
+    `npm install --ignore-scripts --prefix out/llama @node-llama-cpp/linux-x64@3.22.1`."""
     for name in models:
-        require_name("model", name, [*PRESETS, *PEERS])
+        require_name("model", name, [*PRESETS, *PEERS, llama.NAME])
     how.show_and_keep(decode.benchmark_decode(
         {name: how.config(parse_label(name).preset) for name in models or DEFAULT},
         how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precisions,
@@ -231,7 +233,7 @@ def report(
     table: Annotated[str | None, f"A table or figure: {', '.join(TABLES)}, by default all; or "
                                  f"{', '.join(OTHERS)}.", "TABLE"] = None,
     rows: Annotated[Path | None, "File of rows; by default the committed ones."] = None,
-    into: Annotated[tuple[Path, ...], "Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, "
+    into: Annotated[tuple[str, ...], "Page whose places for tables are filled, <!-- table lm_wiki40b cpu: begin -->, "
                                       "<!-- speed: begin --> or <!-- recall pairs: begin -->; also several."] = (),
     images: Annotated[Path, "Folder for the pictures of --into."] = Path("benchmarks/tables/images"),
 ) -> None:
@@ -248,7 +250,7 @@ def report(
     if not measured:
         raise DataError("no rows to report", path, f"`python -m benchmarks {verb}` writes them")
     if into:
-        for written in pages.fill_pages(into, images, kind, measured):
+        for written in pages.fill_pages(map(Path, into), images, kind, measured):
             say(f"written  {written}")
     elif kind == "recall":
         print("\n\n".join(f"### {task}\n\n{study.section(measured, task)}" for task in study.ABOUT))

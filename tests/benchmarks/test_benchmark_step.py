@@ -2,6 +2,7 @@
 that take no time; and the verbs that measure, as a person calls them."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import typer
 
 import benchmarks.cells
-from benchmarks import decode, measure, peers, step, verbs
+from benchmarks import decode, llama, measure, peers, step, verbs
 from benchmarks.__main__ import app
 from benchmarks.cells import LISTS, SHAPES, named_calls, shaped_config
 from benchmarks.measure import Setup
@@ -19,9 +20,11 @@ from benchmarks.provenance import append_json_lines, rows_in
 from command_line import Call, assert_refused
 from lineartime.base.errors import ResourceError, UsageError
 from lineartime.config import PRESETS, ModelConfig, model_config, to_dict
+from lineartime.folders import named_folder
 from lineartime.model.language_model import LanguageModel
 from lineartime.use.info import describe
 from lineartime.weights.generation.generate import prefill
+from lineartime.weights.load import load_model
 from workers_here import work_here
 
 TINY = {"d_model": 32, "vocab_size": 64, "chunk_size": 16, "query_key_dim": 16, "gau": {"n_layers": 2},
@@ -241,6 +244,16 @@ def test_a_peer_decodes_beside_ours(short_blocks):
     assert theirs["state_bytes"] == 3 * 32 * 2 * 2 * 64 * 4  # rows, tokens, layers, keys and values, width, bytes
     assert ours["state_bytes"] == 3 * describe(config).decoding.at(32)
     assert theirs["cpu_ms"]["n"] == ours["cpu_ms"]["n"] == 2
+
+
+def test_llama_cpp_is_as_large_as_the_shipped_model(monkeypatch, tmp_path):
+    config, shipped = shaped_config("flash", shape=SHAPES["shipped"]), load_model(named_folder("small"))[0].config
+    assert shipped == dataclasses.replace(config, context=shipped.context, init_std=shipped.init_std)
+    theirs, ours = sum(map(math.prod, llama.shapes_of(llama.sizes_of(config)).values())), describe(config).n_parameters
+    assert theirs == pytest.approx(ours, rel=0.02)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    with pytest.raises(UsageError, match="npm install"):
+        benchmark_decode({"llama.cpp": config})
 
 
 def test_every_named_call_can_be_made() -> None:
