@@ -45,7 +45,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     for processor, threads in itertools.product(PROCESSORS, THREADS):
         try:
             compiler = [*shlex.split(os.environ.get("CC") or "cc"), *FLAGS, *processor, threads]
-            made_by = output_of([compiler[0], "--version"]).partition("\n")[0].strip()
+            made_by = output_of([*compiler, "--version"]).partition("\n")[0].strip()
             with tempfile.TemporaryDirectory() as folder:
                 return ctypes.CDLL(str(made_or_kept(compiler, Path(folder)))), f"C ({made_by})"
         except (OSError, ValueError, subprocess.SubprocessError) as e:
@@ -65,7 +65,7 @@ def made_or_kept(compiler: list[str], folder: Path) -> Path:
     output_of([*compiler, "-c", *(str(path) for path in sources if path.suffix == ".c")], folder)
     # Linked without -fopenmp: OpenMP is then the one that PyTorch has loaded, with its threads.
     made = folder / "kernels.so"
-    output_of([compiler[0], "-shared", "-o", str(made), *map(str, folder.glob("*.o")), "-lm"], folder)
+    output_of([*compiler[:-1], "-shared", "-o", str(made), *map(str, folder.glob("*.o")), "-lm"], folder)
     return kept if keep(made, kept) else made
 
 

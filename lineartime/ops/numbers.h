@@ -4,6 +4,7 @@
 #include <string.h>
 
 typedef int64_t I;
+typedef char pointers_have_64_bits[sizeof(void *) == 8 ? 1 : -1]; /* Python passes them so */
 
 static inline float wide_bf16(uint16_t bits) {
   uint32_t all = (uint32_t)bits << 16;
@@ -32,7 +33,7 @@ static inline float exp_(float x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  int32_t bits = ((int32_t)n + 127) << 23;
+  uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
   float power;
   memcpy(&power, &bits, 4);
   return (p * r * r + r + 1) * power;
