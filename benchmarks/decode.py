@@ -72,8 +72,8 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
     on, settings = measure.set_up(**place)
     fields, block_tokens = ModelConfig(**config), PEER_TOKENS
     if label == llama.NAME:
-        step, facts = llama.steps(fields, precision, n_tokens, batch_size, 2 * FEW + repeats * (block_tokens + 1))
-        other = step  # llama.cpp has no state beside this one
+        step, facts = llama.steps(fields, precision, n_tokens, batch_size, 2 * FEW + repeats * (block_tokens + 4))
+        other = lambda ids_B: [step(ids_B) for _ in range(4)][-1]  # noqa: E731  # it has no other state
     else:
         model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
         if isinstance(model, LanguageModel):
