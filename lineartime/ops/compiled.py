@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 FLAGS = shlex.split("-O3 -std=c99 -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros "
                     "-ffp-contract=fast")
 """Sums may be taken in any order and products be added at once. Not -ffast-math: NaN stays NaN."""
-PROCESSORS = (["-march=native"], ["-mcpu=native"], [])  # the second for clang on ARM, the third for a cross compiler
+PROCESSORS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])  # for clang on ARM; to cross-compile
 THREADS = ("-fopenmp", "-fopenmp-simd")  # not every compiler has PyTorch's OpenMP, as clang has not that of gcc
 NO_C, CACHE = "LINEARTIME_NO_C", "LINEARTIME_CACHE"
 
