@@ -48,9 +48,7 @@ class LineartimeCache(Cache):
         self.n_columns = self.n_columns + ids_BN.shape[1]
         if torch.compiler.is_exporting() and ids_BN.shape[1] == 1:
             step = DecodeStep(model, self.state.reserve_in_graph(1))
-            x_BD, new = step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)
-            self.state.take(new)
-            return x_BD[:, None]
+            return step.hidden(ids_BN[:, 0], step.tensors_of(self.state), collected, embeds_BND)[:, None]
         # It wants a row's padding last; then the states go back to their columns.
         order_BN = padding_last(valid_BN)
         x_BND = model.extend(ids_BN.gather(1, order_BN), valid_BN.sum(1), self.state, collected,

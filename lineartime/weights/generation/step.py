@@ -25,8 +25,8 @@ def step_in_window(model: LanguageModel, ids_B: Tensor, state: DecodingState, wi
 
 
 class DecodeStep(nn.Module):
-    """`generate.decode_step` as a function: (ids_B, state) to (logits_BV, new state). The state is
-    a dictionary of tensors; their first axis counts rows, or rows times heads.
+    """`generate.decode_step` on tensors: (ids_B, state) to (logits_BV, state). The state is a
+    dictionary of tensors, written in place, without a gradient; by rows, or rows times heads.
 
     window: for models with keys and values the most tokens of a row; FLASH needs none. Position
     biases are computed now, so load and move the model before. Raises UsageError for a window that
@@ -63,55 +63,58 @@ class DecodeStep(nn.Module):
                 "make the step with a larger window")
         state.reserve(self.window)
         growing = {f"{n}.{name}" for n, cache in enumerate(state.caches) for name in cache.growing}
-        return {name: (tensor[:, : self.window] if name in growing else tensor).clone()
-                for name, tensor in self.tensors_of(state).items()}
+        with torch.inference_mode(False):  # what is made in that mode can be written only in it
+            return {name: (tensor[:, : self.window] if name in growing else tensor).clone()
+                    for name, tensor in self.tensors_of(state).items()}
 
     def tensors_of(self, state: DecodingState) -> dict[str, Tensor]:
         """The tensors of a state by name, those of cache 3 as "3.kv_BSE"."""
-        of_caches = {f"{n}.{name}": getattr(state.caches[n], name) for n, names in enumerate(self.names)
-                     for name in names}
-        return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B, **of_caches}
+        return {"seq_lens_B": state.seq_lens_B, "start_B": state.start_B} | {
+            f"{n}.{name}": getattr(state.caches[n], name) for n, names in enumerate(self.names) for name in names}
 
     def to_state(self, state: dict[str, Tensor]) -> DecodingState:
-        """The inverse of `to_tensors`, with copies of the tensors of caches."""
+        """The inverse of `to_tensors`, of the tensors themselves."""
         caches: list[Cache] = []
         for n, cache in enumerate(self.caches):
             caches.append(object.__new__(type(cache)))
-            for name, value in self.others[n].items():
+            for name, value in {**self.others[n], **{name: state[f"{n}.{name}"] for name in self.names[n]}}.items():
                 setattr(caches[-1], name, value)
-            for name in self.names[n]:
-                setattr(caches[-1], name, state[f"{n}.{name}"].clone())
         return DecodingState(caches, state["seq_lens_B"], state["start_B"])
 
     def forward(self, ids_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """logits_BV and the new state after ids_B. That rows fit the window is not checked."""
-        x_BD, new = self.hidden(ids_B, state)
-        return self.model.logits(x_BD), new
+        """logits_BV, and the state after ids_B. That rows fit the window is not checked."""
+        return self.model.logits(self.hidden(ids_B, state)), state
 
-    def hidden(self, ids_B: Tensor, state: dict[str, Tensor], *more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def hidden(self, ids_B: Tensor, state: dict[str, Tensor], *more: Any) -> Tensor:
         """`forward` up to the hidden states x_BD. more: see `step_in_window`."""
         now = self.to_state(state)
         x_BD, now.start_B = step_in_window(self.model, ids_B, now, self.window, *more)
         now.seq_lens_B = now.seq_lens_B + 1
-        new = self.tensors_of(now)
-        if any(cache.closing() for cache in now.caches):
+        put(self.tensors_of(now), state)  # most are there
+        closing = [f"{n}.{name}" for n, cache in enumerate(self.caches) for name in cache.closing()]
+        if closing:
             is_full = (now.in_grid_B(self.model.config) % (self.model.config.chunk_size or 1) == 0).any()
-            if torch.compiler.is_compiling():
-                new |= torch.cond(is_full, self.closed, self.not_closed, (new,))
+            if torch.compiler.is_exporting():  # takes no branch that writes
+                put(torch.cond(is_full, self.closed, lambda now: {x: now[x].clone() for x in closing}, (state,)), state)
+            elif torch.compiler.is_compiling():
+                torch.cond(is_full, lambda now: put(self.closed(now), now), lambda now: put({}, now), (state,))
             elif is_full:
-                new |= self.closed(new)
-        return x_BD, new
+                put(self.closed(state), state)
+        return x_BD
 
     def closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Close the chunks that the last token filled: the tensors of the state that change."""
-        config, now = self.model.config, self.to_state(state)
+        config, now = self.model.config, self.to_state({name: tensor.clone() for name, tensor in state.items()})
         before = dataclasses.replace(now, seq_lens_B=now.seq_lens_B - 1)
         begins_B1 = torch.zeros_like(now.start_B[:, None]).bool()
         inputs = before.inputs(config, torch.ones_like(now.start_B), begins_B1, self.window)
         return {f"{n}.{name}": tensor for n, cache in enumerate(now.caches)
                 for name, tensor in cache.closed(inputs, config).items()}
 
-    def not_closed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `closed` gives if no chunk is full."""
-        return {f"{n}.{name}": state[f"{n}.{name}"].clone() for n, cache in enumerate(self.caches)
-                for name in cache.closing()}
+
+def put(new: dict[str, Tensor], state: dict[str, Tensor]) -> Tensor:
+    """Write new values into the tensors of a state. Returns any tensor, as `torch.cond` wants."""
+    for name, tensor in new.items():
+        if tensor is not state[name]:
+            state[name].copy_(tensor)
+    return torch.zeros(())
