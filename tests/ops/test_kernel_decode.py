@@ -67,12 +67,9 @@ def by_the_layer(uvz_B1F: Tensor, heads: Heads, bias_C: Tensor, k_quad_BCS: Tens
 @torch.no_grad()
 def logits_in_a_graph(model: LanguageModel, state: DecodingState, tokens_NB: list[Tensor]) -> Tensor:
     """The logits after each token by `DecodeStep`."""
-    step, made = DecodeStep(model), []
-    tensors = step.to_tensors(state)
-    for ids_B in tokens_NB:
-        logits_BV, tensors = step(ids_B, tensors)
-        made.append(logits_BV)
-    return torch.stack(made)
+    step = DecodeStep(model)
+    tensors = step.to_tensors(state)  # which each step changes
+    return torch.stack([step(ids_B, tensors)[0] for ids_B in tokens_NB])
 
 
 def make_inputs(dtype: torch.dtype, rows: list[tuple[int, int]], e: int, c: int = C, *, pooling: str = "mean",
