@@ -27,8 +27,8 @@ from lineartime.ops.reference import Heads, HeadsFromZ
 WINDOW_TOKENS = 2048
 """Tokens of a window: chunks of one row, or several whole rows; at least one chunk."""
 SCORE_BLOCK = 64
-"""Queries whose scores are one matmul, which leaves out the keys after the last of them. A chunk is
-one block if not causal, and in bfloat16, where matmuls are so fast that fewer are better."""
+"""Queries whose scores are one matmul, which leaves out the keys after the last of them; twice as
+many in bfloat16, whose fast matmuls should be few. If not causal, a chunk is one block."""
 SUM_BLOCK = 64
 """Tokens whose gradients of gamma and beta are summed apart, whoever does it."""
 NO_TOKENS = torch.empty(0, 0, 0)
@@ -219,7 +219,7 @@ def open_window(inputs: Inputs, documents: DocumentWeights, bias_CC: Tensor, s: 
     call("heads", v_BTE, n_rows, n_tokens, s, 4 if documents.linear else 2, *inputs.how(), len(parts),
          table(columns(heads, s), parts))
     # The blocks of scores.
-    size = SCORE_BLOCK if here.causal and v_BTE.dtype != torch.bfloat16 else c
+    size = SCORE_BLOCK * (1 + (v_BTE.dtype == torch.bfloat16)) if here.causal else c
     blocks = [(slice(first, min(first + size, c)), slice(0, min(first + size, c))) for first in range(0, c, size)]
     reads, makes = (live_chunks(n_rows, g, first, last) for first, last in (
         (int(here.causal and chunks.start == 0), g), (0, g - int(here.causal and is_last))))
