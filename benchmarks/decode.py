@@ -117,7 +117,7 @@ def own_steps(model: LanguageModel, n_tokens: int, batch_size: int, n_new: int, 
 
 
 def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step:
-    """The step as one graph, which writes the state where it is: a CUDA graph is told that it stays."""
+    """The step as one graph, which writes the state in place; a CUDA graph is told so."""
     graph = DecodeStep(model, room if any(cache.growing for cache in state.caches) else None)
     run, tensors = torch.compile(graph, mode="reduce-overhead"), graph.to_tensors(state)
     for tensor in tensors.values():
