@@ -51,7 +51,8 @@ def test_tiny_models_and_damage(tmp_path: Path) -> None:
         for changed in (good[: draw.randrange(len(good) - 2)], bytes(draw.choice([b] * 99 + [7]) for b in good),
                         re.sub(rb"\d+", lambda n: draw.choice([n[0]] * 9 + [b"9" * 30, b"-1", b"65536"]), good)):
             path.write_bytes(changed)
-            assert run(program, folder, "It was", "-n", 9, "-i", state)[1] or len(changed) > len(good) - 99
+            may_pass = changed == good or (path != state and len(changed) > len(good) - 99)
+            assert run(program, folder, "It was", "-n", 9, "-i", state)[1] or may_pass
         path.write_bytes(good)
 
 
@@ -64,7 +65,6 @@ def test_small_and_the_ids_of_texts(tmp_path: Path) -> None:
     for name, content in (("ids.c", SHOW_IDS), ("text", text), ("tokenizer.json", train_tokenizer([text], 900).json)):
         (tmp_path / name).write_text(content, encoding="utf-8")
     run("cc", *CHECKS, tmp_path / "ids.c", "-o", tmp_path / "ids", "-lm")
-    for folder in (SMALL, tmp_path):
-        own = load_tokenizer(folder / "tokenizer.json")
-        found = run(tmp_path / "ids", folder, own.vocab_size, tmp_path / "text")[0].split()
-        assert [*map(int, found)] == own.encode(text)
+    for folder, own in ((SMALL, tokenizer), (tmp_path, load_tokenizer(tmp_path / "tokenizer.json"))):
+        shown, _ = run(tmp_path / "ids", folder, own.vocab_size, tmp_path / "text")
+        assert [*map(int, shown.split())] == own.encode(text)
