@@ -113,7 +113,7 @@ ecosystem:
 		out/ecosystem/$$library/bin/python -m pytest --noconftest -m ecosystem -W ignore -k $$library tests/ecosystem || exit 1; done
 	$(PYTHON) -m venv --clear out/ecosystem/stores  # whose libraries want older versions than constraints.txt has
 	out/ecosystem/stores/bin/pip install --disable-pip-version-check --no-input -q torch==2.13.0 s3fs 'moto[server]' pytest .
-	out/ecosystem/stores/bin/python -m pytest --noconftest -m ecosystem -W ignore tests/ecosystem/test_stores.py
+	out/ecosystem/stores/bin/python -m pytest --noconftest -m ecosystem -W ignore tests/ecosystem/test_stores.py tests/ecosystem/test_arm.py
 	$(PYTHON) -m venv --clear out/ecosystem/clearvoice  # without most of what it needs: one of its modules is read
 	out/ecosystem/clearvoice/bin/pip install --disable-pip-version-check --no-input -q -c constraints.txt \
 		-c tests/ecosystem/constraints.txt einops rotary-embedding-torch torchinfo pytest .
