@@ -8,7 +8,7 @@ help:
 	@echo "make test-all  the rest of the tests: rarer combinations of options, further kernel cases"
 	@echo "make lint    ruff"
 	@echo "make types   mypy"
-	@echo "make bench   training steps on this CPU beside other models, in a quarter of an hour; make bench-all: the rest"
+	@echo "make bench   training steps on this CPU beside other models, in half an hour; make bench-all: the rest"
 	@echo "make gpu     on a GPU: kernels, training steps and decoding are timed; STAGE=gpu-step picks some; OUT=out/gpu, resumable"
 	@echo "make drills  processes and ranks killed, files damaged, odd command lines: an hour of one core, resumable; DRILLS='kills=100'"
 	@echo "make campaign  tests that are too long for a push: a compiled run against an eager one, all cases of the slow kernels"

@@ -119,7 +119,7 @@ void NAME(weigh)(I rows, I n, I size, const T EACH(score), const T EACH(own), co
                  I c, I first, T EACH(a)) {
   TOKENS(size) {
     const R *b = bias + (first + at % n) * C;
-    const int32_t *key = ids + at / n * c, id = ids ? key[first + at % n] : 0;
+    const int32_t *key = ids ? ids + at / n * c : 0, id = ids ? key[first + at % n] : 0;
     const T *s = AT(score), *o = AT(own); T *y = AT(a);
     FOR(i, size) {
       R x = WIDE(s[i]) + b[i];
@@ -134,7 +134,7 @@ void NAME(unweigh)(I rows, I n, I size, const T EACH(score), T EACH(own), const 
                    I first, T EACH(da), R *dbias) {
   PARALLEL(rows * n * size) for (I q = 0; q < n; q++) for (I at = q; at < rows * n; at += n) {
     const R *b = bias + (first + q) * C;
-    const int32_t *key = ids + at / n * c, id = ids ? key[first + q] : 0;
+    const int32_t *key = ids ? ids + at / n * c : 0, id = ids ? key[first + q] : 0;
     const T *s = AT(score);
     T *y = AT(da), *o = AT(own);
     R *db = dbias + (first + q) * C;

@@ -31,7 +31,7 @@ SCORE_BLOCK = 64
 many in bfloat16, whose fast matmuls should be few. If not causal, a chunk is one block."""
 SUM_BLOCK = 64
 """Tokens whose gradients of gamma and beta are summed apart, whoever does it."""
-NO_TOKENS = torch.empty(0, 0, 0)
+NO_TOKENS = torch.empty_strided((0, 0, 0), (0, 0, 0))  # at 0, which strides must not move
 Parts = Sequence[tuple[int, Tensor]]
 """What attention takes of heads: the number of a head, and each token's factor `[B, T]`."""
 
