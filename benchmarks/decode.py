@@ -6,11 +6,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import Row, llama, measure, peers
 from benchmarks.measure import Case, Setup, Times
-from benchmarks.peers import PACKAGES, Peer
 from lineartime.base.settings import require
 from lineartime.config import ModelConfig, to_dict
 from lineartime.model.attention.combiner import RowCache
@@ -23,7 +21,7 @@ from lineartime.weights.generation.generate import decode_step
 from lineartime.weights.generation.step import DecodeStep
 
 BLOCK_TOKENS = 256  # least tokens of a timed block, which has whole chunks: closing one has a price
-PEER_TOKENS = 32  # in a peer, which closes no chunks
+PEER_TOKENS = 32  # in llama.cpp, which closes no chunks
 FEW = 8  # tokens before the first timed block
 
 
@@ -46,7 +44,7 @@ def benchmark_decode(configs: Mapping[str, ModelConfig], contexts: Sequence[int]
         llama.library()
     cases, variant = [], "compiled" if compiled else "eager"
     for label, config in configs.items():
-        is_peer = label in PACKAGES
+        is_peer = label == llama.NAME
         longest = quadratic_up_to if is_peer or decoding_bytes(config).per_token else max(contexts)
         types = [each for each in precisions if each != llama.QUANTIZED or label == llama.NAME]
         for precision, n_tokens in itertools.product(types, sorted({n for n in contexts if n <= longest})):
@@ -75,13 +73,9 @@ def decoded_tokens(label: str, config: Row, n_tokens: int, batch_size: int, prec
         step, facts = llama.steps(fields, precision, n_tokens, batch_size, 2 * FEW + repeats * (block_tokens + 4))
         other = lambda ids_B: [step(ids_B) for _ in range(4)][-1]  # noqa: E731  # it has no other state
     else:
-        model = peers.build(peers.parse_label(label), fields).to(on, getattr(torch, precision)).eval()
-        if isinstance(model, LanguageModel):
-            block_tokens = whole_chunks(fields)
-            step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, compiled)
-            facts = {}
-        else:
-            step, other, facts = peer_steps(model, n_tokens, batch_size, on)
+        model = LanguageModel(fields).to(on, getattr(torch, precision)).eval()
+        facts, block_tokens = {}, whole_chunks(fields)
+        step, other = own_steps(model, n_tokens, batch_size, FEW + repeats * block_tokens, compiled)
     answer: Row = {"settings": settings, "block_tokens": block_tokens, **facts}
     ids_B, times, slowest = torch.zeros(batch_size, dtype=torch.long, device=on), Times(), []
     while True:
@@ -123,17 +117,6 @@ def compiled_step(model: LanguageModel, state: DecodingState, room: int) -> Step
     for tensor in tensors.values():
         torch._dynamo.mark_static_address(tensor)
     return torch.inference_mode()(lambda ids_B: run(ids_B, tensors)[0])
-
-
-@torch.inference_mode()
-def peer_steps(model: Peer, n_tokens: int, batch_size: int, device: torch.device) -> tuple[Step, Step, Row]:
-    """The same of a peer, whose cache repeats one row that was read; and what its row says."""
-    _, cache = model.extend(torch.randint(model.head.out_features, (1, n_tokens), device=device))
-    cache.reorder_cache(torch.zeros(batch_size, dtype=torch.long, device=device))
-    kept = [each for each in tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(each, Tensor)]
-    facts: Row = {"n_parameters": sum(p.numel() for p in model.parameters()),
-                  "state_bytes": sum(each.numel() * each.element_size() for each in kept)}
-    return lambda ids_B: model.extend(ids_B[:, None], cache)[0], lambda ids_B: model.extend(ids_B[:, None])[0], facts
 
 
 @torch.inference_mode()

@@ -166,13 +166,6 @@ class Peer(nn.Module):
         x_ND, targets_N = x.flatten(end_dim=-2), targets.flatten()
         return linear_cross_entropy(x_ND, self.head.weight, self.head.bias, targets_N).view(targets.shape)
 
-    @torch.inference_mode()
-    def extend(self, ids_BT: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Logits after the last of new tokens, `[B, V]`, and the model's own cache with them."""
-        name = "cache_params" if self.body.config.model_type == "mamba2" else "past_key_values"
-        out = self.body(ids_BT, use_cache=True, **{name: cache})
-        return self.head(out.last_hidden_state[:, -1]), out[name]
-
     @property
     def embed(self) -> nn.Linear:
         """For those who ask a model for its device."""

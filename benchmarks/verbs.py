@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from benchmarks import ROOT, Row, decode, llama, op, pages, step
-from benchmarks.cells import LISTS, PEERS, SHAPES, measure_call, named_calls, shaped_config
+from benchmarks.cells import LISTS, SHAPES, measure_call, named_calls, shaped_config
 from benchmarks.measure import Setup, print_rows
 from benchmarks.paper import runner
 from benchmarks.paper.report import table_section, tables_shown
@@ -69,17 +69,17 @@ class How:
 
 def benchmark_decode(
     how: How,
-    models: Annotated[tuple[str, ...], f"Models: {', '.join([*PRESETS, *PEERS])}, {llama.NAME}.", "MODELS"] = (),
+    models: Annotated[tuple[str, ...], f"Models: {', '.join([*PRESETS, llama.NAME])}.", "MODELS"] = (),
     batch: Annotated[int, "Rows that are decoded together."] = 1,
     quadratic_up_to: Annotated[int, "Longest context for models with a key-value cache."] = 32768,
     compiled: Annotated[bool, "Each step is one graph of torch.compile."] = False,
 ) -> None:
     """Time per generated token after contexts of different lengths. Contexts are not read, which
-    would take minutes: the state is filled with random numbers. Peers read one row, but llama.cpp
-    gets repeated keys and values; it takes the type q8_0 too, and it is had by
+    would take minutes: the state is filled with random numbers, that of llama.cpp with keys and
+    values that repeat. It takes the type q8_0 too, and it is had by
     `npm install --ignore-scripts --prefix out/llama @node-llama-cpp/linux-x64@3.22.1`."""
     for name in models:
-        require_name("model", name, [*PRESETS, *PEERS, llama.NAME])
+        require_name("model", name, [*PRESETS, llama.NAME])
     how.show_and_keep(decode.benchmark_decode(
         {name: how.config(parse_label(name).preset) for name in models or DEFAULT},
         how.contexts or (2048, 8192, 32768, 131072), how.setup, batch_size=batch, precisions=how.precisions,

@@ -158,13 +158,6 @@ def test_a_loss_that_does_not_fall_is_found(here, monkeypatch):
     assert "the loss does not fall" in row["failed"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5-hybrid", "mamba2", "lfm2"])
-def test_the_cache_of_a_peer_has_what_was_read(name):
-    peer, ids_BT = peers.build(parse_label(name), small("flash")).eval(), torch.arange(24).view(2, 12)
-    _, cache = peer.extend(ids_BT[:, :-1])
-    torch.testing.assert_close(peer.extend(ids_BT[:, -1:], cache)[0], peer(ids_BT)[:, -1])
-
-
 def test_processes_measure_a_step():
     (row,) = benchmark_step(cells("flash"), Setup(repeats=2))
     assert row["settings"]["float32_matmul"] == "highest" and row["check"]["error"] <= row["check"]["limit"]
@@ -237,13 +230,10 @@ def test_a_filled_state_is_like_one_that_was_read(short_blocks, name):
         assert decode.decode_step(model, torch.tensor([1, 2]), filled).isfinite().all()
 
 
-def test_a_peer_decodes_beside_ours(short_blocks):
+def test_a_state_has_its_size(short_blocks):
     config = shaped_config("flash", shape=SHAPES["small"])
-    ours, theirs = benchmark_decode({"flash": config, "llama": config}, [32], batch_size=3)
-    assert theirs["block_tokens"] == decode.PEER_TOKENS and theirs["peer"]["model_type"] == "llama"
-    assert theirs["state_bytes"] == 3 * 32 * 2 * 2 * 64 * 4  # rows, tokens, layers, keys and values, width, bytes
-    assert ours["state_bytes"] == 3 * describe(config).decoding.at(32)
-    assert theirs["cpu_ms"]["n"] == ours["cpu_ms"]["n"] == 2
+    (ours,) = benchmark_decode({"flash": config}, [32], batch_size=3)
+    assert ours["state_bytes"] == 3 * describe(config).decoding.at(32) and ours["cpu_ms"]["n"] == 2
 
 
 def test_llama_cpp_is_as_large_as_the_shipped_model(monkeypatch, tmp_path):
