@@ -23,8 +23,8 @@ TITLES = {"step": "A training step", "forward": "Reading", "decode": "Decoding",
 """Benchmarks of whole models, in the order that they are shown."""
 KIND = ["side", "variant", "dtype"]  # columns that tell the lines of a table apart
 BOTH = ("float32", "bfloat16")
-SUMMARY = {"transformer++": BOTH, "llama": BOTH, "lfm2": BOTH, "flash-pytorch": BOTH, "qwen3.5-hybrid": BOTH[:1],
-           "mamba2": BOTH[:1]}
+SUMMARY = {"transformer++": BOTH, "llama": BOTH, "lfm2": BOTH, "flash-pytorch": BOTH[:1],
+           "qwen3.5-hybrid": BOTH[:1], "mamba2": BOTH[:1]}
 """With whom the short table compares FLASH, and in which types: in bfloat16 the last two fail the
 check of a step."""
 Pictures = Callable[[pd.DataFrame], Sequence[str]]  # a table's pictures in Markdown
