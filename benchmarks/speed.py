@@ -144,18 +144,13 @@ def sources(table: pd.DataFrame) -> list[str]:
 
 
 def speed_summary(tables: Sequence[pd.DataFrame], names: Sequence[str], pictures: Pictures) -> str:
-    """What tables say that have one of the names, alone or with a hyphen behind it: of training
-    steps a picture and one table of ratios without quartiles, from those on a device like the one
-    with most contexts, whose machine the picture is of; where there are none, each table's pictures
-    and ratios."""
-    chosen = [table for table in tables if table.side.nunique() > 1
-              and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
-    if not chosen:
-        return "No two models were measured side by side yet.\n"
-    steps = [table for table in chosen if table.benchmark.iat[0] == "step"]
+    """A picture and a few lines without quartiles: FLASH's speed over others in training steps,
+    from the tables that have one of the names, alone or with a hyphen behind it, on a device like
+    the one with most contexts; the picture is of its machine."""
+    steps = [table for table in tables if table.benchmark.iat[0] == "step" and table.side.nunique() > 1
+             and any(f"{table.name.iat[0]}-".startswith(f"{name}-") for name in names)]
     if not steps:
-        return "\n\n".join(part for table in chosen for part in (
-            f"**{in_markdown(title(table))}**", *pictures(table), ratio_table(table)) if part) + "\n"
+        return "No training steps of two models were measured side by side yet.\n"
     widest, same = max(steps, key=lambda table: table.context.nunique()), ["device", "threads", "size"]
     cells = pd.concat([table for table in steps if (table[same].iloc[0] == widest[same].iloc[0]).all()],
                       ignore_index=True)

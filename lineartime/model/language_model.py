@@ -212,12 +212,12 @@ class LanguageModel(nn.Module):
             x_BND = self.extend_layers(embeds_BND, inputs, state.caches, None if collected is None else blocks)
             return [x_BND, *blocks]
 
+        n_new_B = torch.full_like(ids_BN[:, 0], ids_BN.shape[1]) if n_new_B is None else n_new_B
         begins_BN = self.begins(ids_BN)
         in_c_BND = None if collected is not None else compiled_step.extend(
             self, embeds_BND, begins_BN, n_new_B, state, empty_model)
         if in_c_BND is not None:
             return in_c_BND, state
-        n_new_B = torch.full_like(ids_BN[:, 0], ids_BN.shape[1]) if n_new_B is None else n_new_B
         x_BND, *blocks = state.read(self.config, read, embeds_BND, begins_BN, n_new_B)
         if collected is not None:
             collected += blocks

@@ -231,8 +231,7 @@ def test_a_filled_state_is_like_one_that_was_read(short_blocks, name):
 
 
 def test_a_state_has_its_size(short_blocks):
-    config = shaped_config("flash", shape=SHAPES["small"])
-    (ours,) = benchmark_decode({"flash": config}, [32], batch_size=3)
+    (ours,) = benchmark_decode({"flash": (config := shaped_config("flash", shape=SHAPES["small"]))}, [32], batch_size=3)
     assert ours["state_bytes"] == 3 * describe(config).decoding.at(32) and ours["cpu_ms"]["n"] == 2
 
 

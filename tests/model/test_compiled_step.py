@@ -122,9 +122,10 @@ def test_bfloat16_is_rounded_where_it_is_kept(calls: list[str]) -> None:
 @torch.no_grad()
 def test_who_takes_pytorch(change: Callable[[LanguageModel], object], calls: list[str]) -> None:
     model = random_model(PLUS).float()
-    model.extend(torch.tensor([[3]]))
+    _, state = model.extend(torch.tensor([[3]]))
     change(model)
     x_BND, _ = model.extend(torch.tensor([[3, 4]]))
+    model.extend(torch.tensor([[4]]), None, state if model.embed.weight.dtype == torch.float32 else None)
     assert calls == ["step"] and difference(x_BND, model.hidden(torch.tensor([[3, 4]]))) < 2e-6
 
 
@@ -152,6 +153,20 @@ def test_weights_are_read_where_they_are(calls: list[str]) -> None:
         mine.data = its.data
     model.layers[1].key_conv.taps = nn.Parameter(other.layers[1].key_conv.taps.clone())
     assert difference(model.extend(ids_B1, None, state)[0], other.hidden(ids_B1)) < 2e-6 and calls == ["step"] * 3
+
+
+@torch.no_grad()
+def test_what_changes_between_steps_of_a_state(calls: list[str]) -> None:
+    model, ids_B1 = random_model(PLUS).float(), torch.tensor([[3], [4]])
+    w, m, (_, state) = model.layers[0].in_proj.weight, model.layers[1].out_proj, model.extend(ids_B1)
+    for change in (lambda: state.select([1, 0]), lambda: setattr(w, "data", w.flip(0)),
+                   lambda: setattr(m, "weight", nn.Parameter(m.weight.flip(0)))):
+        change()
+        again, (x_BND, _) = state.repeated(2), model.extend(ids_B1, None, state)
+        model.set_impl("reference")
+        assert difference(model.extend(ids_B1, None, again)[0], x_BND) < 2e-6
+        model.set_impl(None)
+    assert calls == ["step"] * 4
 
 
 @torch.no_grad()

@@ -162,8 +162,7 @@ def test_float32_parameters_and_strides() -> None:
     assert all(torch.equal(spread[name], buffers[name]) for name in BUFFERS)
 
 
-@pytest.mark.parametrize(("dtype", "base"), [
-    (torch.bfloat16, FLASH), (torch.float32, CONFIGS["flash+"])], ids=str)
+@pytest.mark.parametrize(("dtype", "base"), [(torch.bfloat16, FLASH), (torch.float32, CONFIGS["flash+"])], ids=str)
 def test_a_model_decodes_by_it(dtype: torch.dtype, base: ModelConfig) -> None:
     """Across the end of a chunk."""
     config = replace(base, n_layers=1, d_model=32, chunk_size=C, query_key_dim=S, context=2 * C, end_of_document=END)

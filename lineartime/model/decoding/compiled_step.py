@@ -81,7 +81,7 @@ def checked(model: Any, state: DecodingState, dtype: torch.dtype, make: Any) -> 
     if (seen is None or seen.model is not model or seen.n_hooks != RemovableHandle.next_id
             or not all(map(operator.is_, seen.state, tensors))
             or [m for inside in seen.inside for m in inside.values()] != seen.modules):
-        seen = look_at(model, tensors)
+        seen = state.seen = look_at(model, tensors)
     weights = [*map(dict.get, seen.places, seen.names)]
     found = [*pointers(weights), dtype, model.config]
     if found != seen.found:
@@ -94,8 +94,8 @@ def checked(model: Any, state: DecodingState, dtype: torch.dtype, make: Any) -> 
                 or [*map(type, seen.modules)] != [*map(type, wanted.modules)]
                 or any(cache.wants_gradient(()) for cache in state.caches)):
             return None
-        state.seen = seen._replace(found=found, structs=structs_of(model, found, pointers(tensors)))
-    return state.seen.structs
+        seen = state.seen = seen._replace(found=found, structs=structs_of(model, found, pointers(tensors)))
+    return seen.structs
 
 
 def structs_of(model: Any, weights: list[int], state: list[int]) -> tuple[bytes, bytes]:
@@ -110,19 +110,13 @@ def structs_of(model: Any, weights: list[int], state: list[int]) -> tuple[bytes,
     return made, struct.pack(f"{(n + 8) * c.n_layers}q", *itertools.chain.from_iterable(layers))
 
 
-@functools.cache
-def every(n_rows: int, n_tokens: int) -> Tensor:
-    """The number of new tokens of rows without padding."""
-    return torch.full((n_rows,), n_tokens)
-
-
 def call(name: str, dtype: torch.dtype, *arguments: int | bytes) -> None:
     """Call a function of the C file for weights of a dtype by integers, pointers and structs."""
     function = getattr(compiled.library(), f"{name}_{str(dtype).removeprefix('torch.')}")
     function(*(x if isinstance(x, bytes) else ctypes.c_void_p(x) for x in arguments))
 
 
-def extend(model: Any, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor | None, state: DecodingState,
+def extend(model: Any, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor, state: DecodingState,
            make: Any) -> Tensor | None:
     """`LanguageModel.extend` by C; None where PyTorch is to do it. make: `empty_model`."""
     (n_rows, n_tokens, d), c, dtype = embeds_BND.shape, model.config, embeds_BND.dtype
@@ -135,7 +129,6 @@ def extend(model: Any, embeds_BND: Tensor, begins_BN: Tensor, n_new_B: Tensor | 
         increment_version([x for cache in state.caches for x in cache.tensors().values()])
     if (structs := checked(model, state, dtype, make)) is None:
         return None
-    n_new_B = every(n_rows, n_tokens) if n_new_B is None else n_new_B
     e, s, own_grid = c.d_inner, c.query_key_dim, c.document_grid == "own"
     x_NBD = embeds_BND.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     begins_NB, length_B, start_B = begins_BN.T.contiguous(), state.seq_lens_B.clone(), state.start_B.clone()
